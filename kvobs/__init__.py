@@ -1,0 +1,42 @@
+"""See what vLLM's KV connectors do: a drop-in, instrumenting ``MultiConnector``.
+
+The files are the stations of the flow, in import order (a test keeps it one-way):
+
+    notices     the logger, and saying a thing once
+    hooks       every vLLM hook: side, cadence, how children's answers combine
+    signals     every metric, once, as data
+    config      the options under ``kv_connector_extra_config.kvobs``
+    ledger      who owes what: load owners, promised saves, ranks heard from
+    recorder    counts what happened
+    metadata    what travels between scheduler and workers
+    stats       what travels to the API server, and its way back into objects
+    children    the configured connectors: built, named, asked about themselves
+    metrics     API server: stats payload -> Prometheus, per child
+    fanout      the table of hooks, bound to the children
+    offers      what the children could load, and the policy that chooses
+    outcomes    how loads and saves ended
+    scheduler   the scheduler's side of the routing
+    worker      the workers' side of the routing
+    connector   ``MultiConnector``, the class that vLLM sees
+    plugin      vLLM's entry point
+    demo        a real engine on the CPU, a tiny model, two real connectors
+    cli         the command ``kvobs``
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["MultiConnector", "__version__", "get_kv_connector_cache_layout"]
+
+if TYPE_CHECKING:
+    from kvobs.connector import MultiConnector, get_kv_connector_cache_layout
+
+
+def __getattr__(name: str) -> Any:
+    """Import the connector on first use, so that ``import kvobs`` needs no vLLM."""
+    if name in ("MultiConnector", "get_kv_connector_cache_layout"):
+        from kvobs import connector
+
+        return getattr(connector, name)
+    raise AttributeError(f"module 'kvobs' has no attribute {name!r}")

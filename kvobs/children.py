@@ -1,0 +1,145 @@
+"""The configured connectors: their classes and configurations, built, named, and asked about themselves."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+from kvobs.config import PATH, ConfigError, Configuration, read
+from kvobs.notices import log
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One entry of ``connectors``: what will be built."""
+
+    index: int
+    name: str
+    connector_class: type[KVConnectorBase_V1]
+    transfer_config: KVTransferConfig
+
+    def vllm_config(self, parent: VllmConfig) -> VllmConfig:
+        """Return vLLM's configuration as this child is to see it: with its own transfer configuration."""
+        config = copy.copy(parent)
+        config.kv_transfer_config = self.transfer_config
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One child connector at work. ``connector`` is the real object, never wrapped or patched."""
+
+    index: int
+    name: str
+    connector: Any
+    supports_hma: bool
+
+
+def specs(parent: KVTransferConfig) -> tuple[ChildSpec, ...]:
+    """Read which children ``parent`` configures.
+
+    Raises:
+        ConfigError: with every mistake found, each with its JSON path.
+    """
+    return _specs(parent, read(parent.kv_connector_extra_config))
+
+
+def _specs(parent: KVTransferConfig, configuration: Configuration) -> tuple[ChildSpec, ...]:
+    found: list[ChildSpec] = []
+    mistakes: list[str] = []
+    entries = parent.kv_connector_extra_config["connectors"]
+    for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=True)):
+        try:
+            transfer_config = KVTransferConfig(**{**entry, "engine_id": _engine_id(parent, entry)})
+            connector_class = KVConnectorFactory.get_connector_class(transfer_config)
+        except Exception as error:
+            mistakes.append(f"{PATH}.connectors[{i}] ({name}): {type(error).__name__}: {error}")
+        else:
+            found.append(ChildSpec(i, name, connector_class, transfer_config))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return tuple(found)
+
+
+def _engine_id(parent: KVTransferConfig, entry: Mapping[str, Any]) -> str | None:
+    """Return the child's own engine id with the parent's data-parallel suffix, else the parent's."""
+    own = entry.get("engine_id")
+    if own is None:
+        return parent.engine_id
+    suffix = _DATA_PARALLEL_SUFFIX.search(parent.engine_id or "")
+    return own if suffix is None or own.endswith(suffix[0]) else own + suffix[0]
+
+
+def build(
+    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, of: Sequence[ChildSpec]
+) -> tuple[Child, ...]:
+    """Build the children; when one can't be built, shut down those that were before its error goes on."""
+    built: list[Child] = []
+    try:
+        for spec in of:
+            connector = spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
+            built.append(Child(spec.index, spec.name, connector, supports_hma(connector)))
+    except BaseException as error:
+        error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
+        for child in built:
+            try:
+                child.connector.shutdown()
+            except Exception:
+                log.exception("connector %r failed to shut down after a sibling could not be built", child.name)
+        raise
+    return tuple(built)
+
+
+def all_support_hma(of: Iterable[ChildSpec]) -> bool:
+    """Return whether there are children and every one supports the hybrid memory allocator."""
+    support = [KVConnectorFactory.supports_hma_config(spec.transfer_config) for spec in of]
+    return bool(support) and all(support)
+
+
+def required_layout(vllm_config: VllmConfig, of: Iterable[ChildSpec]) -> str | None:
+    """Return the KV cache layout that the children need (such as "HND"), or None when any will do.
+
+    Raises:
+        ValueError: when they disagree; names each child and its layout.
+    """
+    needs = {spec.name: spec.connector_class.get_required_kvcache_layout(spec.vllm_config(vllm_config)) for spec in of}
+    stated = {name: layout for name, layout in needs.items() if layout is not None}
+    if len(set(stated.values())) > 1:
+        listed = ", ".join(f"{name} needs {layout}" for name, layout in stated.items())
+        raise ValueError(
+            f"the KV cache has one layout, and the connectors disagree: {listed}. "
+            f"Remove one of them from {PATH}.connectors, or configure them for the same layout"
+        )
+    return next(iter(stated.values()), None)
+
+
+def warn_about(parent: KVTransferConfig, of: Iterable[ChildSpec]) -> None:
+    """Log what is configured on a child and has no effect there."""
+    entries = parent.kv_connector_extra_config["connectors"]
+    effective = getattr(parent, "kv_load_failure_policy", None)
+    for spec in of:
+        own = entries[spec.index].get("kv_load_failure_policy")
+        if own is not None and own != effective:
+            log.warning(
+                "%s.connectors[%d].kv_load_failure_policy is %r on connector %r and has no effect: vLLM reads the top "
+                "level only, where it is %r. Set it beside kv_connector at the top level",
+                PATH,
+                spec.index,
+                own,
+                spec.name,
+                effective,
+            )

@@ -1,0 +1,140 @@
+"""Read the options under ``kv_connector_extra_config.kvobs``.
+
+Every mistake is reported at once, each with the JSON path, what was found, and what is allowed.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+
+PATH = "kv_connector_extra_config"
+RESERVED_NAME = "kvobs"  # kvobs's own entry in the stats payload
+_SHOWN_AT_MOST = 80  # characters of a wrong value
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
+
+
+class ConfigError(ValueError):
+    """A mistake in the connector configuration; the message is a list with one line per mistake."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("kvobs can't start with this --kv-transfer-config:\n" + "\n".join(f"- {m}" for m in mistakes))
+
+
+class Options(BaseModel):
+    """The options of kvobs. Every one has a default: no key at all is a valid configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    names: tuple[StrictStr, ...] = Field(
+        default=(), description="names of the children, in the order of `connectors`; children without one keep theirs"
+    )
+    load_policy: Literal["first", "longest"] = Field(
+        default="first", description="which child loads a request: the first with a hit, or the one with the longest"
+    )
+    lookup_timeout_ms: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = Field(
+        default=None, description="how long a child may answer 'not yet' before others may load in its stead"
+    )
+
+
+class Configuration(BaseModel):
+    """A checked configuration: the options, and the children's names in the order of ``connectors``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    options: Options
+    names: tuple[str, ...]
+
+
+def read(extra_config: Mapping[str, Any]) -> Configuration:
+    """Check ``kv_connector_extra_config`` and return the options and the children's names.
+
+    Raises:
+        ConfigError: with every mistake found, each with its JSON path.
+    """
+    mistakes: list[str] = []
+    configured = _configured_connectors(extra_config, mistakes)
+    options = _options(extra_config.get("kvobs", {}), mistakes)
+    names = _names(options.names, configured, mistakes)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return Configuration(options=options, names=names)
+
+
+def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[str]) -> list[str]:
+    """Return each child's configured ``kv_connector``; one that is not usable is reported and left out."""
+    path = f"{PATH}.connectors"
+    wanted = (
+        'a list with at least one connector, such as [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]'
+    )
+    connectors = extra_config.get("connectors")
+    if not isinstance(connectors, list | tuple) or not connectors:
+        found = "nothing" if "connectors" not in extra_config else _show(connectors)
+        mistakes.append(f"{path}: found {found}, needs {wanted}")
+        return []
+    configured = []
+    for i, connector in enumerate(connectors):
+        if not isinstance(connector, Mapping):
+            mistakes.append(f"{path}[{i}]: found {_show(connector)}, needs an object with the key 'kv_connector'")
+        elif not isinstance(connector.get("kv_connector"), str) or not connector["kv_connector"]:
+            found = _show(connector["kv_connector"]) if "kv_connector" in connector else "nothing"
+            mistakes.append(f"{path}[{i}].kv_connector: found {found}, needs the name of a connector class")
+        else:
+            configured.append(connector["kv_connector"])
+    return configured
+
+
+def _options(raw: Any, mistakes: list[str]) -> Options:
+    path = f"{PATH}.kvobs"
+    if not isinstance(raw, Mapping):
+        mistakes.append(f"{path}: found {_show(raw)}, needs an object with any of: {_known_options()}")
+        return Options()
+    try:
+        return Options.model_validate(dict(raw))
+    except ValidationError as error:
+        for detail in error.errors():
+            where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
+            if detail["type"] == "extra_forbidden":
+                mistakes.append(f"{where}: unknown option, allowed: {_known_options()}")
+            else:
+                mistakes.append(f"{where}: found {_show(detail['input'])}, {_allowed(detail['msg'])}")
+        return Options()
+
+
+def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[str]) -> tuple[str, ...]:
+    """Name every child: its entry in ``names``, else its configured ``kv_connector``, numbered when repeated."""
+    path = f"{PATH}.kvobs.names"
+    if configured and len(given) > len(configured):
+        mistakes.append(f"{path}: found {len(given)} names, allowed: at most {len(configured)}, one per connector")
+    for i, name in enumerate(given):
+        if name == RESERVED_NAME:
+            mistakes.append(f"{path}[{i}]: found {name!r}, which kvobs keeps for itself; choose another name")
+        elif not _NAME.fullmatch(name):
+            allowed = "1 to 64 letters, digits and . _ : / + -, beginning with a letter or digit"
+            mistakes.append(f"{path}[{i}]: found {_show(name)}, allowed: {allowed}")
+    names = list(given[: len(configured)])
+    for connector in configured[len(names) :]:
+        candidates = (connector if n == 1 else f"{connector}-{n}" for n in count(1))
+        names.append(next(name for name in candidates if name not in names and name != RESERVED_NAME))
+    for name, times in Counter(names).items():
+        if times > 1:
+            mistakes.append(f"{path}: found {name!r} for {times} connectors, needs a different name for each")
+    return tuple(names)
+
+
+def _known_options() -> str:
+    return ", ".join(repr(name) for name in Options.model_fields)
+
+
+def _allowed(message: str) -> str:
+    """Turn pydantic's wording into ours: what is allowed, in lower case."""
+    return message.replace("Input should be", "allowed:").replace("Input should", "should")
+
+
+def _show(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN_AT_MOST else shown[:_SHOWN_AT_MOST] + "..."

@@ -1,0 +1,217 @@
+"""``MultiConnector``: the one class that vLLM sees. It builds the children and puts the hooks of its role in place.
+
+The name is fixed: vLLM compares the literal string. It subclasses vLLM's own, so that identity checks hold and a hook
+that a newer vLLM adds reaches the children through the inherited routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvobs import children, fanout
+from kvobs.config import read
+from kvobs.hooks import HOOKS, INHERITED, Combine
+from kvobs.ledger import Ledger
+from kvobs.metrics import MultiKVConnectorPromMetrics
+from kvobs.notices import log
+from kvobs.scheduler import SchedulerSide
+from kvobs.stats import MultiKVConnectorStats, rebuild
+from kvobs.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class MultiConnector(stock.MultiConnector):
+    """Load from one of several KV connectors, save to all, and count what each does.
+
+    Enable it with ``"kv_connector_module_path": "kvobs"`` beside ``"kv_connector": "MultiConnector"``. Options are
+    under ``kv_connector_extra_config.kvobs``, see ``kvobs.config.Options``.
+
+    Raises:
+        ConfigError: when the configuration has mistakes; lists each with its JSON path.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        # Not stock's constructor, which builds the children its own way.
+        KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer_config = vllm_config.kv_transfer_config
+        specs = children.specs(transfer_config)
+        self._all_support_hma = children.all_support_hma(specs)
+        if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
+            lacking = [s.name for s in specs if not KVConnectorFactory.supports_hma_config(s.transfer_config)]
+            raise ValueError(
+                f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
+                "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
+            )
+        self._children = children.build(vllm_config, role, kv_cache_config, specs)
+        # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
+        self._connectors = [child.connector for child in self._children]
+        self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
+        self._extra_async_saves: dict[str, int] = {}
+        self._requests_to_connector: Any = {}
+        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
+        if role is KVConnectorRole.SCHEDULER:
+            self._side: SchedulerSide | WorkerSide = SchedulerSide(
+                self._children,
+                read(transfer_config.kv_connector_extra_config).options,
+                vllm_config.parallel_config.world_size,
+                [group.kv_cache_spec.block_size for group in groups],
+            )
+            self._requests_to_connector = Choices(self._side.ledger)
+            children.warn_about(transfer_config, specs)
+            _name_unknown_hooks()
+        else:
+            self._side = WorkerSide(self._children, vllm_config.parallel_config.rank, len(groups))
+        self._put_hooks_in_place()
+
+    def _put_hooks_in_place(self) -> None:
+        """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them."""
+        fanout.bind(self, self._children, _known_to_host)
+        for name, hook in HOOKS.items():
+            if hook.combine is Combine.ROUTED and name not in _WITH_STATE_OF_THE_WRAPPER and _known_to_host(name):
+                routed = getattr(self._side, name, None)
+                if routed is not None:
+                    setattr(self, name, routed)
+
+    # The wrapper's own metadata must be bound too: vLLM asks has_connector_metadata() before every layer.
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(self._side, WorkerSide)
+        self._side.bind_connector_metadata(connector_metadata)
+        KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        assert isinstance(self._side, WorkerSide)
+        self._side.clear_connector_metadata()
+        KVConnectorBase_V1.clear_connector_metadata(self)
+
+    # What the children can do
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return all(child.supports_divergent_local_hybrid_hits for child in self._connectors)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return all(getattr(child, "prefer_cross_layer_blocks", False) for child in self._connectors)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(child.requires_kv_delivery for child in self._connectors)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return any(
+            spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
+            for spec in children.specs(_transfer_config(extra_config))
+        )
+
+    @classmethod
+    def all_children_support_hma(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return children.all_support_hma(children.specs(kv_transfer_config))
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return all(
+            spec.connector_class.supports_sleep_mode(spec.transfer_config)
+            for spec in children.specs(kv_transfer_config)
+        )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the KV cache layout that the children need (such as "HND"), or None when any will do."""
+        return children.required_layout(vllm_config, children.specs(vllm_config.kv_transfer_config))
+
+    # Stats and metrics, in the API server
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
+        return rebuild(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiKVConnectorPromMetrics:
+        specs = children.specs(vllm_config.kv_transfer_config)
+        return MultiKVConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, specs)
+
+
+_WITH_STATE_OF_THE_WRAPPER = ("bind_connector_metadata", "clear_connector_metadata")
+
+
+class Choices(Mapping[str, int]):
+    """The child that loads each request, as stock keeps it: for code inherited from a newer vLLM."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __getitem__(self, request: str) -> int:
+        choice = self._ledger.choice(request)
+        if choice is None:
+            raise KeyError(request)
+        return choice
+
+    def __iter__(self) -> Iterator[str]:
+        return (request for request in self._ledger if self._ledger.choice(request) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str | None:
+    """Return the KV cache layout that the configured connector needs, or None.
+
+    Args:
+        vllm_config: vLLM's configuration; by default the one that is current in this process.
+
+    The same as vLLM's helper of this name.
+    """
+    config = vllm_config if vllm_config is not None else get_current_vllm_config_or_none()
+    if config is None or config.kv_transfer_config is None:
+        return None
+    connector_class = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    layout: str | None = connector_class.get_required_kvcache_layout(config)
+    return layout
+
+
+def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=dict(extra_config)
+    )
+
+
+def _known_to_host(name: str) -> bool:
+    return hasattr(KVConnectorBase_V1, name) or hasattr(SupportsHMA, name)
+
+
+def unknown_hooks() -> list[str]:
+    """Return the public hooks of this vLLM that the table does not know."""
+    public = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
+    return sorted(public - set(HOOKS) - set(INHERITED))
+
+
+def _name_unknown_hooks() -> None:
+    unknown = unknown_hooks()
+    if unknown:
+        log.warning(
+            "this vLLM has hooks that kvobs does not know yet: %s. They reach the connectors through the routing "
+            "inherited from vLLM, unobserved",
+            ", ".join(unknown),
+        )

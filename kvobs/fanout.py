@@ -1,0 +1,78 @@
+"""The table of hooks, bound to the children: one callable for each hook whose answers combine by a general rule.
+
+The callables become attributes of the connector instance, so that a hook costs one call and its children's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvobs.children import Child
+from kvobs.hooks import HOOKS, Combine, Hook
+from kvobs.notices import log
+
+Call = Callable[..., Any]
+
+
+def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool]) -> None:
+    """Bind every general hook that this vLLM knows to ``connector``, as calls into the children."""
+    for hook in HOOKS.values():
+        rule = RULES.get(hook.combine)
+        if rule is None or hook.is_property or hook.side.value == "config" or not known_to_host(hook.name):
+            continue
+        setattr(connector, hook.name, rule(hook, children))
+
+
+def _each(hook: Hook, children: Sequence[Child]) -> Call:
+    calls = _calls(hook, children)
+
+    def each(*args: Any, **kwargs: Any) -> None:
+        for call in calls:
+            call(*args, **kwargs)
+
+    return each
+
+
+def _guarded(hook: Hook, children: Sequence[Child]) -> Call:
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        call_all(hook.name, children, *args, **kwargs)
+
+    return guarded
+
+
+def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call a hook of every child, also after one raised; raise the first error when all were called."""
+    answers = []
+    first: Exception | None = None
+    for child in children:
+        try:
+            answers.append(getattr(child.connector, name)(*args, **kwargs))
+        except Exception as error:
+            log.exception("connector %r raised in %s; its siblings are called all the same", child.name, name)
+            first = first or error
+    if first is not None:
+        raise first
+    return answers
+
+
+def _any(hook: Hook, children: Sequence[Child]) -> Call:
+    calls = _calls(hook, children)
+    return lambda *args, **kwargs: any(call(*args, **kwargs) for call in calls)
+
+
+def _chain(hook: Hook, children: Sequence[Child]) -> Call:
+    calls = _calls(hook, children)
+    return lambda *args, **kwargs: [item for call in calls for item in call(*args, **kwargs) or ()]
+
+
+def _calls(hook: Hook, children: Sequence[Child]) -> tuple[Call, ...]:
+    return tuple(getattr(child.connector, hook.name) for child in children)
+
+
+RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {
+    Combine.EACH: _each,
+    Combine.GUARDED: _guarded,
+    Combine.ANY: _any,
+    Combine.CHAIN: _chain,
+}

@@ -1,0 +1,323 @@
+"""Who owes what: which child loads a request, which children promised to save it, which ranks have reported.
+
+A pure state machine on the scheduler's side. Workers report what their children say, rank by rank; the ledger decides
+when a load is received, when a save is done, and when a finished request's blocks may be released: once, after its
+last promised save and its last open load, on every rank that is expected to report.
+
+The life of one request:
+
+    offered -> admit: a load opens -> hear: rank by rank -> loads_in -> close_load -> received
+                                       a rank failed: -> take_failures, the workers echo it -> echoed -> close_load
+    finish: promises open -> hear -> saves_in -> close_save -> released
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """What a worker can report about a request and a child."""
+
+    RECEIVED = 0  # the child says that its async load has arrived on this rank
+    FAILED = 1  # it says that the load has failed here: an arrival too, of nothing
+    SPOILED = 2  # it named bad blocks that vLLM can't map to the request: the whole load has failed
+    HOLED = 3  # it named bad blocks that vLLM was told of: vLLM recomputes them by itself
+    SAVED = 4  # it says that the promised save is done here
+    SYNC_DONE = 5  # this rank's step with a sync load is over
+    SYNC_FAILED = 6  # the same, and the child named bad blocks
+
+
+class Report(NamedTuple):
+    """One report of one rank. ``time_ns`` is wall-clock time (ns since the epoch)."""
+
+    rank: int
+    kind: Kind
+    request: str
+    child: int
+    time_ns: int
+
+
+class Foreign(NamedTuple):
+    """A report about something its child does not own. ``kind`` is a label value of ``kvobs_foreign_reports_total``."""
+
+    child: int
+    kind: str
+    request: str
+
+
+@dataclass(slots=True)
+class Load:
+    """A load that vLLM admitted: ``tokens`` from child ``child``."""
+
+    child: int
+    tokens: int
+    is_async: bool
+    expected: int  # ranks that report
+    opened_ns: int = 0
+    arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report
+    failed: bool = False
+    needs_echo: bool = False  # vLLM must be told of the failure through its workers
+    aborted: bool = False  # its request ended while it was open
+
+    @property
+    def is_in(self) -> bool:
+        return len(self.arrived) >= self.expected
+
+
+@dataclass(slots=True)
+class Save:
+    """What is known of one child's save of one request. Reports may come before the promise (async scheduling)."""
+
+    promised: bool = False
+    done: bool = False
+    expected: int = 1
+    promised_ns: int = 0
+    arrived: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_in(self) -> bool:
+        return len(self.arrived) >= self.expected
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request."""
+
+    candidate: tuple[int, bool] | None = None  # the last lookup's winner: child, is_async
+    owner: int | None = None  # fixed at allocation with tokens > 0, kept until the request is gone
+    load: Load | None = None
+    saves: dict[int, Save] = field(default_factory=dict)
+    tails: set[int] = field(default_factory=set)  # children that took over the partial last block
+    finished: bool = False
+    holds: bool = False  # vLLM was told at the request's end that its blocks must stay
+    awaited: bool = False  # vLLM keeps the finished request until it is reported once more
+
+    @property
+    def is_settled(self) -> bool:
+        return self.load is None and all(save.done for save in self.saves.values())
+
+
+class Ledger:
+    """Load owners, promised saves and rank tallies of all live requests."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._loads_in: dict[int, list[str]] = {}  # child -> requests whose load is in, not yet closed
+        self._saves_in: dict[int, list[str]] = {}
+        self._failures: list[str] = []
+        self._received: set[str] = set()
+        self._released_recv: set[str] = set()
+        self._released_send: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    # Lookup and allocation
+
+    def arrive(self, request: str) -> None:
+        """Open the books for a request, if they are not."""
+        if request not in self._entries:
+            self._entries[request] = Entry()
+
+    def propose(self, request: str, candidate: tuple[int, bool] | None) -> None:
+        """Remember the last lookup's winner (child, is_async), or that there was none: nothing is fixed yet."""
+        self._entry(request).candidate = candidate
+
+    def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0) -> Load | None:
+        """Open the load that vLLM allocated ``tokens`` for; return None when nothing is to be loaded.
+
+        ``expected`` is the number of ranks whose report completes it. A second allocation call after an async load
+        has 0 tokens and changes nothing.
+        """
+        entry = self._entry(request)
+        candidate, entry.candidate = entry.candidate, None
+        if tokens <= 0 or candidate is None:
+            return None
+        child, is_async = candidate
+        entry.owner = child
+        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
+        return entry.load
+
+    def owner(self, request: str) -> int | None:
+        """Return the child that loads, or last loaded, this request."""
+        entry = self._entries.get(request)
+        return entry.owner if entry else None
+
+    def choice(self, request: str) -> int | None:
+        """Return the child that would load this request if vLLM allocated now, else its owner."""
+        entry = self._entries.get(request)
+        if entry is None:
+            return None
+        return entry.candidate[0] if entry.candidate else entry.owner
+
+    def open_load(self, request: str) -> Load | None:
+        entry = self._entries.get(request)
+        return entry.load if entry else None
+
+    # Reports
+
+    def hear(self, report: Report) -> Foreign | None:
+        """Take in one report; return it as foreign when its child owns no such load or save."""
+        entry = self._entries.get(report.request)
+        if report.kind is Kind.SAVED:
+            return self._hear_save(entry, report)
+        load = entry.load if entry else None
+        is_sync = report.kind in (Kind.SYNC_DONE, Kind.SYNC_FAILED)
+        if load is None or load.child != report.child or load.is_async is is_sync:
+            if is_sync:
+                return None  # kvobs's own report about a request that is gone by now
+            return Foreign(report.child, "load" if report.kind is Kind.RECEIVED else "failure", report.request)
+        if report.kind not in (Kind.RECEIVED, Kind.SYNC_DONE):
+            load.failed = True
+            load.needs_echo |= report.kind in (Kind.FAILED, Kind.SPOILED)
+        if report.kind in (Kind.SPOILED, Kind.HOLED):
+            return None  # says nothing about arrival
+        was_in = load.is_in
+        load.arrived.setdefault(report.rank, report.time_ns)
+        if load.is_in and not was_in:
+            if load.needs_echo:
+                self._failures.append(report.request)
+            else:
+                self._loads_in.setdefault(report.child, []).append(report.request)
+        return None
+
+    def _hear_save(self, entry: Entry | None, report: Report) -> Foreign | None:
+        if entry is None:
+            return Foreign(report.child, "save", report.request)
+        save = entry.saves.get(report.child)
+        if save is None:
+            if entry.finished:
+                return Foreign(report.child, "save", report.request)
+            save = entry.saves[report.child] = Save()
+        elif save.done:
+            return Foreign(report.child, "save", report.request)
+        was_in = save.promised and save.is_in
+        save.arrived.setdefault(report.rank, report.time_ns)
+        if save.promised and save.is_in and not was_in:
+            self._saves_in.setdefault(report.child, []).append(report.request)
+        return None
+
+    def take_failures(self) -> tuple[str, ...]:
+        """Return the async loads that every rank must now report to vLLM as failed; each is handed out once."""
+        failures, self._failures = tuple(self._failures), []
+        return failures
+
+    def echoed(self, request: str) -> None:
+        """Note that vLLM has been told of a failed load: it may be closed like any that is in."""
+        entry = self._entries.get(request)
+        if entry is not None and entry.load is not None:
+            self._loads_in.setdefault(entry.load.child, []).append(request)
+
+    # Completions, child by child
+
+    def take_loads_in(self, child: int) -> list[str]:
+        """Return the requests whose load from ``child`` is in on every expected rank; each is handed out once."""
+        return self._loads_in.pop(child, [])
+
+    def take_saves_in(self, child: int) -> list[str]:
+        """Return the requests whose promised save by ``child`` is in on every expected rank."""
+        return self._saves_in.pop(child, [])
+
+    def close_load(self, request: str) -> Load | None:
+        """Close the open load: vLLM may resume the request, or release it if it has finished meanwhile."""
+        entry = self._entries.get(request)
+        if entry is None or entry.load is None:
+            return None
+        load, entry.load = entry.load, None
+        if load.is_async and not entry.finished:
+            self._received.add(request)
+        self._settle(request, entry)
+        return load
+
+    def close_save(self, request: str, child: int) -> Save | None:
+        """Close a promised save; return None when ``child`` has none open."""
+        entry = self._entries.get(request)
+        save = entry.saves.get(child) if entry else None
+        if entry is None or save is None or not save.promised or save.done:
+            return None
+        save.done = True
+        self._settle(request, entry)
+        return save
+
+    # The end of a request
+
+    def accept_tail(self, request: str, child: int) -> None:
+        """Note that ``child`` took over the request's partial last block: a promise, made just before the end."""
+        self._entry(request).tails.add(child)
+
+    def tails(self, request: str) -> frozenset[int]:
+        """Return the children that took over the request's partial last block."""
+        entry = self._entries.get(request)
+        return frozenset(entry.tails) if entry else frozenset()
+
+    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0) -> "Finished":
+        """Note that vLLM has finished a request.
+
+        Args:
+            request: its id.
+            promises: (child, number of ranks that report) of every child that promised a save.
+            now_ns: the time, for the length of the hold.
+        """
+        entry = self._entries.pop(request, None) or Entry()
+        entry.finished, entry.candidate = True, None
+        # A sync load ends with its step, whose output vLLM is just handling: vLLM does not wait for it.
+        aborted = entry.load if entry.load is not None and entry.load.is_async else None
+        if aborted is not None:
+            aborted.aborted = True
+        early: list[int] = []
+        for child, expected in promises:
+            save = entry.saves.setdefault(child, Save())
+            save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns
+            if save.is_in:
+                save.done = True
+                early.append(child)
+        unpromised = [child for child, save in entry.saves.items() if not save.promised]
+        for child in unpromised:
+            del entry.saves[child]
+        entry.holds = any(not save.done for save in entry.saves.values())
+        entry.awaited = entry.holds or aborted is not None
+        if not entry.is_settled:
+            self._entries[request] = entry
+        foreign = [Foreign(child, "save", request) for child in unpromised]
+        return Finished(entry.holds, aborted, early, foreign)
+
+    def take_received(self) -> set[str]:
+        """Return what goes into vLLM's ``finished_recving``: loads in, and releases that vLLM expects there."""
+        taken = self._received | self._released_recv
+        self._received, self._released_recv = set(), set()
+        return taken
+
+    def take_sent(self) -> set[str]:
+        """Return what goes into vLLM's ``finished_sending``: finished requests whose blocks may be released."""
+        sent, self._released_send = self._released_send, set()
+        return sent
+
+    def _settle(self, request: str, entry: Entry) -> None:
+        """Forget a finished request that owes nothing any more, and release it if vLLM waits for that."""
+        if entry.finished and entry.is_settled:
+            del self._entries[request]
+            if entry.awaited:
+                (self._released_send if entry.holds else self._released_recv).add(request)
+
+    def _entry(self, request: str) -> Entry:
+        entry = self._entries.get(request)
+        if entry is None:
+            entry = self._entries[request] = Entry()
+        return entry
+
+
+class Finished(NamedTuple):
+    """What the end of a request means: whether vLLM must hold its blocks, and what came to nothing."""
+
+    holds: bool
+    aborted: Load | None  # the load that was still open
+    early: list[int]  # children whose promised save had been reported before the promise
+    foreign: list[Foreign]  # reports of saves that were never promised

@@ -1,0 +1,125 @@
+"""What travels between the scheduler's connector and the workers': metadata down, worker metadata and events up.
+
+All of it crosses a process by pickle. The children's parts are told apart by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvobs.ledger import Report
+
+Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
+
+
+class LoadOrder(NamedTuple):
+    """A load that vLLM admitted in this step, as the workers need to know it.
+
+    ``blocks`` holds, per KV cache group, the ids of the blocks that the load fills.
+    """
+
+    child: int
+    is_async: bool
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
+    """The scheduler's word to the workers for one step.
+
+    ``metadata`` holds the children's own, by position. ``extra_async_saves`` is stock vLLM's count of promises: kvobs
+    counts on the scheduler's side, and leaves it empty.
+    """
+
+    loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
+    closed: tuple[str, ...] = ()  # requests whose load is over: forget their blocks
+    failed: tuple[str, ...] = ()  # requests that every rank must report as failed, so that vLLM hears of it
+
+
+@dataclass
+class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
+    """The workers' word to the scheduler: the children's own by position, and what the children reported."""
+
+    reports: list[Report] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
+        """Return both ranks' words in one: children's merged by the children's own rule, reports one after another."""
+        if not isinstance(other, MultiKVConnectorWorkerMetadata) or len(other.metadata) != len(self.metadata):
+            raise TypeError(
+                f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
+                "run the same --kv-transfer-config and the same version of kvobs"
+            )
+        merged = tuple(_merge_one(a, b) for a, b in zip(self.metadata, other.metadata, strict=True))
+        return MultiKVConnectorWorkerMetadata(metadata=merged, reports=self.reports + other.reports)
+
+
+def _merge_one(
+    a: KVConnectorWorkerMetadata | None, b: KVConnectorWorkerMetadata | None
+) -> KVConnectorWorkerMetadata | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a.aggregate(b)
+
+
+@dataclass
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """The handshakes of one rank's children, by position; None where a child has none."""
+
+    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+    @staticmethod
+    def of_child(received: Mapping[Rank, Any], child: int) -> dict[Rank, KVConnectorHandshakeMetadata]:
+        """Return, by rank, the handshakes that this child sent: nobody else's."""
+        return {rank: part.metadata[child] for rank, part in received.items() if part.metadata[child] is not None}
+
+
+class MultiKVEvents(KVConnectorKVEvents):
+    """KV cache events of several children, each kept in its child's own container.
+
+    vLLM's aggregator merges ranks through ``get_all_events``, ``add_events`` and ``increment_workers``. Here an
+    "event" of those calls is a pair (child, container), so that each child's own rule for merging ranks applies.
+    """
+
+    def __init__(self, by_child: dict[int, KVConnectorKVEvents]) -> None:
+        self.by_child = by_child
+
+    def get_all_events(self) -> list[Any]:
+        """Return (child, container) pairs, for ``add_events`` of another rank's object."""
+        return list(self.by_child.items())
+
+    def add_events(self, events: Sequence[Any]) -> None:
+        """Merge another rank's (child, container) pairs, and count its workers."""
+        for child, container in events:
+            mine = self.by_child.get(child)
+            if mine is None:
+                self.by_child[child] = container
+            else:
+                mine.add_events(container.get_all_events())
+                mine.increment_workers(container.get_number_of_workers())
+
+    def increment_workers(self, count: int = 1) -> None:
+        """Do nothing: ``add_events`` has counted the workers, child by child."""
+
+    def aggregate(self) -> MultiKVEvents:
+        """Let each child's container reduce its events to those that all its workers reported."""
+        for container in self.by_child.values():
+            container.aggregate()
+        return self
+
+    def get_number_of_workers(self) -> int:
+        """Return the largest number of workers heard from by any child."""
+        return max((container.get_number_of_workers() for container in self.by_child.values()), default=0)
+
+    def clear_events(self) -> None:
+        """Empty every child's container."""
+        for container in self.by_child.values():
+            container.clear_events()

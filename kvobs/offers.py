@@ -1,0 +1,130 @@
+"""Ask the children what they could load, choose by the load policy, and count what was offered, taken and forgone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvobs import signals
+from kvobs.children import Child
+from kvobs.config import Options
+from kvobs.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_HIT, _MISS, _PENDING, _TIMEOUT = (
+    signals.slot(signals.LOOKUPS, outcome) for outcome in ("hit", "miss", "pending", "timeout")
+)
+_OFFERED = signals.slot(signals.OFFERED_TOKENS)
+_ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
+_FORGONE = signals.slot(signals.FORGONE_TOKENS)
+_UNCLAIMED = signals.slot(signals.UNCLAIMED_OFFERS)
+
+
+class Offer(NamedTuple):
+    """What a child said it could load: ``tokens`` beyond those computed, in the background or within the step."""
+
+    child: int
+    tokens: int
+    is_async: bool
+
+
+NOTHING = Offer(-1, 0, False)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is remembered of one request between its lookups and its end."""
+
+    pending_since: dict[int, float] = field(default_factory=dict)  # child -> time of its first "not yet"
+    offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
+    local: int = 0  # tokens that vLLM had computed itself at that lookup
+    counted: bool = False
+
+
+class Offers:
+    """The lookups of all live requests."""
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        options: Options,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lookups = [child.connector.get_num_new_matched_tokens for child in children]
+        self._longest = options.load_policy == "longest"
+        self._timeout = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms / 1e3
+        self._recorder = recorder
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
+        """Return the offer to load from (``NOTHING`` if there is none), or None while it can't be known yet.
+
+        Policy ``first``: the first child with a hit, whatever those after it say. Policy ``longest``: the child that
+        offers most, the first of equals, once all have answered.
+        """
+        asked = self._asked.setdefault(request.request_id, _Asked())
+        asked.offers, asked.local = [], num_computed_tokens
+        best = NOTHING
+        waits = False
+        for child, lookup in enumerate(self._lookups):
+            tokens, is_async = lookup(request, num_computed_tokens)
+            if tokens is None:
+                if self._is_worth_waiting(child, asked):
+                    if not self._longest and not best.tokens:
+                        return None  # no later child can win before this one has answered
+                    waits |= self._longest
+                continue
+            asked.pending_since.pop(child, None)
+            self._recorder.count(child, _HIT if tokens else _MISS)
+            offer = Offer(child, tokens, bool(is_async and tokens))
+            asked.offers.append(offer)
+            if tokens > best.tokens and (self._longest or not best.tokens):
+                best = offer
+        if waits:
+            asked.offers = []
+            return None
+        return best
+
+    def _is_worth_waiting(self, child: int, asked: _Asked) -> bool:
+        """Count a "not yet", and tell whether the child still has time to answer."""
+        now = self._clock()
+        since = asked.pending_since.setdefault(child, now)
+        is_late = self._timeout is not None and now - since >= self._timeout
+        self._recorder.count(child, _TIMEOUT if is_late else _PENDING)
+        return not is_late
+
+    def settle(self, request_id: str, owner: int | None, tokens: int) -> int:
+        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
+
+        Returns the number of tokens that vLLM had computed itself, where the load begins. The second allocation call
+        of an async load finds no offers and counts nothing.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None:
+            return 0
+        offers, asked.offers = asked.offers, []
+        if owner is not None:
+            self._recorder.count(owner, _ADMITTED, tokens)
+        if not asked.counted:
+            won = next((offer.tokens for offer in offers if offer.child == owner), 0)
+            for offer in offers:
+                if offer.tokens:
+                    asked.counted = True
+                    self._recorder.count(offer.child, _OFFERED, offer.tokens)
+                    if offer.child != owner:
+                        self._recorder.count(offer.child, _UNCLAIMED)
+                        self._recorder.count(offer.child, _FORGONE, max(0, offer.tokens - won))
+        return asked.local
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._asked.pop(request_id, None)

@@ -1,0 +1,196 @@
+"""A worker's side of the routing: hand each child its part, and report what the children say to the scheduler.
+
+One instance lives in every worker. It decides nothing about completions: the scheduler counts them rank by rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from kvobs.children import Child
+from kvobs.ledger import Kind, Report
+from kvobs.metadata import (
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+    MultiKVEvents,
+)
+from kvobs.notices import once
+from kvobs.stats import MultiKVConnectorStats, class_path, collect
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+# vLLM before 0.30 knows neither; a child then reports bad blocks, or nothing.
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    KVConnectorTransferResults = None
+
+
+class WorkerSide:
+    """Routes a worker's hooks.
+
+    Args:
+        children: the children's worker-side connectors.
+        rank: this worker's rank within its engine.
+        kv_cache_groups: the number of KV cache groups; block ids are unique within one only.
+    """
+
+    def __init__(self, children: Sequence[Child], rank: int, kv_cache_groups: int) -> None:
+        self.children = children
+        self._rank = rank
+        self._ids_are_unique = kv_cache_groups <= 1
+        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._meta: MultiKVConnectorMetadata | None = None
+        self._loads: dict[str, LoadOrder] = {}  # open loads, to tell whose a bad block is
+        self._reports: list[Report] = []
+        self._failed_syncs: set[str] = set()
+
+    # Before the forward
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        meta = _ours(kv_connector_metadata)
+        for child, own in zip(self.children, meta.metadata, strict=True):
+            child.connector.handle_preemptions(own)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._meta = meta = _ours(connector_metadata)
+        for request in meta.closed:
+            self._loads.pop(request, None)
+        self._loads.update(meta.loads)
+        for child, own in zip(self.children, meta.metadata, strict=True):
+            child.connector.bind_connector_metadata(own)
+
+    # After the forward
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Collect the children's reports for the scheduler; tell vLLM itself only of the failures it must hear of.
+
+        vLLM's aggregator passes a failure on when every rank reports it in the same step, so the scheduler orders it.
+        """
+        for child in self.children:
+            results = child.connector.get_transfer_results(finished_req_ids)
+            self._report(child, Kind.FAILED, results.failed_recving)
+            self._report(child, Kind.RECEIVED, results.finished_recving - results.failed_recving)
+            self._report(child, Kind.SAVED, results.finished_sending)
+        failed = self._meta.failed if self._meta is not None else ()
+        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Do the same for vLLM before 0.30, which has no ``get_transfer_results``."""
+        if KVConnectorTransferResults is not None:
+            received = self.get_transfer_results(finished_req_ids).finished_recving
+            return None, received or None
+        for child in self.children:
+            sent, received = child.connector.get_finished(finished_req_ids)
+            self._report(child, Kind.RECEIVED, received or ())
+            self._report(child, Kind.SAVED, sent or ())
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the bad blocks that vLLM can map to a request: those of loads that the reporting child owns.
+
+        With several KV cache groups a block id does not tell its request: there the whole async load is reported as
+        failed instead. A failed synchronous load has no such way out; vLLM says so itself.
+        """
+        passed_on: set[int] = set()
+        for child in self.children:
+            bad = child.connector.get_block_ids_with_load_errors()
+            if bad:
+                passed_on |= self._attribute(child, bad)
+        return passed_on
+
+    def _attribute(self, child: Child, bad: set[int]) -> set[int]:
+        passed_on: set[int] = set()
+        owned: set[int] = set()
+        for request, load in self._loads.items():
+            hit = _hits(bad, load) if load.child == child.index else set()
+            if not hit:
+                continue
+            owned |= hit
+            if not load.is_async:
+                self._failed_syncs.add(request)
+            elif self._ids_are_unique or KVConnectorTransferResults is None:
+                self._report(child, Kind.HOLED, (request,))
+            else:
+                self._report(child, Kind.SPOILED, (request,))
+                continue
+            passed_on |= hit
+        if bad - owned:
+            once(
+                f"blocks:{child.name}",
+                logging.WARNING,
+                "connector %r reported load errors of blocks that no load of its own fills (such as %s); ignored",
+                child.name,
+                sorted(bad - owned)[:4],
+            )
+        return passed_on
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        return collect(
+            {child.name: child.connector.get_kv_connector_stats() for child in self.children}, self._classes, []
+        )
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        by_child = {child.index: child.connector.get_kv_connector_kv_cache_events() for child in self.children}
+        by_child = {index: events for index, events in by_child.items() if events is not None}
+        return MultiKVEvents(by_child) if by_child else None
+
+    def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
+        metadata = tuple(child.connector.build_connector_worker_meta() for child in self.children)
+        self._report_syncs()
+        reports, self._reports = self._reports, []
+        if not reports and all(own is None for own in metadata):
+            return None
+        return MultiKVConnectorWorkerMetadata(metadata=metadata, reports=reports)
+
+    def _report_syncs(self) -> None:
+        """Report the synchronous loads of this step: they are over, and no child says so."""
+        for request, load in self._meta.loads.items() if self._meta is not None else ():
+            if not load.is_async:
+                kind = Kind.SYNC_FAILED if request in self._failed_syncs else Kind.SYNC_DONE
+                self._report(self.children[load.child], kind, (request,))
+        self._failed_syncs.clear()
+
+    def clear_connector_metadata(self) -> None:
+        self._meta = None
+        for child in self.children:
+            child.connector.clear_connector_metadata()
+
+    # Once
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Return the one memory pool that a child wants the KV cache in, if any."""
+        wanted = {child.name: child.connector.get_mem_pool_context() for child in self.children}
+        found = {name: pool for name, pool in wanted.items() if pool is not None}
+        if len(found) > 1:
+            raise ValueError(
+                f"the KV cache lives in one memory pool, and several connectors bring their own: {', '.join(found)}. "
+                "Configure custom_mem_pool on one of them only"
+            )
+        return next(iter(found.values()), None)
+
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        handshakes = tuple(child.connector.get_handshake_metadata() for child in self.children)
+        return None if all(own is None for own in handshakes) else MultiHandshakeMetadata(handshakes)
+
+    def _report(self, child: Child, kind: Kind, requests: Any) -> None:
+        if requests:
+            now = time.time_ns()
+            self._reports += [Report(self._rank, kind, request, child.index, now) for request in requests]
+
+
+def _ours(metadata: KVConnectorMetadata) -> MultiKVConnectorMetadata:
+    if not isinstance(metadata, MultiKVConnectorMetadata):
+        raise TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
+    return metadata
+
+
+def _hits(bad: set[int], load: LoadOrder) -> set[int]:
+    return {block for group in load.blocks for block in group if block in bad}
