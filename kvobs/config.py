@@ -18,11 +18,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
 
 class ConfigError(ValueError):
-    """A mistake in the connector configuration; the message is a list with one line per mistake."""
+    """Mistakes in the connector configuration: one on the message's only line, or a list with a line for each."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
         self.mistakes = tuple(mistakes)
-        super().__init__("kvobs can't start with this --kv-transfer-config:\n" + "\n".join(f"- {m}" for m in mistakes))
+        listed = mistakes[0] if len(mistakes) == 1 else "".join(f"\n- {mistake}" for mistake in mistakes)
+        super().__init__(f"kvobs can't start with this --kv-transfer-config: {listed}")
 
 
 class Options(BaseModel):

@@ -1,0 +1,159 @@
+"""Which child loads, under both policies, against a plain statement of each policy."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.children import Child
+from kvobs.config import Options
+from kvobs.offers import NOTHING, Offer, Offers
+from kvobs.recorder import WIDTH, Recorder
+from kvobs.signals import SLOT
+
+Answer = tuple[int | None, bool]
+ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
+R = SimpleNamespace(request_id="r")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asker:
+    """Children that answer what they are told, and count how often they were asked."""
+
+    def __init__(self, *answers: Answer, clock: Clock | None = None, **options: Any) -> None:
+        self.answers = list(answers)
+        self.asked = [0] * len(answers)
+        children = [
+            Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), True)
+            for i in range(len(answers))
+        ]
+        self.recorder = Recorder(len(answers))
+        self.offers = Offers(children, Options(**options), self.recorder, clock or Clock())
+
+    def _lookup(self, i: int) -> Any:
+        def lookup(request: Any, num_computed_tokens: int) -> Answer:
+            self.asked[i] += 1
+            return self.answers[i]
+
+        return lookup
+
+    def ask(self, local: int = 0) -> Offer | None:
+        return self.offers.ask(R, local)
+
+    def count(self, child: int, metric: str, *labels: str) -> int:
+        return self.recorder._counts[child * WIDTH + SLOT[(metric, *labels)]]
+
+
+def first(answers: tuple[Answer, ...]) -> Offer | None:
+    for i, (tokens, is_async) in enumerate(answers):
+        if tokens is None:
+            return None
+        if tokens:
+            return Offer(i, tokens, is_async)
+    return NOTHING
+
+
+def longest(answers: tuple[Answer, ...]) -> Offer | None:
+    if any(tokens is None for tokens, _ in answers):
+        return None
+    hits = [Offer(i, tokens, is_async) for i, (tokens, is_async) in enumerate(answers) if tokens]
+    return max(hits, key=lambda offer: offer.tokens, default=NOTHING)
+
+
+@pytest.mark.parametrize("answers", list(product(ANSWERS, repeat=3)), ids=str)
+def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> None:
+    assert Asker(*answers).ask() == first(answers)
+    assert Asker(*answers, load_policy="longest").ask() == longest(answers)
+
+
+def test_first_stops_at_a_child_that_must_answer_first() -> None:
+    asker = Asker((None, False), (16, True))
+    assert asker.ask() is None
+    assert asker.asked == [1, 0]
+
+
+def test_first_asks_the_losers_too_so_that_what_they_offer_is_known() -> None:
+    asker = Asker((16, True), (None, False), (32, True))
+    assert asker.ask() == Offer(0, 16, True)
+    assert asker.asked == [1, 1, 1]
+
+
+def test_longest_asks_all_while_one_is_slow_so_that_their_lookups_overlap() -> None:
+    asker = Asker((None, False), (16, True), load_policy="longest")
+    assert asker.ask() is None
+    assert asker.asked == [1, 1]
+
+
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str) -> None:
+    clock = Clock()
+    asker = Asker((None, False), (16, True), clock=clock, load_policy=policy, lookup_timeout_ms=50)
+    assert asker.ask() is None
+    clock.now = 0.049
+    assert asker.ask() is None
+    clock.now = 0.05
+    assert asker.ask() == Offer(1, 16, True)
+    assert asker.count(0, "kvobs_lookups_total", "pending") == 2
+    assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
+
+
+def test_a_late_answer_counts_again() -> None:
+    clock = Clock()
+    asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    asker.ask()
+    clock.now = 1.0
+    asker.ask()
+    asker.answers[0] = (32, True)
+    assert asker.ask() == Offer(0, 32, True)
+
+
+def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
+    asker = Asker((16, True))
+    asker.ask(local=48)
+    assert asker.offers.settle("r", 0, 16) == 48
+
+
+@given(st.lists(st.sampled_from([0, 16, 32, 48]), min_size=1, max_size=4), st.data())
+def test_offered_admitted_and_forgone_tokens(tokens: list[int], data: st.DataObject) -> None:
+    """Offers count once a request, whoever wins; forgone is what a loser had beyond the winner; admitted counts all."""
+    owner = data.draw(st.sampled_from([None, *(i for i, n in enumerate(tokens) if n)]))
+    asker = Asker(*((n, True) for n in tokens))
+    taken = 0 if owner is None else tokens[owner]
+    for _ in range(2):  # the second is a lookup after a preemption
+        asker.ask()
+        asker.offers.settle("r", owner, taken)
+    for i, n in enumerate(tokens):
+        assert asker.count(i, "kvobs_offered_tokens_total") == n
+        assert asker.count(i, "kvobs_forgone_tokens_total") == (0 if i == owner else max(0, n - taken))
+        assert asker.count(i, "kvobs_unclaimed_offers_total") == int(bool(n) and i != owner)
+        assert asker.count(i, "kvobs_admitted_tokens_total") == (2 * taken if i == owner else 0)
+
+
+def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
+    asker = Asker((16, True))
+    asker.ask()
+    asker.offers.settle("r", 0, 16)
+    before = list(asker.recorder._counts)
+    asker.offers.settle("r", None, 0)
+    assert asker.recorder._counts == before
+
+
+def test_a_request_that_has_ended_is_forgotten() -> None:
+    asker = Asker((None, False))
+    asker.ask()
+    assert len(asker.offers) == 1
+    asker.offers.forget("r")
+    asker.offers.forget("r")
+    assert len(asker.offers) == 0
+    assert asker.offers.settle("r", None, 0) == 0

@@ -1,0 +1,109 @@
+"""Random lives of many requests on vLLM's real scheduler: nothing raises, and nothing is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from kvobs.scheduler import loaded_blocks
+from tests.rig import BLOCK, Rig
+from tests.scripted import Script
+
+RANKS = 2
+KV_OFFERS = st.sampled_from([(0, False), (BLOCK, True), (3 * BLOCK, True), (2 * BLOCK, False), (None, False)])
+request_ids = st.sampled_from([f"r{i}" for i in range(5)])
+actions = st.one_of(
+    st.tuples(st.just("add"), request_ids, st.tuples(KV_OFFERS, KV_OFFERS), st.sets(st.sampled_from([0, 1]))),
+    st.tuples(st.just("abort"), request_ids),
+    st.tuples(
+        st.just("say"),
+        st.sampled_from([0, 1]),
+        st.integers(0, RANKS - 1),
+        st.sampled_from(["received", "failed", "saved"]),
+        request_ids,
+    ),
+    st.tuples(st.just("step"), st.integers(1, 3)),
+)
+
+
+class Life:
+    """Runs actions; whatever a child does beyond them is what a correct child must do in the end."""
+
+    def __init__(self, policy: str, blocks: int) -> None:
+        self.scripts = (Script("a"), Script("b"))
+        self.rig = Rig("kvobs", *self.scripts, ranks=RANKS, kvobs={"load_policy": policy}, blocks=blocks)
+        self.completions: list[str] = []
+
+    def act(self, action: Any) -> None:
+        match action:
+            case ("add", request_id, offers, promises):
+                if request_id in self.rig.scheduler.requests:
+                    return
+                for i, script in enumerate(self.scripts):
+                    script.offers[request_id] = [offers[i], (0, False)] if offers[i][0] is None else offers[i]
+                    script.promises -= {request_id}
+                    script.promises |= {request_id} if i in promises else set()
+                self.rig.add(request_id, max_tokens=3)
+            case ("abort", request_id):
+                self.rig.abort(request_id)
+            case ("say", child, rank, word, request_id):
+                self.scripts[child].say(rank, **{word: request_id})
+            case ("step", n):
+                for _ in range(n):
+                    output = self.rig.step()
+                    self.completions += [*(output.finished_recving or ()), *(output.finished_sending or ())]
+
+    def end(self) -> None:
+        """Let every child report all it owes, on every rank, until the engine is idle."""
+        for _ in range(12):
+            for request_id in list(self.rig.scheduler.requests):
+                owner = self.rig.connector._side.ledger.owner(request_id)
+                for i, script in enumerate(self.scripts):
+                    script.offers[request_id] = (0, False)
+                    for rank in range(RANKS):
+                        script.say(rank, received=request_id if i == owner else "", saved=request_id)
+            self.rig.run(3)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(actions, max_size=40), st.sampled_from(["first", "longest"]), st.sampled_from([14, 64]))
+def test_whatever_children_report_and_clients_abort(plan: list[Any], policy: str, blocks: int) -> None:
+    """Foreign, early, late and double reports, failures, aborts in any state, and a pool so small that it preempts."""
+    life = Life(policy, blocks)
+    for action in plan:
+        life.act(action)
+    life.end()
+    rig = life.rig
+    assert rig.scheduler.requests == {}
+    assert rig.free_blocks == blocks - 1
+    side = rig.connector._side
+    assert (len(side.ledger), len(side._offers), side._orders) == (0, 0, {})
+    assert [worker._side._loads for worker in rig.workers] == [{}] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("local", "external", "expected"),
+    [
+        (0, 32, (11, 12)),
+        (16, 16, (12,)),
+        (16, 17, (12, 13)),
+        (8, 8, (11,)),
+        (0, 64, (11, 12, 13)),
+        (48, 16, ()),
+    ],
+)
+def test_the_blocks_of_a_load_are_those_beyond_the_local_tokens(
+    local: int, external: int, expected: tuple[int, ...]
+) -> None:
+    assert loaded_blocks([[11, 12, 13]], [16], local, external) == (expected,)
+
+
+def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys() -> None:
+    assert loaded_blocks([[1, 2, 3, 4], [0, 9]], [16, 32], 0, 64) == ((1, 2, 3, 4), (9,))
+
+
+def test_without_a_known_geometry_all_blocks_are_taken() -> None:
+    assert loaded_blocks([[1, 2]], [], 16, 16) == ((1, 2),)

@@ -1,0 +1,138 @@
+"""What a worker's side says to the scheduler, and what it keeps from vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvobs import worker
+from kvobs.ledger import Kind
+from kvobs.metadata import LoadOrder, MultiKVConnectorMetadata
+from tests.rig import BLOCK, Rig
+from tests.scripted import Script
+
+
+@pytest.fixture
+def scripts() -> tuple[Script, Script]:
+    return Script("a"), Script("b")
+
+
+def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
+    """Return rank 0's side with metadata of these loads bound."""
+    side: worker.WorkerSide = rig.workers[0]._side
+    metadata = rig.scheduler.schedule().kv_connector_metadata.metadata
+    side.bind_connector_metadata(MultiKVConnectorMetadata(metadata=metadata, loads=dict(loads), failed=failed))
+    return side
+
+
+def said(side: worker.WorkerSide) -> list[tuple[Kind, str, int]]:
+    meta = side.build_connector_worker_meta()
+    return [] if meta is None else [(r.kind, r.request, r.child) for r in meta.reports]
+
+
+def test_vllm_hears_of_ordered_failures_only(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), failed=("f",))
+    a.say(0, received="r", saved="s")
+    b.say(0, failed="q")
+    results = side.get_transfer_results(set())
+    assert results == KVConnectorTransferResults(finished_recving={"f"}, failed_recving={"f"})
+    assert said(side) == [(Kind.RECEIVED, "r", 0), (Kind.SAVED, "s", 0), (Kind.FAILED, "q", 1)]
+    assert said(side) == []
+
+
+def test_before_030_vllm_asks_get_finished(scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = scripts
+    rig = Rig("kvobs", a, b)
+    side = side_of(rig)
+    answers = {0: (None, {"r"}), 1: ({"s"}, None)}
+    for child in side.children:
+        monkeypatch.setattr(child.connector, "get_finished", lambda ids, i=child.index: answers[i])
+    monkeypatch.setattr(worker, "KVConnectorTransferResults", None)
+    assert side.get_finished({"x"}) == (None, None)
+    assert said(side) == [(Kind.RECEIVED, "r", 0), (Kind.SAVED, "s", 1)]
+
+
+def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), failed=("f",))
+    a.say(0, received="r")
+    assert side.get_finished(set()) == (None, {"f"})
+    assert said(side) == [(Kind.RECEIVED, "r", 0)]
+
+
+def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
+    side = side_of(Rig("kvobs", *scripts))
+    assert side.build_connector_worker_meta() is None
+    assert side.get_kv_connector_stats() is None
+    assert side.get_kv_connector_kv_cache_events() is None
+    assert side.get_handshake_metadata() is None
+
+
+def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    loads = [
+        ("good", LoadOrder(0, False, ((1, 2),))),
+        ("bad", LoadOrder(1, False, ((3,),))),
+        ("later", LoadOrder(0, True, ((4,),))),
+    ]
+    side = side_of(Rig("kvobs", a, b), *loads)
+    b.bad_blocks[0] = {3}
+    assert side.get_block_ids_with_load_errors() == {3}
+    assert said(side) == [(Kind.SYNC_DONE, "good", 0), (Kind.SYNC_FAILED, "bad", 1)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "passed_on", "kind"), [(1, {4}, Kind.HOLED), (2, set(), Kind.SPOILED)], ids=["one group", "two groups"]
+)
+def test_bad_blocks_of_an_async_load(
+    groups: int, passed_on: set[int], kind: Kind, scripts: tuple[Script, Script]
+) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
+    a.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == passed_on
+    assert said(side) == [(kind, "r", 0)]
+
+
+def test_bad_blocks_that_are_nobodys_are_ignored_and_logged(
+    scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), ("r", LoadOrder(0, True, ((4, 5),))))
+    a.bad_blocks[0] = {9}
+    b.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == set()
+    assert said(side) == []
+    assert (
+        "'ScriptedConnector' reported load errors of blocks that no load of its own fills (such as [9])" in caplog.text
+    )
+    assert "'ScriptedConnector-2' reported load errors" in caplog.text
+
+
+def test_a_load_is_forgotten_when_the_scheduler_says_so_on_ranks_that_never_report(
+    scripts: tuple[Script, Script],
+) -> None:
+    a, b = scripts
+    a.finished_count = 1
+    a.offers["r"] = (BLOCK, True)
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r")
+    rig.step()
+    assert all("r" in w._side._loads for w in rig.workers)
+    a.say(0, received="r")
+    rig.run(2)
+    assert all(w._side._loads == {} for w in rig.workers)
+
+
+def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    b.handshake = object()
+    b.events[0] = events = object()
+    side = side_of(Rig("kvobs", a, b))
+    handshakes: Any = side.get_handshake_metadata()
+    assert handshakes.metadata == (None, b.handshake)
+    collected: Any = side.get_kv_connector_kv_cache_events()
+    assert collected.by_child == {1: events}
