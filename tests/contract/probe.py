@@ -1,0 +1,108 @@
+"""Tell, as one JSON object, what the vLLM on the path asks of a connector and how a MultiConnector does in it.
+
+Runs in a process of its own, because a process imports one vLLM only::
+
+    PYTHONPATH=<folder of a version>:. python -m tests.contract.probe [--tomorrow]
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TOMORROW = "new_hook_of_tomorrow"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tomorrow", action="store_true", help="give vLLM a hook that no version has, and call it")
+    arguments = parser.parse_args()
+    with _only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-probe-") as scratch:
+        report = tomorrow(Path(scratch)) if arguments.tomorrow else today(Path(scratch))
+        json.dump(report, out)
+
+
+def today(scratch: Path) -> dict[str, Any]:
+    """Report the host's hooks, and how two kinds of children do under kvobs in both roles."""
+    import vllm
+
+    from . import drive, members
+
+    return {
+        "vllm": vllm.__version__,
+        "hooks": members.hooks(),
+        "recording": attempt(lambda: drive.drive(drive.Pair(scratch, drive.recording_children()))),
+        "example": attempt(lambda: drive.drive(drive.Pair(scratch, drive.example_children(scratch), hma=False))),
+    }
+
+
+def tomorrow(scratch: Path) -> dict[str, Any]:
+    """Report what becomes of a hook that a newer vLLM adds to its base class and broadcasts in its MultiConnector."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
+
+    def ignored(self: Any, note: str) -> None:
+        return None
+
+    def broadcast(self: Any, note: str) -> None:
+        for child in self._connectors:
+            getattr(child, TOMORROW)(note)
+
+    setattr(base.KVConnectorBase_V1, TOMORROW, ignored)
+    setattr(multi_connector.MultiConnector, TOMORROW, broadcast)
+    logged = keep_messages()
+
+    from . import drive
+
+    pair = drive.Pair(scratch, drive.recording_children())
+    getattr(pair.scheduler, TOMORROW)("hello")
+    return {
+        "heard": [[list(call.args) for call in child.heard if call.hook == TOMORROW] for child in pair.children[0]],
+        "logged": [line for line in logged if TOMORROW in line],
+        "inherited": TOMORROW not in vars(type(pair.scheduler)) and TOMORROW not in vars(pair.scheduler),
+    }
+
+
+def attempt(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what came of it, or the error: one scenario's failure must not hide the others."""
+    try:
+        return what()
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def keep_messages() -> list[str]:
+    """Return a list that every message of kvobs's loggers will be added to.
+
+    Not by a handler: vLLM configures its loggers more than once, and drops the handlers that others gave them.
+    """
+    kept: list[str] = []
+    make = logging.getLogRecordFactory()
+
+    def make_and_keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if "kvobs" in record.name.split("."):
+            kept.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(make_and_keep)
+    return kept
+
+
+@contextlib.contextmanager
+def _only_json_on_stdout() -> Iterator[Any]:
+    """Send what anything else prints to stderr: the reader of stdout wants one JSON object."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        yield out
+
+
+if __name__ == "__main__":
+    main()

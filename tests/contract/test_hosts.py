@@ -1,0 +1,204 @@
+"""Every vLLM version in the contract: its hooks are known, and kvobs's MultiConnector builds and routes in both roles.
+
+Each version is probed once, in a process of its own (see ``probe``); the tests read what it reported.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.hooks import HOOKS, INHERITED, Side
+
+from . import hosts
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
+
+PROBE_TIMEOUT_S = 300
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
+"""Hooks about one request's load: only the child that loads it is asked."""
+
+NOT_ON_CALL = {
+    "has_connector_metadata": "the wrapper answers for itself",
+    "get_finished_count": "the children are asked when a load or a promise opens, not when vLLM asks",
+    "request_finished": "children with request_finished_all_groups get that one instead",
+}
+"""Hooks whose call on the wrapper does not become the same call on the children, and why."""
+
+Report = dict[str, Any]
+
+
+def probe(version: str, *arguments: str) -> Report:
+    """Run the probe under ``version``, fetching it first where it is not there."""
+    folder = hosts.prepare([version])[version]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.probe", *arguments],
+        cwd=REPOSITORY,
+        env=hosts.environment(folder, REPOSITORY),
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"the probe failed under vLLM {version}:\n{done.stderr[-4000:]}")
+    report: Report = json.loads(done.stdout)
+    return report
+
+
+@pytest.fixture(scope="module")
+def probes() -> Iterator[dict[str, Future[Report]]]:
+    """Start all probes at once, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = {version: pool.submit(probe, version) for version in hosts.VERSIONS}
+        started["tomorrow"] = pool.submit(probe, hosts.INSTALLED, "--tomorrow")
+        yield started
+
+
+@pytest.fixture(params=hosts.VERSIONS)
+def report(request: pytest.FixtureRequest, probes: dict[str, Future[Report]]) -> Report:
+    """What one version's probe found."""
+    return probes[request.param].result()
+
+
+@pytest.fixture
+def routed(report: Report) -> Report:
+    """What became of a pair of recording children: the first loads, the second saves."""
+    assert "error" not in report["recording"], report["recording"]["error"]
+    found: Report = report["recording"]
+    return found
+
+
+def test_the_probe_ran_under_the_version_it_was_asked_for(report: Report, request: pytest.FixtureRequest) -> None:
+    assert report["vllm"] == request.node.callspec.params["report"]
+
+
+def test_every_public_hook_is_in_the_table_or_listed_as_inherited(report: Report) -> None:
+    unknown = set(report["hooks"]) - set(HOOKS) - set(INHERITED)
+    assert not unknown, f"vLLM {report['vllm']} has hooks that kvobs/hooks.py does not name: {sorted(unknown)}"
+
+
+def test_the_table_knows_properties_and_what_is_asked_of_the_class(report: Report) -> None:
+    for name, hook in report["hooks"].items():
+        if name in HOOKS:
+            row = HOOKS[name]
+            assert row.is_property == (hook["kind"] == "property"), name
+            assert (row.side is Side.CONFIG) == (hook["kind"] == "classmethod"), name
+
+
+def test_every_row_of_the_table_exists_in_some_version(probes: dict[str, Future[Report]]) -> None:
+    somewhere: set[str] = set()
+    for version in hosts.VERSIONS:
+        somewhere |= set(probes[version].result()["hooks"])
+    assert set(HOOKS) | set(INHERITED) <= somewhere
+
+
+def test_every_inherited_hook_has_a_reason_and_no_row() -> None:
+    assert all(reason.strip() for reason in INHERITED.values())
+    assert not set(INHERITED) & set(HOOKS)
+
+
+def test_every_hook_takes_the_arguments_that_the_host_passes(report: Report, routed: Report) -> None:
+    for name, hook in report["hooks"].items():
+        if hook["kind"] == "property" or name not in HOOKS:
+            continue
+        passed = hook["parameters"]
+        positional = [each for each, kind, _ in passed if kind == "POSITIONAL_OR_KEYWORD"]
+        required = [each for each, kind, has_default in passed if kind == "POSITIONAL_OR_KEYWORD" and not has_default]
+        extra = {"extra": None} if any(kind == "VAR_KEYWORD" for _, kind, _ in passed) else {}
+        for side in sides_of(name):
+            ours = signature(routed["seen"]["signatures"][side][name])
+            try:
+                ours.bind(*positional, **extra)
+                ours.bind(*required)
+                ours.bind(**dict.fromkeys(positional), **extra)
+            except TypeError as error:
+                pytest.fail(f"{name} on the {side} takes {ours}, vLLM {report['vllm']} passes {positional}: {error}")
+
+
+def sides_of(name: str) -> list[str]:
+    """Return in which roles vLLM calls a hook."""
+    side = HOOKS[name].side
+    return [side.value] if side in (Side.SCHEDULER, Side.WORKER) else ["scheduler", "worker"]
+
+
+def signature(parameters: list[list[Any]]) -> inspect.Signature:
+    """Make a signature again of what the probe wrote down."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, getattr(inspect.Parameter, kind), **({"default": None} if has_default else {}))
+            for name, kind, has_default in parameters
+        ]
+    )
+
+
+def test_every_hook_reaches_both_children(report: Report, routed: Report) -> None:
+    called: dict[str, list[list[str]]] = {call["hook"]: call["heard"] for call in routed["calls"]}
+    callable_hooks = {n for n, h in report["hooks"].items() if h["kind"] == "method" and n in HOOKS}
+    assert not callable_hooks - set(called), "the probe drives every hook of the table"
+    for hook in callable_hooks - set(NOT_ON_CALL):
+        loader, saver = called[hook]
+        assert hook in loader, f"{hook} did not reach the loading child"
+        assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other child: heard {saver}"
+
+
+def test_only_the_child_that_offered_is_given_tokens_to_load(routed: Report) -> None:
+    assert routed["seen"]["allocated"] == [64, 0]
+
+
+def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Report) -> None:
+    assert (routed["seen"]["after load"]["received"], routed["seen"]["after load"]["sent"]) == (["r1"], [])
+    assert routed["seen"]["finished"] == [True, {"saver": "was here"}]
+    assert (routed["seen"]["after save"]["received"], routed["seen"]["after save"]["sent"]) == ([], ["r1"])
+
+
+def test_metadata_is_bound_during_a_step_and_not_after_it(routed: Report) -> None:
+    for step in ("after load", "after save"):
+        assert routed["seen"][step]["bound"]
+        assert not routed["seen"][step]["still bound"]
+
+
+def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
+    assert routed["seen"]["set_xfer_handshake_metadata"] == [["Loader"], ["Saver"]]
+    assert routed["seen"]["set_xfer_handshake_metadata_pp_aware"] == [["Loader"], ["Saver"]]
+
+
+def test_the_class_answers_for_its_children(report: Report, routed: Report) -> None:
+    """No child needs piecewise graphs or a layout, and all can sleep."""
+    answers = routed["seen"]["class"]
+    assert set(answers) == {name for name, hook in report["hooks"].items() if hook["kind"] == "classmethod"}
+    assert answers["requires_piecewise_for_cudagraph"] is False
+    assert answers["get_required_kvcache_layout"] is None
+    assert answers.get("supports_sleep_mode", True) is True
+    assert answers["build_kv_connector_stats"] == "MultiKVConnectorStats"
+    assert answers["build_prom_metrics"] == "MultiKVConnectorPromMetrics"
+
+
+def test_two_example_connectors_build_and_run_in_both_roles(report: Report) -> None:
+    assert "error" not in report["example"], report["example"]["error"]
+    answers = {call["hook"]: call["answer"] for call in report["example"]["calls"]}
+    assert answers["get_num_new_matched_tokens"] == [0, False]
+    assert answers["request_finished_all_groups"] == [False, None]
+    assert answers["build_connector_meta"] == "MultiKVConnectorMetadata"
+    assert answers["reset_cache"] is True
+
+
+class TestAHookOfTomorrow:
+    """A newer vLLM has a hook more, which its own MultiConnector broadcasts."""
+
+    def test_it_reaches_the_children_through_the_inherited_routing(self, probes: dict[str, Future[Report]]) -> None:
+        found = probes["tomorrow"].result()
+        assert found["inherited"]
+        assert found["heard"] == [[["hello"]], [["hello"]]]
+
+    def test_it_is_named_once_in_the_log(self, probes: dict[str, Future[Report]]) -> None:
+        assert len(probes["tomorrow"].result()["logged"]) == 1
