@@ -1,0 +1,9 @@
+"""Child connectors for tests on real servers, loaded by ``"kv_connector_module_path": "tests.engine.children"``.
+
+The server needs the repository root on its ``PYTHONPATH``; its workers inherit it.
+"""
+
+from .children_stats import CallStats, IdleChild, SilentStatsChild, StatsChild
+from .children_steered import SteeredChild, SteeredMetadata
+
+__all__ = ["CallStats", "IdleChild", "SilentStatsChild", "StatsChild", "SteeredChild", "SteeredMetadata"]

@@ -1,0 +1,252 @@
+"""Real vLLM servers on the CPU: kvobs answers what stock answers, in every shape, and survives what ends stock."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.model import make_model
+from kvobs.demo.run import child, files, host_memory, multi_connector
+from kvobs.demo.server import Server, ServerError
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 8
+KIB = 1024
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@contextmanager
+def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
+    """Run a server that can import the tests' connectors."""
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more.pop("env", {})}
+    with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
+        yield server
+
+
+def stock(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the same configuration for vLLM's own MultiConnector."""
+    extra = {key: value for key, value in config["kv_connector_extra_config"].items() if key != "kvobs"}
+    return {
+        **{key: value for key, value in config.items() if key != "kv_connector_module_path"},
+        "kv_connector_extra_config": extra,
+    }
+
+
+def of_tests(cls: str, **extra: Any) -> dict[str, Any]:
+    return {**child(cls, **extra), "kv_connector_module_path": "tests.engine.children"}
+
+
+def total(server: Server, metric: str, **labels: str) -> float:
+    """Add up the samples that carry these labels."""
+    return sum(s.value for s in server.metrics() if s.name == metric and labels.items() <= s.labels.items())
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def prompt(*parts: object) -> str:
+    """Return some 200 tokens that depend on the parts."""
+    rng = random.Random(repr(parts))
+    return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 8))) for _ in range(36))
+
+
+def shared(document: int, question: int) -> str:
+    """Return a prompt that shares its first part with those of the same document."""
+    text = prompt("document", document) + prompt("question", question)[:70]
+    return text + "." if len(text) % 32 == 1 else text  # ExampleConnector never finds such a prompt again
+
+
+def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda text: server.complete(text, TOKENS).tokens, prompts)
+        return dict(zip(prompts, answers, strict=True))
+
+
+def abort_some(server: Server, prompts: list[str]) -> None:
+    """Begin long answers and hang up in the middle."""
+
+    def hang_up(text: str) -> None:
+        with pytest.raises((ServerError, TimeoutError)):
+            server.complete(text, 1500, timeout=random.uniform(0.02, 0.15))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hang_up, prompts))
+
+
+def run_plan(server: Server) -> dict[str, tuple[int, ...]]:
+    """Send a few hundred requests: fresh prompts, hits from both children, aborts; return the answers by prompt.
+
+    Which child serves is decided by what is emptied: vLLM's own cache before each round; with the connectors' caches
+    only the file child, which has no such hook, still knows the prompts.
+    """
+    answers: dict[str, tuple[int, ...]] = {}
+    rounds = (([0, 1, 2, 3], False), ([4, 5, 6, 7], False), ([0, 1, 2, 3], True), ([4, 5, 6, 7], False))
+    for questions, empties_connectors in rounds:
+        server.reset_prefix_cache(external=empties_connectors)
+        prompts = [shared(document, question) for question in questions for document in range(15)]
+        half = len(prompts) // 2
+        for n, part in enumerate((prompts[:half], prompts[half:])):
+            for text, tokens in ask_all(server, part).items():
+                assert answers.setdefault(text, tokens) == tokens, "a load changed what is answered"
+            abort_some(server, [prompt("abort", n, i) for i in range(6)] + part[:6])
+    return answers
+
+
+def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: Path, tmp_path: Path) -> None:
+    """Greedy, float32, 240 answered requests and 96 aborts at concurrency 8, hits from both children."""
+    config = multi_connector(host_memory(), files(tmp_path / "kvobs"), names=["cpu", "disk"])
+    with serve(model, tmp_path, None) as server:
+        expected = run_plan(server)
+    with serve(model, tmp_path, stock(multi_connector(host_memory(), files(tmp_path / "stock")))) as server:
+        by_stock = run_plan(server)
+    with serve(model, tmp_path, config) as server:
+        by_kvobs = run_plan(server)
+        loaded = {name: total(server, "kvobs_load_tokens_total", connector=name) for name in ("cpu", "disk")}
+        assert total(server, "kvobs_foreign_reports_total") == 0
+        assert eventually(lambda: total(server, "vllm:num_requests_running") == 0)
+    assert len(expected) == 120
+    assert by_stock == expected
+    assert by_kvobs == expected
+    assert min(loaded.values()) > 1000, loaded
+
+
+def hit(server: Server, *parts: object, engine: str = "0") -> float:
+    """Ask one engine twice, vLLM's own cache emptied in between; check the answer, return the tokens loaded."""
+
+    def loaded() -> float:
+        return total(server, "kvobs_load_tokens_total", engine=engine)
+
+    text, headers = prompt("hit", *parts), {"X-data-parallel-rank": engine}
+    first = server.complete(text, TOKENS, headers=headers)
+    server.reset_prefix_cache()
+    before = loaded()
+    assert server.complete(text, TOKENS, headers=headers).tokens == first.tokens
+    assert eventually(lambda: loaded() > before)
+    return loaded() - before
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tensor parallel 2": {"tensor_parallel": 2},
+    "data parallel 2": {"args": ("--data-parallel-size", "2"), "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}},
+    "two API servers": {"args": ("--api-server-count", "2")},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_serves_with_a_hit_on_each_engine(shape: str, model: Path, tmp_path: Path) -> None:
+    config = multi_connector(host_memory(), host_memory(), names=["near", "far"])
+    more = dict(SHAPES[shape])
+    with serve(model, tmp_path, config, *more.pop("args", ()), timeout=360, **more) as server:
+        ask_all(server, [prompt("warm", i) for i in range(16)])
+        for engine in ("0", "1") if shape == "data parallel 2" else ("0",):
+            assert hit(server, engine, engine=engine) >= 3 * 32
+        assert total(server, "kvobs_foreign_reports_total") == 0
+
+
+def test_children_that_end_stock_live_side_by_side_and_are_told_apart(model: Path, tmp_path: Path) -> None:
+    """A child by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
+    config = multi_connector(
+        host_memory(), host_memory(), of_tests("StatsChild"), of_tests("SilentStatsChild"), names=["near", "far"]
+    )
+    with serve(model, tmp_path, config) as server:
+        ask_all(server, [prompt("stats", i) for i in range(20)])
+        assert hit(server, "stats") > 0
+        for name in ("near", "far"):
+            assert total(server, "vllm:kv_offload_store_bytes_total", connector=name) > 0
+        assert total(server, "vllm:kv_offload_load_bytes_total", connector="near") > 0
+        assert total(server, "vllm:kv_offload_load_bytes_total", connector="far") == 0
+        finished = total(
+            server, "vllm:stats_child_calls_total", connector="StatsChild", call="scheduler.request_finished"
+        )
+        assert finished == 22
+        connectors = {s.labels["connector"] for s in server.metrics() if s.name == "kvobs_lookups_total"}
+        assert connectors == {"near", "far", "StatsChild", "SilentStatsChild"}
+
+
+def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path, tmp_path: Path) -> None:
+    """Tensor parallel 2. W11: saves reported on rank 0 only. W20: an abort during a load beside a promised save."""
+    config = multi_connector(
+        of_tests("SteeredChild", tag="loader"),
+        of_tests("SteeredChild", tag="saver", finished_count=1),
+        host_memory(),
+        names=["loader", "saver", "cpu"],
+    )
+    with serve(model, tmp_path, config, tensor_parallel=2, timeout=360) as server:
+
+        def ask(text: str, timeout: float = 60, **steer: Any) -> tuple[int, ...]:
+            return server.complete(text, TOKENS, timeout=timeout, kv_transfer_params={"steer": steer}).tokens
+
+        def idle() -> bool:
+            # Empties vLLM's cache only when no block is held for anybody.
+            try:
+                server.reset_prefix_cache(timeout=0.1)
+            except ServerError:
+                return False
+            return True
+
+        one_rank = {"promise": True, "save_ms": {"0": 50}}
+        text = prompt("w11")
+        expected = ask(text)
+        for i in range(5):
+            assert ask(text, saver=one_rank) == expected, i
+        assert eventually(idle), "blocks are held for a save that rank 0 has reported"
+        assert total(server, "kvobs_saves_total", connector="saver", outcome="ok") == 5
+
+        for order in ({"load_ms": 300, "save": 600}, {"load_ms": 600, "save": 300}):
+            saver = {"promise": True, "save_ms": {"0": order["save"]}}
+            loader = {"offer": 64, "async": True, "load_ms": order["load_ms"]}
+            with pytest.raises((ServerError, TimeoutError)):
+                ask(prompt("w20", order), timeout=0.1, loader=loader, saver=saver)
+        assert eventually(idle), "blocks are held for an aborted request"
+        assert total(server, "kvobs_loads_total", connector="loader", outcome="aborted") == 2
+        assert ask(text) == expected
+
+        slow_rank = {"offer": "stored", "async": True, "load_ms": {"0": 5, "1": 200}}
+        stored = prompt("stored")
+        first = ask(stored)
+        assert eventually(idle)
+        assert ask(stored, loader=slow_rank) == first
+        assert total(server, "kvobs_loads_total", connector="loader", outcome="ok") == 1
+        lies = {"foreign": "load", "foreign_ms": 0}
+        assert ask(prompt("lie"), saver=lies, loader={"offer": 0})
+        assert total(server, "kvobs_foreign_reports_total", connector="saver", kind="load") > 0
+        assert ask(text) == expected
+
+
+def test_the_plugin_needs_no_key_at_all(model: Path, tmp_path: Path) -> None:
+    config = stock(multi_connector(host_memory(), files(tmp_path / "kv")))
+    with serve(model, tmp_path, config, env={"KVOBS_ENABLE": "1"}) as server:
+        assert hit(server, "plugin") > 0
+    assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+def test_a_mistake_in_the_options_ends_the_start_with_its_path(model: Path, tmp_path: Path) -> None:
+    config = multi_connector(host_memory(), files(tmp_path / "kv"))
+    config["kv_connector_extra_config"]["kvobs"] = {"load_policy": "best"}
+    message = r"kv_connector_extra_config\.kvobs\.load_policy: found 'best', allowed: 'first' or 'longest'"
+    with pytest.raises(ServerError, match=message), serve(model, tmp_path, config):
+        pass
+    assert (
+        "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first' or 'longest'"
+        in (tmp_path / "server.log").read_text()
+    )
