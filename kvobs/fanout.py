@@ -31,7 +31,34 @@ def _each(hook: Hook, children: Sequence[Child]) -> Call:
         for call in calls:
             call(*args, **kwargs)
 
-    return each
+    return _PER_LAYER[hook.name](calls) if hook.name in _PER_LAYER else each
+
+
+def _wait_for_layer_load(calls: tuple[Call, ...]) -> Call:
+    def wait_for_layer_load(layer_name: str) -> None:
+        for call in calls:
+            call(layer_name)
+
+    return wait_for_layer_load
+
+
+def _save_kv_layer(calls: tuple[Call, ...]) -> Call:
+    def save_kv_layer(layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        if kwargs:
+            for call in calls:
+                call(layer_name, kv_layer, attn_metadata, **kwargs)
+        else:  # as vLLM calls it
+            for call in calls:
+                call(layer_name, kv_layer, attn_metadata)
+
+    return save_kv_layer
+
+
+# Called for every layer of every step: with their own signatures they cost half of what `each` does.
+_PER_LAYER: dict[str, Callable[[tuple[Call, ...]], Call]] = {
+    "wait_for_layer_load": _wait_for_layer_load,
+    "save_kv_layer": _save_kv_layer,
+}
 
 
 def _guarded(hook: Hook, children: Sequence[Child]) -> Call:

@@ -41,18 +41,26 @@ EACH = [h.name for h in GENERAL if h.combine is Combine.EACH]
 ANY = [h.name for h in GENERAL if h.combine is Combine.ANY]
 
 
+ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "wait_for_layer_load": [(("layer",), {})],
+    "save_kv_layer": [(("layer", 1, 2), {}), (("layer", 1, 2), {"more": 3})],
+}
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_each_calls_every_child_with_the_hosts_arguments(name: str) -> None:
-    wrapper = bound({}, {}, {})
-    assert getattr(wrapper, name)(1, two=2) is None
-    assert [c.calls for c in wrapper.connectors] == [[(name, (1,), {"two": 2})]] * 3
+    for args, kwargs in ARGUMENTS.get(name, [((1,), {"two": 2}), ((), {})]):
+        wrapper = bound({}, {}, {})
+        assert getattr(wrapper, name)(*args, **kwargs) is None
+        assert [c.calls for c in wrapper.connectors] == [[(name, args, kwargs)]] * 3
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_each_lets_a_childs_error_through_untouched(name: str) -> None:
     error = KeyError("a child's own")
+    args, kwargs = ARGUMENTS.get(name, [((), {})])[0]
     with pytest.raises(KeyError) as raised:
-        getattr(bound({}, {name: error}), name)()
+        getattr(bound({}, {name: error}), name)(*args, **kwargs)
     assert raised.value is error
 
 
