@@ -1,0 +1,54 @@
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+# The Python that makes .venv: 3.11 or newer.
+PYTHON ?= python3
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
+WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
+
+.PHONY: help install demo test lint format bench hosts clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv with kvobs, vLLM for CPUs and the tools; again only when pyproject.toml changes
+
+demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what each does
+	@$(BIN)/kvobs demo $(DEMO)
+
+test: $(INSTALLED) hosts ## Run all tests, on real engines too
+	$(BIN)/python -m pytest tests $(TESTS)
+
+lint: $(INSTALLED) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Put the code into the one format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Measure what kvobs costs
+	$(BIN)/python -m tests.bench
+
+hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
+	$(BIN)/python tests/contract/hosts.py
+
+clean: ## Remove what make made
+	rm -rf .venv .hosts
+
+# A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
+# compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvobs needs Python 3.11 or newer, $(PYTHON) is " \
+		+ sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 install")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo "Installing into .venv. At its end all is compiled, once: half a minute without a word."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --python $(BIN)/python $(WHEELS) --compile-bytecode --editable '.[engine]' --group dev
+	@touch $@

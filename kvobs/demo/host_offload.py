@@ -1,0 +1,91 @@
+"""Let vLLM's own OffloadingConnector keep KV blocks in host memory on a machine without a GPU.
+
+vLLM refuses only at the last step, where a worker would copy blocks with CUDA streams. An offloading spec from outside
+is its extension point for that step; all else (lookups, eviction, accounting, metrics) stays vLLM's own:
+
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+      "spec_name": "HostOffloadingSpec", "spec_module_path": "kvobs.demo.host_offload", "cpu_bytes_to_use": 67108864}}
+
+Every worker copies its own share of each block into memory of its own, so any tensor parallel size works.
+vLLM 0.27 to 0.33 have the same interface here, but for two names.
+"""
+
+import time
+
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class HostOffloadingSpec(CPUOffloadingSpec):
+    """vLLM's CPU offloading spec, with a worker that copies from host memory to host memory."""
+
+    _worker: OffloadingWorker | None
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return this process's worker, made on the first call."""
+        if self._worker is None:
+            # A host "chunk" of one or more engine blocks was called a block before vLLM 0.29.
+            chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, chunks)
+        return self._worker
+
+
+class HostWorker(OffloadingWorker):
+    """Copies blocks between the engine's KV cache and host memory, at once and in the calling thread."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
+        """Reserve `chunks` x `blocks_per_chunk` blocks of host memory beside each KV cache tensor."""
+        self.blocks_per_chunk = blocks_per_chunk
+        self.group_refs = kv_caches.group_data_refs
+        self.engine = [cache.tensor.view(torch.int8) for cache in kv_caches.tensors]  # (blocks, bytes)
+        self.host = [
+            torch.zeros((chunks, blocks_per_chunk, cache.page_size_bytes), dtype=torch.int8)
+            for cache in kv_caches.tensors
+        ]
+        self.finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy engine blocks to host memory."""
+        return self.copy(job_id, src_spec, dst_spec, store=True)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_urgency: bool) -> bool:
+        """Copy host memory to engine blocks; `expedited`, which vLLM 0.33 adds, means nothing where nothing queues."""
+        return self.copy(job_id, dst_spec, src_spec, store=False)
+
+    def copy(self, job_id: int, engine_spec: GPULoadStoreSpec, host_spec: LoadStoreSpec, *, store: bool) -> bool:
+        """Copy the blocks of one job, KV cache group by group, and note it as finished."""
+        assert isinstance(host_spec, BlockIDsLoadStoreSpec)
+        begin, moved = time.perf_counter(), 0
+        blocks, chunks = torch.from_numpy(engine_spec.block_ids).long(), torch.from_numpy(host_spec.block_ids).long()
+        places = zip(engine_spec.group_sizes, engine_spec.block_indices, self.group_refs, strict=True)
+        for size, first, refs in places:
+            offset = first % self.blocks_per_chunk  # a group's first block may lie in the middle of a chunk
+            slots = torch.arange(offset, offset + size)
+            used = -(-(offset + size) // self.blocks_per_chunk) if size else 0
+            rows, columns = chunks[:used][slots // self.blocks_per_chunk], slots % self.blocks_per_chunk
+            for ref in refs:
+                engine, host, width = self.engine[ref.tensor_idx], self.host[ref.tensor_idx], ref.page_size_bytes
+                if store:
+                    host[rows, columns, :width] = engine[blocks[:size], :width]
+                else:
+                    engine[blocks[:size], :width] = host[rows, columns, :width]
+                moved += size * width
+            blocks, chunks = blocks[size:], chunks[used:]
+        self.finished.append(TransferResult(job_id, True, moved, time.perf_counter() - begin))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return at once: a submitted job is a finished one."""

@@ -1,0 +1,172 @@
+"""The demo's load: many questions about a few documents, in rounds between which caches are emptied.
+
+How each child comes to serve, for certain, on real connectors asked in the order cpu, disk:
+- OffloadingConnector (cpu) finds any prefix it has seen, block by block; ExampleConnector (disk) only whole prompts.
+  So a new question about a known document is served by cpu alone.
+- Emptying the connectors' caches empties cpu; ExampleConnector has no such hook and its files stay. So the same
+  question after that is a miss for cpu and is served by disk.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvobs.demo.server import Completion
+
+BLOCK = 32
+"""Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""
+
+ANSWER_TOKENS = 12
+
+
+class Answers(Protocol):
+    """What the load needs of a server."""
+
+    def complete(self, prompt: str, max_tokens: int) -> Completion:
+        """Answer a prompt greedily."""
+
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Empty vLLM's own cache, and the connectors' too."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass over all documents, after emptying caches."""
+
+    title: str
+    says: str
+    """Who serves it, and why."""
+    questions: int
+    """Which set of questions, 0 or 1."""
+    empties: tuple[str, ...] = ()
+    """Any of `vllm`, its own prefix cache, and `connectors`, the caches of those that can."""
+
+
+ROUNDS = (
+    Round("first questions", "computed, and saved by both", 0),
+    Round("other questions", "vLLM's cache emptied: cpu serves", 1, ("vllm",)),
+    Round("first questions again", "cpu emptied too: disk serves", 0, ("vllm", "connectors")),
+    Round("other questions again", "cpu serves, disk had more", 1, ("vllm",)),
+)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What came of a round."""
+
+    round: Round
+    seconds: float
+    prompt_tokens: int
+    answers: dict[str, tuple[int, ...]]
+    """Token ids by prompt."""
+
+
+def run_rounds(
+    server: Answers,
+    requests: int,
+    *,
+    concurrency: int = 4,
+    on_answer: Callable[[Round, int, int], None] = lambda _round, _done, _total: None,
+) -> Iterator[RoundResult]:
+    """Send about `requests` requests in four rounds of equal size, at least one a document; yield each round's result.
+
+    `on_answer` hears of each answer: round, answers so far, answers in all.
+    """
+    each = max(len(DOCUMENTS), round(requests / len(ROUNDS)))
+    for part in ROUNDS:
+        if part.empties:
+            server.reset_prefix_cache(external="connectors" in part.empties)
+        yield run_round(server, part, prompts(part.questions, each), concurrency, on_answer)
+
+
+def run_round(
+    server: Answers,
+    part: Round,
+    asked: list[str],
+    concurrency: int,
+    on_answer: Callable[[Round, int, int], None],
+) -> RoundResult:
+    """Send the prompts of one round, `concurrency` at a time."""
+    begin = time.monotonic()
+    answers: dict[str, Completion] = {}
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        running = {pool.submit(server.complete, prompt, ANSWER_TOKENS): prompt for prompt in asked}
+        for done in as_completed(running):
+            answers[running[done]] = done.result()
+            on_answer(part, len(answers), len(asked))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
+    return RoundResult(
+        part,
+        time.monotonic() - begin,
+        sum(answer.prompt_tokens for answer in answers.values()),
+        {prompt: answer.tokens for prompt, answer in answers.items()},
+    )
+
+
+def differing(results: list[RoundResult]) -> list[str]:
+    """Return the prompts that two rounds answered differently: none, unless a child loaded the wrong blocks."""
+    first: dict[str, tuple[int, ...]] = {}
+    wrong: dict[str, None] = {}
+    for result in results:
+        for prompt, tokens in result.answers.items():
+            if first.setdefault(prompt, tokens) != tokens:
+                wrong[prompt] = None
+    return list(wrong)
+
+
+# --- prompts
+
+
+def prompts(questions: int, count: int) -> list[str]:
+    """Return `count` different prompts of a set of questions, the documents in turn."""
+    documents = [document(title, about) for title, about in DOCUMENTS]
+    return [
+        whole_blocks_and_a_bit(f"{documents[i % len(documents)]}\n\n{question(questions, i // len(documents))}\nA: ")
+        for i in range(count)
+    ]
+
+
+def document(title: str, about: tuple[str, ...]) -> str:
+    """Return a document of about 900 characters: some thirty blocks."""
+    sentences = [f"{line} Section {i + 1} of the {title} handbook says no more than that." for i, line in
+                 enumerate(about * 3)]  # fmt: skip
+    return f"{title.upper()}\n\n" + " ".join(sentences)[:900]
+
+
+def question(questions: int, index: int) -> str:
+    """Return one question of a set; two to three blocks long, and no two alike."""
+    what = QUESTIONS[questions][index % len(QUESTIONS[questions])]
+    return f"Q{index + 1}: {what} Please answer in one short sentence and name the section."
+
+
+def whole_blocks_and_a_bit(prompt: str) -> str:
+    """Lengthen a prompt by one character where it would end a single token into a block.
+
+    ExampleConnector looks such a prompt up under another key than it saved it, and would never find it again.
+    """
+    return prompt + " " if len(prompt) % BLOCK == 1 else prompt
+
+
+DOCUMENTS = (
+    ("pump", ("The pump starts only when the inlet valve is open.", "Grease the shaft every 200 hours.",
+              "A red light means that the filter is full.", "Never run it dry for longer than a minute.")),
+    ("oven", ("Heat the oven for ten minutes before the first tray.", "The door stays locked above 300 degrees.",
+              "Clean the fan with a dry brush.", "Steam comes from the tank on the left.")),
+    ("lift", ("The lift carries six people or 450 kilograms.", "Between floors the doors can't be opened by hand.",
+              "Ropes are inspected in spring and autumn.", "In a fire it goes to the ground floor and stays.")),
+    ("mill", ("The mill turns at 90 revolutions a minute.", "Change the sieve before you change the grain.",
+              "Dust is drawn off through the blue pipe.", "The stones are dressed once a year.")),
+)  # fmt: skip
+
+QUESTIONS = (
+    ("What has to happen before it is switched on?", "How often does it need care, and of which kind?",
+     "What is dangerous about it?", "Which parts wear out first?", "Who may open it, and when?",
+     "What does a new colleague have to know?"),
+    ("Where would you look if it stopped in the night?", "Which number in here matters most?",
+     "What is the difference between this and the last model?", "Can it be left alone for a weekend?",
+     "What must never be done with it?", "What would you check in spring?"),
+)  # fmt: skip

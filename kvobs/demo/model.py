@@ -1,0 +1,162 @@
+"""Make a tiny Llama with random weights: small enough to load at once, and wide awake to what its KV cache holds.
+
+Made without torch or transformers, so that it takes a fraction of a second and the same bytes come out everywhere.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NAME = "tiny"
+"""The name under which the server offers the model."""
+
+SEED = 20_260_101
+BOS, EOS, UNK = 0, 1, 2
+FIRST_BYTE = 3
+"""Token id of byte 0; byte b is token FIRST_BYTE + b in the order of `alphabet()`."""
+
+LAYERS = 4
+HIDDEN = 256
+HEADS = 4
+KV_HEADS = 2  # two, so that tensor parallel 2 gives each rank one
+HEAD_DIM = HIDDEN // HEADS
+MLP = 512
+VOCAB = FIRST_BYTE + 256
+
+Array = npt.NDArray[np.float32]
+
+
+def make_model(path: Path) -> Path:
+    """Write the model and its tokenizer to a folder, unless a complete one is there already; return the folder.
+
+    Takes about a tenth of a second. The folder counts as complete once `config.json` is in it, which is written last.
+    """
+    if (path / "config.json").exists():
+        return path
+    from safetensors.numpy import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights(np.random.default_rng(SEED))), path / "model.safetensors", metadata={"format": "pt"})
+    write_json(path / "tokenizer.json", tokenizer())
+    write_json(path / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(path / "config.json", CONFIG)
+    return path
+
+
+def weights(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
+    """Yield each tensor with its name in Llama's checkpoint.
+
+    Scaled by fan-in rather than by the usual 0.02: attention then weighs as much as the token itself, so that one
+    wrong KV block changes the answer, which is what the tests that compare answers live on.
+    """
+
+    def matrix(rows: int, columns: int) -> Array:
+        return rng.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
+
+    yield "model.embed_tokens.weight", rng.standard_normal((VOCAB, HIDDEN), dtype=np.float32)
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        yield f"{name}.input_layernorm.weight", np.ones(HIDDEN, np.float32)
+        yield f"{name}.self_attn.q_proj.weight", matrix(HEADS * HEAD_DIM, HIDDEN)
+        yield f"{name}.self_attn.k_proj.weight", matrix(KV_HEADS * HEAD_DIM, HIDDEN)
+        yield f"{name}.self_attn.v_proj.weight", matrix(KV_HEADS * HEAD_DIM, HIDDEN)
+        yield f"{name}.self_attn.o_proj.weight", matrix(HIDDEN, HEADS * HEAD_DIM)
+        yield f"{name}.post_attention_layernorm.weight", np.ones(HIDDEN, np.float32)
+        yield f"{name}.mlp.gate_proj.weight", matrix(MLP, HIDDEN)
+        yield f"{name}.mlp.up_proj.weight", matrix(MLP, HIDDEN)
+        yield f"{name}.mlp.down_proj.weight", matrix(HIDDEN, MLP)
+    yield "model.norm.weight", np.ones(HIDDEN, np.float32)
+    head = matrix(VOCAB, HIDDEN)
+    head[~printable()] = 0
+    yield "lm_head.weight", head
+
+
+def printable() -> npt.NDArray[np.bool_]:
+    """Say for each token whether the model may answer with it: printable ASCII, so that every token is whole text.
+
+    Half a character would be held back by the server until the rest arrives, and would spoil times to first token.
+    """
+    return np.array([False] * FIRST_BYTE + [len(char) == 1 and " " <= char <= "~" for char in byte_texts()])
+
+
+def alphabet() -> list[str]:
+    """Return the 256 characters that stand for the bytes in a byte-level tokenizer, as GPT-2 defined them."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = (byte for byte in range(256) if byte not in visible)
+    shifted = {byte: 256 + index for index, byte in enumerate(hidden)}
+    return [chr(shifted.get(byte, byte)) for byte in range(256)]
+
+
+def byte_texts() -> list[str]:
+    """Return the text of each byte token: an ASCII character, or nothing for half of a longer one."""
+    return [chr(byte) if chr(byte).isascii() else "" for byte in range(256)]
+
+
+def tokenizer() -> dict[str, Any]:
+    """Return the tokenizer.json of a byte-level tokenizer without merges: one token for each byte of the prompt."""
+    specials = {"<s>": BOS, "</s>": EOS, "<unk>": UNK}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": token, "content": text, "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            for text, token in specials.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "truncation": None,
+        "padding": None,
+        "model": {
+            "type": "BPE",
+            "vocab": specials | {char: FIRST_BYTE + byte for byte, char in enumerate(alphabet())},
+            "merges": [],
+            "unk_token": "<unk>",
+        },
+    }
+
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 4096,
+}
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file in one go, so that no reader ever sees half of it."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1))
+    os.replace(part, path)

@@ -1,0 +1,49 @@
+"""Processes by session: find them, end them all."""
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def session_members(session: int) -> list[int]:
+    """Return the processes of a session that still run (zombies, which only wait to be reaped, left out)."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and in_session(int(entry), session)]
+
+
+def in_session(pid: int, session: int) -> bool:
+    """Say whether a process runs in a session; False if it is gone."""
+    with suppress(OSError, ValueError):
+        # The command name, in parentheses, may hold anything: the fields begin after the last one.
+        state, _parent, _group, sid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        return int(sid) == session and state not in "ZX"
+    return False
+
+
+def end_session(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Ask the leader of a session to end, and kill whatever is left of the session after `grace` seconds."""
+    try:
+        process.terminate()
+        deadline = time.monotonic() + grace
+        while session_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        kill_session(process.pid)
+        process.wait()
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session that we made, and wait up to five seconds until none is left."""
+    deadline = time.monotonic() + 5
+    while (members := session_members(session)) and time.monotonic() < deadline:
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def exit_text(code: int) -> str:
+    """Say in words what an exit status means."""
+    return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -1,0 +1,208 @@
+"""`kvobs demo` from end to end: model, server, load, report."""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvobs.demo import load, report
+from kvobs.demo.model import make_model
+from kvobs.demo.server import Server, ServerError
+
+NAMES = ("cpu", "disk")
+LOG = "server.log"
+HOST_MEMORY = 64 * 1024 * 1024
+SETTLE_S = 0.5
+"""Time for the last step's numbers to reach /metrics."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo's choices, and the console it talks to."""
+
+    console: Console
+    port: int = 0
+    keep: bool = False
+    requests: int = 96
+
+    def run(self) -> list[report.Child]:
+        """Run it and return what each child did.
+
+        With `keep` the server stays up until Ctrl-C, and its folder stays for good. Raises `ServerError`.
+        """
+        with folder(keep=self.keep) as work, ExitStack() as stack:
+            with self.step("model") as done:
+                make_model(work / "model")
+                done("a Llama with random weights and one token a byte")
+            config = multi_connector(host_memory(), files(work / "disk"))
+            with self.step("server") as done:
+                server = Server(work / "model", work / LOG, config, self.port, on_progress=done.starting)
+                stack.enter_context(server)
+                done(f"vLLM with kvobs is up on {server.url}")
+            rows = self.measure(server)
+            self.look_further(server, work)
+            if self.keep:
+                self.wait_for_ctrl_c(server)
+            return rows
+
+    def measure(self, server: Server) -> list[report.Child]:
+        """Send the load and show what came of it."""
+        before = server.metrics()
+        results = []
+        with self.step("load") as done:
+            for result in load.run_rounds(server, self.requests, on_answer=done.progress):
+                results.append(result)
+                what = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
+                done.note(f"{what}  {result.round.says}")
+            if wrong := load.differing(results):
+                raise server.failure(f"{len(wrong)} prompts got another answer when their blocks were loaded.")
+            done("loaded or computed: the same answers, token for token")
+        time.sleep(SETTLE_S)
+        after = server.metrics()
+        rows = report.children(NAMES, before, after)
+        self.console.print()
+        self.console.print(report.table(rows))
+        self.console.print(report.LEGEND, style="dim")
+        self.console.print(report.source_line(report.sources(before, after)), highlight=False)
+        return rows
+
+    def look_further(self, server: Server, work: Path) -> None:
+        """Say how to see more, in lines that can be copied whole."""
+        if self.keep:
+            lines = [f"curl -s {server.url}/metrics | grep kvobs_", f"less {work / LOG}"]
+        else:
+            lines = [f"{sys.argv[0]} demo --keep --port 8000     # the server stays up until Ctrl-C",
+                     "curl -s http://127.0.0.1:8000/metrics | grep kvobs_"]  # fmt: skip
+        self.console.print("\n[bold]Look further[/]")
+        self.copyable(*lines)
+        self.console.print("\n[bold]With your vLLM[/]: list your own connectors, each as it is configured alone")
+        self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CHILDREN))}'")
+
+    def copyable(self, *lines: str) -> None:
+        """Print lines that stay whole however narrow the terminal is."""
+        for line in lines:
+            self.console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def wait_for_ctrl_c(self, server: Server) -> None:
+        """Stay until the user has seen enough; raise `ServerError` if the server dies before."""
+        self.console.print("\nThe server stays up. [bold]Ctrl-C[/] ends it.")
+        try:
+            while True:
+                server.check_alive()
+                time.sleep(1)
+        except KeyboardInterrupt:
+            self.console.print("\nStopped.")
+
+    @contextmanager
+    def step(self, name: str) -> Iterator["Step"]:
+        """Show a step of the demo while it runs."""
+        step = Step(self.console, name)
+        try:
+            yield step
+        finally:
+            step.end()
+
+
+class Step:
+    """A step in view: one line that changes on a terminal, a line every few seconds elsewhere."""
+
+    EVERY_S = 5.0
+
+    def __init__(self, console: Console, name: str) -> None:
+        self.console, self.name, self.begin = console, name, time.monotonic()
+        self.said, self.next_line = "", self.EVERY_S
+        self.status = console.status(name) if console.is_terminal else None
+        if self.status:
+            self.status.start()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self.begin
+
+    def starting(self, _seconds: float, doing: str) -> None:
+        """Show what the server's log says now."""
+        self.show(doing)
+
+    def progress(self, part: load.Round, done: int, total: int) -> None:
+        """Show how far a round has come."""
+        self.show(f"{part.title}: {done} of {total}")
+
+    def show(self, doing: str) -> None:
+        """Show what the step is doing now, in a line that never wraps."""
+        text = f"{self.name:8} {self.seconds:4.0f} s  {doing}"[: self.console.width - 3]
+        if self.status:
+            self.status.update(escape(text))
+        elif self.seconds >= self.next_line and doing != self.said:
+            self.said, self.next_line = doing, self.seconds + self.EVERY_S
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        """Keep a line in view for good."""
+        self.console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def __call__(self, result: str) -> None:
+        """Say how the step ended."""
+        self.end()
+        self.console.print(f"[green]✓[/] {self.name:8} {self.seconds:4.1f} s  {escape(result)}", soft_wrap=True)
+
+    def end(self) -> None:
+        """Take the changing line away."""
+        if self.status:
+            self.status.stop()
+
+
+@contextmanager
+def folder(*, keep: bool) -> Iterator[Path]:
+    """Give a fresh folder, removed at the end unless it is to be kept, or the log of a dead server is in it."""
+    path = Path(tempfile.mkdtemp(prefix="kvobs-demo-"))
+    try:
+        yield path
+    except ServerError:
+        keep = keep or (path / LOG).exists()
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def multi_connector(*connectors: dict[str, Any], names: Sequence[str] = NAMES) -> dict[str, Any]:
+    """Return a `--kv-transfer-config` that puts these connectors behind kvobs."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": "kvobs",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors), "kvobs": {"names": list(names)}},
+    }
+
+
+def child(kv_connector: str, **extra: Any) -> dict[str, Any]:
+    """Return a child's configuration."""
+    return {"kv_connector": kv_connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def host_memory(size: int = HOST_MEMORY) -> dict[str, Any]:
+    """Return vLLM's offloading to host memory, with the spec that makes it run on a CPU; size in bytes."""
+    spec = {"spec_name": "HostOffloadingSpec", "spec_module_path": "kvobs.demo.host_offload"}
+    return child("OffloadingConnector", cpu_bytes_to_use=size, **spec)
+
+
+def files(path: Path) -> dict[str, Any]:
+    """Return vLLM's file-based connector, which keeps whole prompts in a folder; for tensor parallel 1 only."""
+    return child("ExampleConnector", shared_storage_path=str(path))
+
+
+GPU_CHILDREN = (
+    child("OffloadingConnector", cpu_bytes_to_use=10 * 2**30),
+    child("ExampleConnector", shared_storage_path="/var/tmp/kv"),
+)
+"""The demo's children as they are configured on a GPU, where vLLM needs no spec of ours."""

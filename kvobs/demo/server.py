@@ -1,0 +1,307 @@
+"""A real vLLM server as a child process: start it, wait until it answers, talk to it, leave nothing of it behind."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvobs.demo.model import NAME
+from kvobs.demo.processes import end_session, exit_text
+from kvobs.demo.serverlog import COLOUR, newest_message, root_cause
+
+HOST = "127.0.0.1"
+TAIL = 25
+"""Lines of the log's end that an error shows."""
+
+Progress = Callable[[float, str], None]
+"""Called about five times a second while the server starts, with the seconds so far and what its log says now."""
+
+
+class ServerError(RuntimeError):
+    """The server could not start, died, or answered with an error; the text says which and ends with its log's end."""
+
+
+def ignore_progress(seconds: float, doing: str) -> None:
+    """Show nothing."""
+
+
+@dataclass
+class Server:
+    """A vLLM server on this machine, up inside the `with` block and gone with all its processes after it.
+
+        with Server(model=make_model(folder / "model"), log=folder / "server.log") as server:
+            print(server.complete("Once upon a time", max_tokens=8).text)
+
+    Entering raises `ServerError` when the port is taken, or when the server dies or isn't up after `timeout` seconds.
+    """
+
+    model: Path
+    log: Path
+    """Written anew: everything that the server's processes print."""
+    kv_transfer_config: Mapping[str, Any] | None = None
+    port: int = 0
+    """0 picks a free one; `port` says which after entering."""
+    args: Sequence[str] = ()
+    """More arguments of `vllm serve`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Overrides the environment that `environment()` returns."""
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    timeout: float = 240.0
+    """Seconds to come up. Twenty are usual; the first start after an installation takes a minute."""
+    on_progress: Progress = ignore_progress
+    launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.serve")
+    """What takes the arguments of `vllm serve`."""
+
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    scratch: Path | None = field(default=None, init=False, repr=False)
+    """Its folder for temporary files; short, because sockets in it have short names only."""
+    ready: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.port = claim_port(self.port)
+        try:
+            self.start()
+            self.wait_until_ready()
+        except BaseException:  # Ctrl-C too: whatever ends the wait must end the server
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # --- life
+
+    def command(self) -> list[str]:
+        """Return the command line: this server's settings as `vllm serve` takes them."""
+        line = [*self.launch, str(self.model), "--served-model-name", NAME, "--host", HOST, "--port", str(self.port)]
+        line += ["--dtype", self.dtype, "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
+        # ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
+        line += ["--no-enable-chunked-prefill"]
+        if self.tensor_parallel > 1:
+            line += ["--tensor-parallel-size", str(self.tensor_parallel)]
+        if self.kv_transfer_config is not None:
+            line += ["--kv-transfer-config", json.dumps(self.kv_transfer_config)]
+        return [*line, *self.args]
+
+    def start(self) -> None:
+        """Start the process, in a session of its own: a Ctrl-C in the terminal reaches us, and only us."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix="kvobs-"))
+        ours = {"KVOBS_DEMO_PARENT": str(os.getpid()), "TMPDIR": str(self.scratch)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.tensor_parallel) | dict(self.env) | ours,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return once `/health` answers 200; raise `ServerError` when the process ends or time is up before."""
+        begin = time.monotonic()
+        while not self.healthy():
+            seconds = time.monotonic() - begin
+            self.check_alive()
+            if seconds > self.timeout:
+                raise self.failure(f"The server on port {self.port} was not up after {self.timeout:.0f} s.")
+            self.on_progress(seconds, newest_message(self.tail(TAIL)))
+            time.sleep(0.2)
+        self.ready = True
+
+    def healthy(self) -> bool:
+        """Say whether the server answers on `/health`."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == HTTPStatus.OK)
+        except OSError:
+            return False
+
+    def check_alive(self) -> None:
+        """Raise `ServerError` if the server process has ended."""
+        if self.process is not None and (code := self.process.poll()) is not None:
+            raise self.failure(f"The server ended by itself {'while it served' if self.ready else 'before it was up'} "
+                               f"({exit_text(code)}).")  # fmt: skip
+
+    def stop(self) -> None:
+        """End the server and every process it started; return when they are gone.
+
+        Asks first, so that shared memory is cleaned up, then kills the whole session: vLLM 0.32 can hang for ever
+        when it is asked to end while its engine starts. A second Ctrl-C in here skips the asking.
+        """
+        try:
+            if self.process is not None:
+                end_session(self.process, grace=15 if self.ready else 3)
+        finally:
+            if self.scratch is not None:
+                remove_scratch(self.scratch)
+            self.process, self.scratch, self.ready = None, None, False
+
+    # --- the log
+
+    def tail(self, lines: int) -> list[str]:
+        """Return the last lines of the log, without colours."""
+        with suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * lines))
+            return COLOUR.sub("", log.read().decode(errors="replace")).splitlines()[-lines:]
+        return []
+
+    def failure(self, what: str) -> ServerError:
+        """Return an error that says what happened, the exception behind it, and how the log ends."""
+        with suppress(OSError):
+            if cause := root_cause(self.log.read_text(errors="replace")):
+                what += f"\nThe error in its log: {cause}"
+        tail = "\n".join(f"  {line}" for line in self.tail(TAIL)) or "  (nothing)"
+        return ServerError(f"{what}\nThe end of its log, {self.log}:\n{tail}")
+
+    # --- requests
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+        **body: Any,
+    ) -> "Completion":
+        """Complete a prompt greedily, for exactly `max_tokens` tokens; `body` adds to or overrides the request's JSON.
+
+        Raises `ServerError` for any answer but 200, with what the server said.
+        """
+        request = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.request("/v1/completions", request | {"return_token_ids": True} | body, headers, timeout)
+        return Completion.parse(json.loads(answer))
+
+    def metrics(self) -> list[Sample]:
+        """Return every sample of `/metrics`."""
+        return parse_metrics(self.request("/metrics").decode())
+
+    def reset_prefix_cache(self, *, external: bool = False, timeout: float = 30.0) -> None:
+        """Empty vLLM's own prefix cache, and with `external` also the caches of the connectors that can.
+
+        Waits for blocks that finished requests still hold, for up to `timeout` seconds, then raises `ServerError`.
+        """
+        deadline = time.monotonic() + timeout
+        path = "/reset_prefix_cache" + ("?reset_external=true" if external else "")
+        while not json.loads(self.request(path, {}) or b'{"success": true}')["success"]:
+            if time.monotonic() > deadline:
+                raise self.failure(f"The server refused to empty its prefix cache for {timeout:.0f} s.")
+            time.sleep(0.05)
+
+    def request(
+        self,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+    ) -> bytes:
+        """Send a GET, or a POST if there is a body, and return the answer's bytes; `ServerError` unless it is a 200."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                content: bytes = answer.read()
+                return content
+        except urllib.error.HTTPError as error:
+            said = f"{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
+            raise (
+                self.failure(said) if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else ServerError(said)
+            ) from error
+        except OSError as error:
+            self.check_alive()
+            raise self.failure(f"{path} got no answer: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered to one prompt."""
+
+    text: str
+    tokens: tuple[int, ...]
+    """Token ids of the answer; empty where the server doesn't return them."""
+    prompt_tokens: int
+    raw: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> Self:
+        """Take it out of the JSON of `/v1/completions`."""
+        choice = answer["choices"][0]
+        return cls(choice["text"], tuple(choice.get("token_ids") or ()), answer["usage"]["prompt_tokens"], answer)
+
+
+def environment(tensor_parallel: int = 1) -> dict[str, str]:
+    """Return the environment for a server on a CPU: ours, with what makes it quiet, small and repeatable."""
+    return {
+        **os.environ,
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_SERVER_DEV_MODE": "1",  # opens /reset_prefix_cache
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        # One thread a rank, each on a core of its own: two threads that spin for one core cost milliseconds a step.
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(tensor_parallel)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "NO_COLOR": "1",
+    }
+
+
+def cores(count: int) -> list[int]:
+    """Return one core for each rank, out of those that this process may use; they repeat where there are too few."""
+    ours = sorted(os.sched_getaffinity(0))
+    return [ours[rank % len(ours)] for rank in range(count)]
+
+
+def claim_port(port: int) -> int:
+    """Return the port if nothing listens on it, or any free one for 0; raise `ServerError` naming a port in use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that just ended is free
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ServerError(
+                f"Port {port} on {HOST} can't be used: {error.strerror}. "
+                "End what listens there, or choose another port (0 takes any free one)."
+            ) from error
+        free: int = probe.getsockname()[1]
+        return free
+
+
+def parse_metrics(text: str) -> list[Sample]:
+    """Parse Prometheus text into samples: name, labels, value."""
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def remove_scratch(scratch: Path) -> None:
+    """Remove a server's temporary files, and the shared memory that vLLM names after one of them and leaves behind."""
+    for rendezvous in scratch.glob("vllm_dist_*"):
+        for leak in Path("/dev/shm").glob(f"{rendezvous.name}*"):
+            leak.unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
