@@ -158,9 +158,10 @@ class Ledger:
             return None
         return entry.candidate[0] if entry.candidate else entry.owner
 
-    def open_load(self, request: str) -> Load | None:
+    def is_async(self, request: str) -> bool:
+        """Return whether an async load of this request is open."""
         entry = self._entries.get(request)
-        return entry.load if entry else None
+        return entry is not None and entry.load is not None and entry.load.is_async
 
     # Reports
 

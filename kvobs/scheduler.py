@@ -158,7 +158,8 @@ class SchedulerSide:
         view.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
         events = output.kv_cache_events
         view.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
-        view.finished_recving = set(loads_in) or None
+        # A sync load ends with its step: alone under vLLM, its child would never see it among the received.
+        view.finished_recving = {r for r in loads_in if self.ledger.is_async(r)} or None
         view.finished_sending = saves_in | early or None
         if hasattr(view, "failed_recving"):
             view.failed_recving = {r for r in output.failed_recving if r in loads_in}

@@ -10,7 +10,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 import pytest
 
 from kvobs import notices
-from tests.scripted import SCRIPTS
+from tests.scripted import SCRIPTS, Script
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +19,13 @@ def _clean_slate() -> None:
     notices.forget()
     SCRIPTS.clear()
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)
+
+
+@pytest.fixture
+def a() -> Script:
+    return Script("a")
+
+
+@pytest.fixture
+def b() -> Script:
+    return Script("b")

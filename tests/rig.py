@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -29,6 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs.demo.model import make_model
+from kvobs.recorder import WIDTH
+from kvobs.signals import SLOT
 from tests.scripted import Script
 
 BLOCK = 16
@@ -101,7 +105,9 @@ class Rig:
         groups: int = 1,
         policy: str = "recompute",
         connectors: list[dict[str, Any]] | None = None,
+        lag: int = 0,
     ) -> None:
+        """Build it; with ``lag`` the scheduler is so many steps ahead of the workers, as in async scheduling."""
         transfer = transfer_config(
             router, connectors or [child_config(s) for s in scripts], kvobs, kv_load_failure_policy=policy
         )
@@ -115,7 +121,9 @@ class Rig:
         ]
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
-        self.scheduler: Any = Scheduler(
+        self.lag = lag
+        self.in_flight: deque[tuple[Any, dict[str, bool]]] = deque()
+        self.scheduler: Any = (AsyncScheduler if lag else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(config),
@@ -143,7 +151,15 @@ class Rig:
     def step(self) -> KVConnectorOutput:
         """Run one engine step; return what the scheduler read from the connectors' output, after the wrapper."""
         scheduled = self.scheduler.schedule()
-        outputs = [self._work(worker, scheduled) for worker in self.workers]
+        requests = self.scheduler.requests
+        samples = {
+            r: requests[r].num_computed_tokens >= requests[r].num_prompt_tokens for r in scheduled.num_scheduled_tokens
+        }
+        self.in_flight.append((scheduled, samples))
+        if len(self.in_flight) <= self.lag:
+            return KVConnectorOutput()
+        scheduled, samples = self.in_flight.popleft()
+        outputs = [self._work(worker, scheduled, samples) for worker in self.workers]
         combined = self.aggregator.aggregate(outputs, 0)
         assert combined is not None
         self.output = combined.kv_connector_output
@@ -157,7 +173,7 @@ class Rig:
         for _ in range(steps):
             self.step()
 
-    def _work(self, worker: Any, scheduled: Any) -> ModelRunnerOutput:
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
         """Do what vLLM's model runner does with a connector in one step."""
         meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
         worker.handle_preemptions(meta)
@@ -180,15 +196,11 @@ class Rig:
         )
         worker.clear_connector_metadata()
         output = pickle.loads(pickle.dumps(output))
-        sampled = []
-        for request_id in scheduled.num_scheduled_tokens:
-            request = self.scheduler.requests[request_id]
-            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
-        ids = list(scheduled.num_scheduled_tokens)
+        ids = list(samples)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[[7] if is_sampled else [] for is_sampled in samples.values()],
             kv_connector_output=output,
         )
 
@@ -200,3 +212,28 @@ class Rig:
     @property
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+class Blocks:
+    """Stands for vLLM's KVCacheBlocks."""
+
+    def __init__(self, *groups: list[int]) -> None:
+        self.groups = groups
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.groups
+
+
+def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
+    """Return what kvobs's scheduler side has counted so far."""
+    return rig.connector._side.recorder._counts[child * WIDTH + SLOT[(metric, *labels)]]
+
+
+def assert_nothing_is_left(rig: Rig) -> None:
+    """Let the engine go idle: every block must be free, and no book of kvobs's may hold anything."""
+    rig.run(3)
+    assert rig.scheduler.requests == {}
+    assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
+    side = rig.connector._side
+    assert (len(side.ledger), len(side._offers), side._orders) == (0, 0, {})
+    assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)

