@@ -1,10 +1,13 @@
 """The table of hooks, bound to the children: one callable for each hook whose answers combine by a general rule.
 
-The callables become attributes of the connector instance, so that a hook costs one call and its children's.
+The callables become attributes of the connector instance, so that a hook costs one call and its children's. A child
+whose hook is provably empty is not called at all: most connectors leave most of the layer hooks empty.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +28,7 @@ def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[
 
 
 def _each(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = _calls(hook, children)
+    calls = tuple(call for call in _calls(hook, children) if not is_empty(call))
 
     def each(*args: Any, **kwargs: Any) -> None:
         for call in calls:
@@ -39,7 +42,10 @@ def _wait_for_layer_load(calls: tuple[Call, ...]) -> Call:
         for call in calls:
             call(layer_name)
 
-    return wait_for_layer_load
+    def nothing(layer_name: str) -> None:
+        """Cost half of a loop over no calls."""
+
+    return wait_for_layer_load if calls else nothing
 
 
 def _save_kv_layer(calls: tuple[Call, ...]) -> Call:
@@ -91,6 +97,17 @@ def _any(hook: Hook, children: Sequence[Child]) -> Call:
 def _chain(hook: Hook, children: Sequence[Child]) -> Call:
     calls = _calls(hook, children)
     return lambda *args, **kwargs: [item for call in calls for item in call(*args, **kwargs) or ()]
+
+
+_DOES_NOTHING = {"RESUME", "NOP", "LOAD_CONST", "POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
+
+
+def is_empty(call: Call) -> bool:
+    """Return whether ``call`` is a plain Python method whose whole body returns a constant."""
+    function = getattr(call, "__func__", None)
+    if not inspect.isfunction(function) or function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
+        return False
+    return all(instruction.opname in _DOES_NOTHING for instruction in dis.get_instructions(function))
 
 
 def _calls(hook: Hook, children: Sequence[Child]) -> tuple[Call, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvobs.children import Child
-from kvobs.fanout import bind, call_all
+from kvobs.fanout import bind, call_all, is_empty
 from kvobs.hooks import HOOKS, Combine, Side
+from tests.engine.children_stats import IdleChild
 
 
 def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
@@ -93,3 +95,88 @@ def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:
     wrapper = bound({}, known=lambda name: name != "finish_forward")
     assert not hasattr(wrapper, "finish_forward")
     assert hasattr(wrapper, "wait_for_save")
+
+
+class Empty:
+    """Hooks that do nothing, each in its own way."""
+
+    def passes(self, layer_name: str) -> None:
+        pass
+
+    def returns(self) -> None:
+        """Say so, and return."""
+        return
+
+    def answers(self, *args: Any, **kwargs: Any) -> int:
+        return 7
+
+
+class Busy:
+    """Hooks that do something, however little."""
+
+    def calls(self) -> None:
+        print()
+
+    def stores(self) -> None:
+        self.x = 1
+
+    def raises(self) -> None:
+        raise NotImplementedError
+
+    def checks(self) -> None:
+        assert self.x
+
+    def returns_its_argument(self, x: int) -> int:
+        return x
+
+    def yields(self) -> Any:
+        yield 1
+
+    async def awaits(self) -> None:
+        pass
+
+    @functools.lru_cache  # noqa: B019 - only its kind matters
+    def is_wrapped(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", [n for n in vars(Empty) if not n.startswith("_")])
+def test_a_hook_that_only_returns_a_constant_is_empty(name: str) -> None:
+    assert is_empty(getattr(Empty(), name))
+
+
+@pytest.mark.parametrize("name", [n for n in vars(Busy) if not n.startswith("_")])
+def test_a_hook_that_does_anything_is_not_empty(name: str) -> None:
+    assert not is_empty(getattr(Busy(), name))
+
+
+@pytest.mark.parametrize("call", [len, SimpleNamespace(), functools.partial(print), lambda: None], ids=str)
+def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
+    assert not is_empty(call)
+
+
+def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
+    class Bare:
+        def wait_for_save(self) -> None:
+            pass
+
+    heard: list[int] = []
+    child: Any = Bare()
+    child.wait_for_save = lambda: heard.append(1)
+    assert not is_empty(child.wait_for_save)
+
+
+def test_vllms_own_defaults_are_empty() -> None:
+    """Those that a connector inherits without a word of its own."""
+    for name in ("finish_forward", "reset_capture_state", "handle_preemptions", "register_kv_caches"):
+        assert is_empty(getattr(IdleChild.__new__(IdleChild), name)), name
+
+
+def test_a_child_whose_hook_is_empty_is_left_out() -> None:
+    wrapper = bound({}, {})
+    quiet = SimpleNamespace(**{name: Empty().answers for name in HOOKS})
+    real = wrapper.connectors[0]
+    bind(wrapper, [Child(0, "quiet", quiet, True), Child(1, "real", real, True)], lambda name: True)
+    wrapper.wait_for_layer_load("layer")
+    assert real.calls == [("wait_for_layer_load", ("layer",), {})]
+    assert wrapper.wait_for_layer_load.__closure__[0].cell_contents == (real.wait_for_layer_load,)
