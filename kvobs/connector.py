@@ -6,7 +6,7 @@ that a newer vLLM adds reaches the children through the inherited routing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvobs import children, fanout
-from kvobs.config import read
+from kvobs import __version__, children, fanout
+from kvobs.config import Options, read
 from kvobs.hooks import HOOKS, INHERITED, Combine
 from kvobs.ledger import Ledger
 from kvobs.metrics import MultiKVConnectorPromMetrics
@@ -64,13 +64,15 @@ class MultiConnector(stock.MultiConnector):
         self._requests_to_connector: Any = {}
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
         if role is KVConnectorRole.SCHEDULER:
+            options = read(transfer_config.kv_connector_extra_config).options
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
-                read(transfer_config.kv_connector_extra_config).options,
+                options,
                 vllm_config.parallel_config.world_size,
                 [group.kv_cache_spec.block_size for group in groups],
             )
             self._requests_to_connector = Choices(self._side.ledger)
+            _introduce(specs, options)
             children.warn_about(transfer_config, specs)
             _name_unknown_hooks()
         else:
@@ -205,6 +207,12 @@ def unknown_hooks() -> list[str]:
     """Return the public hooks of this vLLM that the table does not know."""
     public = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
     return sorted(public - set(HOOKS) - set(INHERITED))
+
+
+def _introduce(specs: Sequence[children.ChildSpec], options: Options) -> None:
+    """Say once at start what stands behind the name MultiConnector."""
+    listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in specs)
+    log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, options.load_policy)
 
 
 def _name_unknown_hooks() -> None:

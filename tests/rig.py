@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -41,11 +42,16 @@ ROUTERS = {"kvobs": "kvobs", "stock": "vllm.distributed.kv_transfer.kv_connector
 
 @cache
 def _base_config() -> Any:
-    """Make vLLM's configuration of the tiny model once; its connector is put in later."""
+    """Make vLLM's configuration of the tiny model once; its connector is put in later.
+
+    vLLM would set up its logging here, and take away what pytest listens with.
+    """
     model = make_model(Path(tempfile.mkdtemp(prefix="kvobs-rig-")) / "model")
-    return EngineArgs(
-        model=str(model), enforce_eager=True, dtype="float32", block_size=BLOCK, max_model_len=1024, max_num_seqs=8
-    ).create_engine_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+        return EngineArgs(
+            model=str(model), enforce_eager=True, dtype="float32", block_size=BLOCK, max_model_len=1024, max_num_seqs=8
+        ).create_engine_config()
 
 
 def child_config(script: Script, cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:

@@ -29,6 +29,13 @@ def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
     assert list(inspect.signature(cls.__init__).parameters)[3] == "kv_cache_config"
 
 
+def test_the_start_says_what_is_routed_to(caplog: pytest.LogCaptureFixture) -> None:
+    scripts = Script("a"), Script("b")
+    Rig("kvobs", *scripts, kvobs={"names": ["one", "two"], "load_policy": "longest"})
+    (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
+    assert "one (ScriptedConnector), two (ScriptedConnector); load_policy longest" in line
+
+
 def test_children_are_the_real_objects(rig: Rig) -> None:
     assert [type(child) for child in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
     assert rig.connector.sub_connectors == rig.connector._connectors
