@@ -55,10 +55,11 @@ def specs(parent: KVTransferConfig) -> tuple[ChildSpec, ...]:
     Raises:
         ConfigError: with every mistake found, each with its JSON path.
     """
-    return _specs(parent, read(parent.kv_connector_extra_config))
+    return specs_of(parent, read(parent.kv_connector_extra_config))
 
 
-def _specs(parent: KVTransferConfig, configuration: Configuration) -> tuple[ChildSpec, ...]:
+def specs_of(parent: KVTransferConfig, configuration: Configuration) -> tuple[ChildSpec, ...]:
+    """Do the same where the configuration has been read already."""
     found: list[ChildSpec] = []
     mistakes: list[str] = []
     entries = parent.kv_connector_extra_config["connectors"]

@@ -48,7 +48,8 @@ class MultiConnector(stock.MultiConnector):
         # Not stock's constructor, which builds the children its own way.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
-        specs = children.specs(transfer_config)
+        configuration = read(transfer_config.kv_connector_extra_config)
+        specs = children.specs_of(transfer_config, configuration)
         self._all_support_hma = children.all_support_hma(specs)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
             lacking = [s.name for s in specs if not KVConnectorFactory.supports_hma_config(s.transfer_config)]
@@ -64,15 +65,14 @@ class MultiConnector(stock.MultiConnector):
         self._requests_to_connector: Any = {}
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
         if role is KVConnectorRole.SCHEDULER:
-            options = read(transfer_config.kv_connector_extra_config).options
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
-                options,
+                configuration.options,
                 vllm_config.parallel_config.world_size,
                 [group.kv_cache_spec.block_size for group in groups],
             )
             self._requests_to_connector = Choices(self._side.ledger)
-            _introduce(specs, options)
+            _introduce(specs, configuration.options)
             children.warn_about(transfer_config, specs)
             _name_unknown_hooks()
         else:
@@ -80,10 +80,13 @@ class MultiConnector(stock.MultiConnector):
         self._put_hooks_in_place()
 
     def _put_hooks_in_place(self) -> None:
-        """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them."""
+        """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them.
+
+        What this class defines itself stays its own.
+        """
         fanout.bind(self, self._children, _known_to_host)
         for name, hook in HOOKS.items():
-            if hook.combine is Combine.ROUTED and name not in _WITH_STATE_OF_THE_WRAPPER and _known_to_host(name):
+            if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and _known_to_host(name):
                 routed = getattr(self._side, name, None)
                 if routed is not None:
                     setattr(self, name, routed)
@@ -153,9 +156,6 @@ class MultiConnector(stock.MultiConnector):
     ) -> MultiKVConnectorPromMetrics:
         specs = children.specs(vllm_config.kv_transfer_config)
         return MultiKVConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, specs)
-
-
-_WITH_STATE_OF_THE_WRAPPER = ("bind_connector_metadata", "clear_connector_metadata")
 
 
 class Choices(Mapping[str, int]):

@@ -108,14 +108,10 @@ class Ledger:
         self._saves_in: dict[int, list[str]] = {}
         self._failures: list[str] = []
         self._received: set[str] = set()
-        self._released_recv: set[str] = set()
-        self._released_send: set[str] = set()
+        self._sent: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -124,8 +120,7 @@ class Ledger:
 
     def arrive(self, request: str) -> None:
         """Open the books for a request, if they are not."""
-        if request not in self._entries:
-            self._entries[request] = Entry()
+        self._entry(request)
 
     def propose(self, request: str, candidate: tuple[int, bool] | None) -> None:
         """Remember the last lookup's winner (child, is_async), or that there was none: nothing is fixed yet."""
@@ -292,13 +287,12 @@ class Ledger:
 
     def take_received(self) -> set[str]:
         """Return what goes into vLLM's ``finished_recving``: loads in, and releases that vLLM expects there."""
-        taken = self._received | self._released_recv
-        self._received, self._released_recv = set(), set()
-        return taken
+        received, self._received = self._received, set()
+        return received
 
     def take_sent(self) -> set[str]:
         """Return what goes into vLLM's ``finished_sending``: finished requests whose blocks may be released."""
-        sent, self._released_send = self._released_send, set()
+        sent, self._sent = self._sent, set()
         return sent
 
     def _settle(self, request: str, entry: Entry) -> None:
@@ -306,7 +300,7 @@ class Ledger:
         if entry.finished and entry.is_settled:
             del self._entries[request]
             if entry.awaited:
-                (self._released_send if entry.holds else self._released_recv).add(request)
+                (self._sent if entry.holds else self._received).add(request)
 
     def _entry(self, request: str) -> Entry:
         entry = self._entries.get(request)

@@ -26,7 +26,7 @@ from kvobs.stats import MultiKVConnectorStats, class_path, collect
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-# vLLM before 0.30 knows neither; a child then reports bad blocks, or nothing.
+# vLLM before 0.30 has no such results: there a child reports bad blocks, or nothing, when a load fails.
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 except ImportError:

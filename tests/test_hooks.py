@@ -1,13 +1,13 @@
 """The table of hooks names what this vLLM has, and kvobs routes all of it itself."""
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs.connector import MultiConnector
 from kvobs.fanout import RULES
 from kvobs.hooks import HOOKS, INHERITED, Combine, Hook, Side
 from kvobs.scheduler import SchedulerSide
 from kvobs.worker import WorkerSide
+from tests.contract.members import public_members
 
 SIDES = {Side.SCHEDULER: SchedulerSide, Side.WORKER: WorkerSide}
 
@@ -29,8 +29,7 @@ def test_every_hook_in_the_table_is_kvobss_own_code(hook: Hook) -> None:
 
 
 def test_every_public_hook_of_this_vllm_is_in_the_table_or_inherited_for_a_reason() -> None:
-    public = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
-    assert public - set(HOOKS) == set(INHERITED)
+    assert set(public_members()) - set(HOOKS) == set(INHERITED)
     assert all(INHERITED.values())
 
 

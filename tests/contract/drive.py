@@ -1,7 +1,6 @@
 """Build kvobs's MultiConnector as vLLM's factory does, in both roles, and take requests through all of its hooks."""
 
 import inspect
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,23 +19,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvobs.demo.model import make_model
+
 from .members import hooks, parameters
 
 MODULE = "kvobs"
 BLOCK_SIZE = 16
 REQUEST_TOKENS = 100
-
-TINY_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
 
 
 def recording_children() -> list[dict[str, Any]]:
@@ -61,9 +50,8 @@ class Pair:
     """A MultiConnector with these children as vLLM's own factory builds it for the scheduler and for one worker."""
 
     def __init__(self, scratch: Path, connectors: list[dict[str, Any]], hma: bool = True) -> None:
-        (scratch / "config.json").write_text(json.dumps(TINY_MODEL))
         self.config = EngineArgs(
-            model=str(scratch),
+            model=str(make_model(scratch)),
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",

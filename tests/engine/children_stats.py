@@ -138,11 +138,5 @@ class SilentStatsChild(StatsChild):
     """Returns stats that nothing exports: it has no Prometheus class."""
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> None:
         return None

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 8
-KIB = 1024
 
 
 @pytest.fixture(scope="session")
