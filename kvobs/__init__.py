@@ -5,16 +5,25 @@ The files are the stations of the flow, in import order (a test keeps it one-way
     notices     the logger, and saying a thing once
     hooks       every vLLM hook: side, cadence, how children's answers combine
     signals     every metric, once, as data
+    faults      kvobs's own faults: contained, counted, logged once
     config      the options under ``kv_connector_extra_config.kvobs``
+    layout      which blocks hold which tokens, and how many bytes they take
+    reports     what workers report about loads and saves
     ledger      who owes what: load owners, promised saves, ranks heard from
-    recorder    counts what happened
+    recorder    the hot path: every call timed and counted
+    stalls      how long each step waited for each child
+    flush       when numbers travel
+    children    the configured connectors: built, named, and their recorded calls
     metadata    what travels between scheduler and workers
+    payload     kvobs's numbers on the wire
+    summary     a line for each child, for vLLM's log
     stats       what travels to the API server, and its way back into objects
-    children    the configured connectors: built, named, asked about themselves
+    families    Prometheus families: made once, filled with counts that are bucketed
     metrics     API server: stats payload -> Prometheus, per child
     fanout      the table of hooks, bound to the children
     offers      what the children could load, and the policy that chooses
     outcomes    how loads and saves ended
+    endings     the end of a request, told to every child
     scheduler   the scheduler's side of the routing
     worker      the workers' side of the routing
     connector   ``MultiConnector``, the class that vLLM sees

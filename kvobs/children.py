@@ -13,7 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from kvobs.config import PATH, ConfigError, Configuration, read
+from kvobs.hooks import HOOKS, is_empty
 from kvobs.notices import log
+from kvobs.recorder import Call, Recorder
+from kvobs.signals import is_timed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,14 +42,34 @@ class ChildSpec:
         return config
 
 
-@dataclass(frozen=True, slots=True)
 class Child:
-    """One child connector at work. ``connector`` is the real object, never wrapped or patched."""
+    """One child connector at work, and the recorded calls of its hooks, under the hooks' names.
 
-    index: int
-    name: str
-    connector: Any
-    supports_hma: bool
+    ``connector`` is the real object, never wrapped or patched: a call that it makes to itself is not recorded. A hook
+    that is provably empty in it is called as it is, or not at all by those who ask ``does``.
+    """
+
+    def __init__(self, index: int, name: str, connector: Any, supports_hma: bool, recorder: Recorder) -> None:
+        self.index = index
+        self.name = name
+        self.connector = connector
+        self.supports_hma = supports_hma
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Call:
+        """Bind a hook's recorded call on first use."""
+        hook = HOOKS.get(name)
+        if hook is None or not is_timed(hook):
+            raise AttributeError(f"{name!r} is not a hook that a child is called by")
+        call: Call = getattr(self.connector, name)
+        if self.does(name):
+            call = self._recorder.timed(self.index, name, call)
+        setattr(self, name, call)
+        return call
+
+    def does(self, hook: str) -> bool:
+        """Return whether the child's hook can have any effect, or an answer that is not a constant."""
+        return not is_empty(getattr(self.connector, hook))
 
 
 def specs(parent: KVTransferConfig) -> tuple[ChildSpec, ...]:
@@ -86,14 +109,18 @@ def _engine_id(parent: KVTransferConfig, entry: Mapping[str, Any]) -> str | None
 
 
 def build(
-    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, of: Sequence[ChildSpec]
+    vllm_config: VllmConfig,
+    role: KVConnectorRole,
+    kv_cache_config: KVCacheConfig,
+    of: Sequence[ChildSpec],
+    recorder: Recorder,
 ) -> tuple[Child, ...]:
     """Build the children; when one can't be built, shut down those that were before its error goes on."""
     built: list[Child] = []
     try:
         for spec in of:
             connector = spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
-            built.append(Child(spec.index, spec.name, connector, supports_hma(connector)))
+            built.append(Child(spec.index, spec.name, connector, supports_hma(connector), recorder))
     except BaseException as error:
         error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         for child in built:

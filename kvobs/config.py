@@ -40,6 +40,9 @@ class Options(BaseModel):
     lookup_timeout_ms: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = Field(
         default=None, description="how long a child may answer 'not yet' before others may load in its stead"
     )
+    slow_call_ms: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] = Field(
+        default=100, description="a call into a child that takes longer is counted as slow, and the first is logged"
+    )
 
 
 class Configuration(BaseModel):

@@ -22,9 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvobs import __version__, children, fanout
 from kvobs.config import Options, read
 from kvobs.hooks import HOOKS, INHERITED, Combine
+from kvobs.layout import CacheLayout
 from kvobs.ledger import Ledger
 from kvobs.metrics import MultiKVConnectorPromMetrics
 from kvobs.notices import log
+from kvobs.recorder import Recorder
 from kvobs.scheduler import SchedulerSide
 from kvobs.stats import MultiKVConnectorStats, rebuild
 from kvobs.worker import WorkerSide
@@ -57,7 +59,8 @@ class MultiConnector(stock.MultiConnector):
                 f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
                 "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
             )
-        self._children = children.build(vllm_config, role, kv_cache_config, specs)
+        recorder = Recorder(len(specs), configuration.options.slow_call_ms * 1e6, configuration.names)
+        self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder)
         # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
         self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
@@ -65,26 +68,28 @@ class MultiConnector(stock.MultiConnector):
         self._requests_to_connector: Any = {}
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
         if role is KVConnectorRole.SCHEDULER:
+            ranks = vllm_config.parallel_config.world_size
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
+                recorder,
                 configuration.options,
-                vllm_config.parallel_config.world_size,
-                [group.kv_cache_spec.block_size for group in groups],
+                ranks,
+                CacheLayout.of(groups, ranks),
             )
             self._requests_to_connector = Choices(self._side.ledger)
             _introduce(specs, configuration.options)
             children.warn_about(transfer_config, specs)
             _name_unknown_hooks()
         else:
-            self._side = WorkerSide(self._children, vllm_config.parallel_config.rank, len(groups))
-        self._put_hooks_in_place()
+            self._side = WorkerSide(self._children, recorder, vllm_config.parallel_config.rank, len(groups))
+        self._put_hooks_in_place(recorder)
 
-    def _put_hooks_in_place(self) -> None:
+    def _put_hooks_in_place(self, recorder: Recorder) -> None:
         """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them.
 
         What this class defines itself stays its own.
         """
-        fanout.bind(self, self._children, _known_to_host)
+        fanout.bind(self, self._children, _known_to_host, recorder)
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and _known_to_host(name):
                 routed = getattr(self._side, name, None)
@@ -154,8 +159,17 @@ class MultiConnector(stock.MultiConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics:
-        specs = children.specs(vllm_config.kv_transfer_config)
-        return MultiKVConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, specs)
+        transfer_config = vllm_config.kv_transfer_config
+        configuration = read(transfer_config.kv_connector_extra_config)
+        specs = children.specs_of(transfer_config, configuration)
+        return MultiKVConnectorPromMetrics(
+            vllm_config,
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+            of=specs,
+            options=configuration.options,
+        )
 
 
 class Choices(Mapping[str, int]):

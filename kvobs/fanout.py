@@ -6,41 +6,79 @@ whose hook is provably empty is not called at all: most connectors leave most of
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
+from kvobs import faults
 from kvobs.children import Child
 from kvobs.hooks import HOOKS, Combine, Hook
 from kvobs.notices import log
+from kvobs.recorder import SUM, Call, Durations, Recorder
 
-Call = Callable[..., Any]
 
-
-def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool]) -> None:
-    """Bind every general hook that this vLLM knows to ``connector``, as calls into the children."""
+def bind(
+    connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool], recorder: Recorder
+) -> None:
+    """Bind every general hook that this vLLM knows to ``connector``, as recorded calls into the children."""
     for hook in HOOKS.values():
         rule = RULES.get(hook.combine)
         if rule is None or hook.is_property or hook.side.value == "config" or not known_to_host(hook.name):
             continue
-        setattr(connector, hook.name, rule(hook, children))
+        make = _PER_LAYER.get(hook.name)
+        setattr(connector, hook.name, make(children, recorder) if make is not None else rule(hook, children))
 
 
 def _each(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = tuple(call for call in _calls(hook, children) if not is_empty(call))
+    calls = tuple(getattr(child, hook.name) for child in children if child.does(hook.name))
 
     def each(*args: Any, **kwargs: Any) -> None:
         for call in calls:
             call(*args, **kwargs)
 
-    return _PER_LAYER[hook.name](calls) if hook.name in _PER_LAYER else each
+    return each
 
 
-def _wait_for_layer_load(calls: tuple[Call, ...]) -> Call:
-    def wait_for_layer_load(layer_name: str) -> None:
-        for call in calls:
-            call(layer_name)
+# The hooks of a layer, called for every layer of every step: one clock read ends one child's time and begins the
+# next one's, and all that is needed is bound as defaults, which stay in the cache between layers where closures do not.
+LayerCalls = tuple[tuple[Call, Durations, int], ...]  # call, where its durations go, the child's position
+
+
+def _layer_calls(hook: str, children: Sequence[Child], recorder: Recorder) -> LayerCalls:
+    return tuple(
+        (getattr(child.connector, hook), recorder.durations(child.index, hook), child.index)
+        for child in children
+        if child.does(hook)
+    )
+
+
+def _wait_for_layer_load(children: Sequence[Child], recorder: Recorder) -> Call:
+    hook = "wait_for_layer_load"
+    calls = _layer_calls(hook, children, recorder)
+
+    def wait_for_layer_load(
+        layer_name: str,
+        _calls: LayerCalls = calls,
+        _clock: Callable[[], int] = perf_counter_ns,
+        _slow_ns: float = recorder.slow_ns(hook),
+    ) -> None:
+        start = _clock()
+        for call, durations, child in _calls:
+            try:
+                call(layer_name)
+            except BaseException as error:
+                recorder.failed(child, hook, _clock() - start, error)
+                raise
+            try:
+                now = _clock()
+                spent = now - start
+                start = now
+                durations[(spent - 1).bit_length()] += 1
+                durations[SUM] += spent
+                if spent > _slow_ns:
+                    recorder.slow(child, hook, spent)
+            except Exception:
+                faults.contain("record")
 
     def nothing(layer_name: str) -> None:
         """Cost half of a loop over no calls."""
@@ -48,20 +86,47 @@ def _wait_for_layer_load(calls: tuple[Call, ...]) -> Call:
     return wait_for_layer_load if calls else nothing
 
 
-def _save_kv_layer(calls: tuple[Call, ...]) -> Call:
-    def save_kv_layer(layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        if kwargs:
-            for call in calls:
-                call(layer_name, kv_layer, attn_metadata, **kwargs)
-        else:  # as vLLM calls it
-            for call in calls:
-                call(layer_name, kv_layer, attn_metadata)
+def _save_kv_layer(children: Sequence[Child], recorder: Recorder) -> Call:
+    hook = "save_kv_layer"
+    calls = _layer_calls(hook, children, recorder)
 
-    return save_kv_layer
+    def save_kv_layer(
+        layer_name: str,
+        kv_layer: Any,
+        attn_metadata: Any,
+        _calls: LayerCalls = calls,
+        _clock: Callable[[], int] = perf_counter_ns,
+        _slow_ns: float = recorder.slow_ns(hook),
+        **kwargs: Any,
+    ) -> None:
+        start = _clock()
+        for call, durations, child in _calls:
+            try:
+                if kwargs:
+                    call(layer_name, kv_layer, attn_metadata, **kwargs)
+                else:  # as vLLM calls it
+                    call(layer_name, kv_layer, attn_metadata)
+            except BaseException as error:
+                recorder.failed(child, hook, _clock() - start, error)
+                raise
+            try:
+                now = _clock()
+                spent = now - start
+                start = now
+                durations[(spent - 1).bit_length()] += 1
+                durations[SUM] += spent
+                if spent > _slow_ns:
+                    recorder.slow(child, hook, spent)
+            except Exception:
+                faults.contain("record")
+
+    def nothing(layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Cost half of a loop over no calls."""
+
+    return save_kv_layer if calls else nothing
 
 
-# Called for every layer of every step: with their own signatures they cost half of what `each` does.
-_PER_LAYER: dict[str, Callable[[tuple[Call, ...]], Call]] = {
+_PER_LAYER: dict[str, Callable[[Sequence[Child], Recorder], Call]] = {
     "wait_for_layer_load": _wait_for_layer_load,
     "save_kv_layer": _save_kv_layer,
 }
@@ -80,7 +145,7 @@ def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) ->
     first: Exception | None = None
     for child in children:
         try:
-            answers.append(getattr(child.connector, name)(*args, **kwargs))
+            answers.append(getattr(child, name)(*args, **kwargs))
         except Exception as error:
             log.exception("connector %r raised in %s; its siblings are called all the same", child.name, name)
             first = first or error
@@ -99,19 +164,8 @@ def _chain(hook: Hook, children: Sequence[Child]) -> Call:
     return lambda *args, **kwargs: [item for call in calls for item in call(*args, **kwargs) or ()]
 
 
-_DOES_NOTHING = {"RESUME", "NOP", "LOAD_CONST", "POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
-
-
-def is_empty(call: Call) -> bool:
-    """Return whether ``call`` is a plain Python method whose whole body returns a constant."""
-    function = getattr(call, "__func__", None)
-    if not inspect.isfunction(function) or function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
-        return False
-    return all(instruction.opname in _DOES_NOTHING for instruction in dis.get_instructions(function))
-
-
 def _calls(hook: Hook, children: Sequence[Child]) -> tuple[Call, ...]:
-    return tuple(getattr(child.connector, hook.name) for child in children)
+    return tuple(getattr(child, hook.name) for child in children)
 
 
 RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {

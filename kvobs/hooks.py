@@ -4,9 +4,12 @@ Covers vLLM 0.27 to 0.33. A hook that a newer vLLM adds is not in the table: it 
 routing that kvobs inherits from vLLM's own ``MultiConnector``, and is named once in the log at start.
 """
 
-from collections.abc import Iterable
+import dis
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Side(Enum):
@@ -109,3 +112,14 @@ INHERITED: dict[str, str] = {
     "role": "a fact about the wrapper itself, set by the base class's constructor",
     "has_connector_metadata": "asks whether the wrapper's own metadata is bound, which bind_connector_metadata does",
 }
+
+
+_DOES_NOTHING = {"RESUME", "NOP", "LOAD_CONST", "POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
+
+
+def is_empty(call: Callable[..., Any]) -> bool:
+    """Return whether ``call`` is a plain Python method whose whole body returns a constant."""
+    function = getattr(call, "__func__", None)
+    if not inspect.isfunction(function) or function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
+        return False
+    return all(instruction.opname in _DOES_NOTHING for instruction in dis.get_instructions(function))

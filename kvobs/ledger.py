@@ -11,40 +11,12 @@ The life of one request:
     finish: promises open -> hear -> saves_in -> close_save -> released
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
-
-class Kind(IntEnum):
-    """What a worker can report about a request and a child."""
-
-    RECEIVED = 0  # the child says that its async load has arrived on this rank
-    FAILED = 1  # it says that the load has failed here: an arrival too, of nothing
-    SPOILED = 2  # it named bad blocks that vLLM can't map to the request: the whole load has failed
-    HOLED = 3  # it named bad blocks that vLLM was told of: vLLM recomputes them by itself
-    SAVED = 4  # it says that the promised save is done here
-    SYNC_DONE = 5  # this rank's step with a sync load is over
-    SYNC_FAILED = 6  # the same, and the child named bad blocks
-
-
-class Report(NamedTuple):
-    """One report of one rank. ``time_ns`` is wall-clock time (ns since the epoch)."""
-
-    rank: int
-    kind: Kind
-    request: str
-    child: int
-    time_ns: int
-
-
-class Foreign(NamedTuple):
-    """A report about something its child does not own. ``kind`` is a label value of ``kvobs_foreign_reports_total``."""
-
-    child: int
-    kind: str
-    request: str
+from kvobs.layout import Blocks
+from kvobs.reports import Foreign, Kind, Report
 
 
 @dataclass(slots=True)
@@ -56,7 +28,9 @@ class Load:
     is_async: bool
     expected: int  # ranks that report
     opened_ns: int = 0
-    arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report
+    blocks: Blocks = ()  # that it fills
+    arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report; what a sync load took there
+    lost_tokens: int | None = None  # of a failed load, where it is known that not all are lost
     failed: bool = False
     needs_echo: bool = False  # vLLM must be told of the failure through its workers
     aborted: bool = False  # its request ended while it was open
@@ -64,6 +38,12 @@ class Load:
     @property
     def is_in(self) -> bool:
         return len(self.arrived) >= self.expected
+
+    @property
+    def duration_ns(self) -> int:
+        """From allocation to the last rank's receipt; of a sync load what it took on the slowest rank."""
+        last = max(self.arrived.values(), default=0)
+        return max(0, last - self.opened_ns) if self.is_async else last
 
 
 @dataclass(slots=True)
@@ -109,6 +89,8 @@ class Ledger:
         self._failures: list[str] = []
         self._received: set[str] = set()
         self._sent: set[str] = set()
+        self._open_loads: dict[int, dict[str, int]] = {}  # child -> request -> start, the oldest first
+        self._open_saves: dict[int, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -138,8 +120,16 @@ class Ledger:
             return None
         child, is_async = candidate
         entry.owner = child
+        if entry.load is not None:  # one of an earlier allocation, whose end vLLM no longer waits for
+            del self._open_loads[entry.load.child][request]
         entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
+        self._open_loads.setdefault(child, {})[request] = now_ns
         return entry.load
+
+    def load(self, request: str) -> Load | None:
+        """Return the open load of this request."""
+        entry = self._entries.get(request)
+        return entry.load if entry else None
 
     def owner(self, request: str) -> int | None:
         """Return the child that loads, or last loaded, this request."""
@@ -177,7 +167,7 @@ class Ledger:
         if report.kind in (Kind.SPOILED, Kind.HOLED):
             return None  # says nothing about arrival
         was_in = load.is_in
-        load.arrived.setdefault(report.rank, report.time_ns)
+        load.arrived.setdefault(report.rank, report.spent_ns if is_sync else report.time_ns)
         if load.is_in and not was_in:
             if load.needs_echo:
                 self._failures.append(report.request)
@@ -228,6 +218,7 @@ class Ledger:
         if entry is None or entry.load is None:
             return None
         load, entry.load = entry.load, None
+        del self._open_loads[load.child][request]
         if load.is_async and not entry.finished:
             self._received.add(request)
         self._settle(request, entry)
@@ -240,8 +231,13 @@ class Ledger:
         if entry is None or save is None or not save.promised or save.done:
             return None
         save.done = True
+        del self._open_saves[child][request]
         self._settle(request, entry)
         return save
+
+    def in_flight(self, child: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Return the open loads and the open promised saves of ``child``: request -> start, the oldest first."""
+        return self._open_loads.get(child, {}), self._open_saves.get(child, {})
 
     # The end of a request
 
@@ -268,13 +264,15 @@ class Ledger:
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
-        early: list[int] = []
+        early: dict[int, Save] = {}
         for child, expected in promises:
             save = entry.saves.setdefault(child, Save())
             save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns
             if save.is_in:
                 save.done = True
-                early.append(child)
+                early[child] = save
+            else:
+                self._open_saves.setdefault(child, {})[request] = now_ns
         unpromised = [child for child, save in entry.saves.items() if not save.promised]
         for child in unpromised:
             del entry.saves[child]
@@ -314,5 +312,5 @@ class Finished(NamedTuple):
 
     holds: bool
     aborted: Load | None  # the load that was still open
-    early: list[int]  # children whose promised save had been reported before the promise
+    early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
     foreign: list[Foreign]  # reports of saves that were never promised

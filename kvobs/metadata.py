@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvobs.ledger import Report
+from kvobs.flush import Flush
+from kvobs.layout import Blocks
+from kvobs.reports import Report
 
 Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
 
@@ -29,7 +31,7 @@ class LoadOrder(NamedTuple):
 
     child: int
     is_async: bool
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: Blocks
 
 
 @dataclass
@@ -43,6 +45,7 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
     closed: tuple[str, ...] = ()  # requests whose load is over: forget their blocks
     failed: tuple[str, ...] = ()  # requests that every rank must report as failed, so that vLLM hears of it
+    flush: Flush = Flush.NO  # whether the workers hand out their numbers in this step
 
 
 @dataclass

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from math import nan
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, Counter
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvobs.config import RESERVED_NAME
+from kvobs import __version__, faults, signals
+from kvobs.config import RESERVED_NAME, Options
+from kvobs.families import Buckets, Families, Sink
 from kvobs.notices import once
-from kvobs.recorder import WIDTH
-from kvobs.signals import COUNTERS, SLOTS
-from kvobs.stats import KvobsStats, as_dict
+from kvobs.payload import KvobsStats, as_dict
+from kvobs.signals import SIGNALS, Kind, Scope, Series, Signal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,47 +28,11 @@ if TYPE_CHECKING:
     from kvobs.children import ChildSpec
 
 LABEL = "connector"
-
-
-class Families:
-    """Metric families by name: made on first use with vLLM's metric classes, handed out again after that."""
-
-    def __init__(self, metric_types: Mapping[Any, Any]) -> None:
-        self._metric_types = metric_types
-        self._by_name: dict[str, Any] = {}
-
-    def types(self) -> dict[Any, Any]:
-        """Return stand-ins for ``metric_types`` that register each family once."""
-        return {kind: self._maker(real) for kind, real in self._metric_types.items()}
-
-    def make(self, kind: Any, name: str, help_text: str, labelnames: Sequence[str]) -> Any:
-        """Return the family ``name`` of kind Counter, Gauge or Histogram."""
-        return self._maker(self._metric_types[kind])(name=name, documentation=help_text, labelnames=list(labelnames))
-
-    def _maker(self, real: Any) -> Any:
-        def make(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name not in self._by_name:
-                self._by_name[name] = self._register(real, name, args, kwargs)
-            return self._by_name[name]
-
-        return make
-
-    @staticmethod
-    def _register(real: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        left_over = _registered.pop(name, None)
-        if left_over is not None:
-            with suppress(KeyError):  # vLLM has removed it: it does so for names that begin with "vllm:"
-                REGISTRY.unregister(left_over)
-        family = _registered[name] = real(name, *args, **kwargs)
-        return family
-
-
-# What this process has registered, for an engine that is built a second time.
-_registered: dict[str, Any] = {}
+_OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open}
 
 
 class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
-    """Observes each child's part of the payload through that child's own metrics, and kvobs's counters itself."""
+    """Observes each child's part of the payload through that child's own metrics, and kvobs's numbers itself."""
 
     def __init__(
         self,
@@ -74,18 +40,26 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        *,
         of: Sequence[ChildSpec],
+        options: Options,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._families = Families(metric_types)
         self._children = {
             spec.name: metrics for spec in of if (metrics := self._child_metrics(vllm_config, spec)) is not None
         }
-        self._counters = {
-            signal.name: self._families.make(Counter, signal.name, signal.help, [*labelnames, LABEL, *signal.labels])
-            for signal in COUNTERS
-        }
-        self._series: dict[tuple[int, str, int], Any] = {}  # (engine, child, slot) -> the labelled counter
+        self._own: dict[str, Any] = {}
+        self._sinks: dict[tuple[int, tuple[str, ...]], dict[int, Sink]] = {}
+        self._buckets: dict[tuple[int, str | None, Series], Buckets] = {}
+        self._indirect: list[Buckets] = []
+        try:
+            for signal in SIGNALS:
+                more = [LABEL] if signal.scope is Scope.CHILD else []
+                self._own[signal.name] = self._families.make(signal, [*labelnames, *more])
+            self._introduce(of, options)
+        except Exception:
+            faults.contain("apply")
 
     def _child_metrics(self, vllm_config: VllmConfig, spec: ChildSpec) -> Any:
         """Let a child define its metrics for its own series; None when it has none, or can't."""
@@ -104,41 +78,91 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             )
             return None
 
+    def _introduce(self, of: Sequence[ChildSpec], options: Options) -> None:
+        """Say what runs and what is configured."""
+        failure_policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", None) or ""
+        for engine in self.per_engine_labelvalues:
+            self._labelled(signals.BUILD_INFO, engine, None, (__version__, vllm.__version__)).set(1)
+            for spec in of:
+                role = str(spec.transfer_config.kv_role)
+                values = (str(spec.index), spec.connector_class.__name__, role, options.load_policy, failure_policy)
+                self._labelled(signals.CONNECTOR_INFO, engine, spec.name, values).set(1)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's payload of one engine."""
         for name, value in transfer_stats_data.items():
-            try:
-                if name == RESERVED_NAME:
-                    self._observe_own(KvobsStats(data=as_dict(value)), engine_idx)
-                elif (metrics := self._children.get(name)) is not None:
-                    metrics.observe(as_dict(value), engine_idx)
-            except Exception:
-                once(
-                    f"observe:{name}",
-                    logging.ERROR,
-                    "the stats of connector %r can't be recorded as metrics",
-                    name,
-                    exc_info=True,
-                )
+            if name != RESERVED_NAME and name in self._children:
+                self._observe_child(name, value, engine_idx)
+        begin = perf_counter_ns()
+        try:
+            if RESERVED_NAME in transfer_stats_data:
+                self._observe_own(KvobsStats.read(transfer_stats_data[RESERVED_NAME]), engine_idx)
+        except Exception:
+            faults.contain("apply")
+        self._observe_self(engine_idx, perf_counter_ns() - begin)
+
+    def _observe_child(self, name: str, value: Any, engine: int) -> None:
+        try:
+            self._children[name].observe(as_dict(value), engine)
+        except Exception:
+            once(
+                f"observe:{name}",
+                logging.ERROR,
+                "the stats of connector %r can't be recorded as metrics",
+                name,
+                exc_info=True,
+            )
 
     def _observe_own(self, stats: KvobsStats, engine: int) -> None:
         if not stats.is_ours:
             once(
                 "version",
                 logging.ERROR,
-                "the engine runs another version of kvobs than the API server: its counters (%s) are not recorded",
+                "the engine runs another version of kvobs than the API server: its numbers (%s) are not recorded",
                 {key: stats.data.get(key) for key in ("v", "table")},
             )
+            self._labelled(signals.INTERNAL_ERRORS, engine, None, ("version",)).inc()
             return
-        names = list(stats.children)
-        for slot, value in stats.counts().items():
-            child, own = divmod(slot, WIDTH)
-            self._counter(engine, names[child], own).inc(value)
+        names, taken = tuple(stats.children), stats.data
+        sinks = self._sinks.setdefault((engine, names), {})
+        for slot, n in taken["counts"].items():
+            sink = sinks.get(slot)
+            if sink is None:
+                sink = sinks[slot] = self._sink(slot, engine, names)
+            sink(n)
+        for slot, value in taken["gauges"].items():
+            series, _, child = signals.locate(slot)
+            gauge = self._labelled(series.signal, engine, names[child], series.values)
+            gauge.set(value * series.signal.unit if value or series.signal is not signals.OLDEST_IN_FLIGHT else nan)
+        for name, child, *values, n in taken["opened"]:
+            self._labelled(_OPEN[name], engine, names[child], tuple(values)).inc(n)
+        for buckets in self._indirect:
+            buckets.flush()
 
-    def _counter(self, engine: int, child: str, slot: int) -> Any:
-        key = (engine, child, slot)
-        if key not in self._series:
-            signal, values = SLOTS[slot]
-            labels = [*self.per_engine_labelvalues[engine], child, *values]
-            self._series[key] = self._counters[signal.name].labels(*labels)
-        return self._series[key]
+    def _sink(self, slot: int, engine: int, names: Sequence[str]) -> Sink:
+        """Return what takes the numbers of a slot."""
+        series, offset, child = signals.locate(slot)
+        name = names[child] if series.signal.scope is Scope.CHILD else None
+        metric = self._labelled(series.signal, engine, name, series.values)
+        if series.signal.kind is not Kind.HISTOGRAM:
+            inc, unit = metric.inc, series.signal.unit
+            return inc if unit == 1 else lambda n: inc(n * unit)
+        key = (engine, name, series)
+        if key not in self._buckets:
+            self._buckets[key] = Buckets(metric, series.signal)
+            if not self._buckets[key].is_direct:
+                self._indirect.append(self._buckets[key])
+        return self._buckets[key].sinks[offset]
+
+    def _labelled(self, signal: Signal, engine: int, child: str | None, values: Sequence[str]) -> Any:
+        labels = self.per_engine_labelvalues[engine]
+        return self._own[signal.name].labels(*labels, *([] if child is None else [child]), *values)
+
+    def _observe_self(self, engine: int, spent_ns: int) -> None:
+        """Record what this process itself costs, and its faults; the engine is the one whose payload was in hand."""
+        try:
+            self._labelled(signals.SELF_SECONDS, engine, None, ("apply",)).inc(spent_ns * signals.SELF_SECONDS.unit)
+            for where, n in faults.take().items():
+                self._labelled(signals.INTERNAL_ERRORS, engine, None, (where,)).inc(n)
+        except Exception:
+            faults.contain("apply")

@@ -39,7 +39,7 @@ NOTHING = Offer(-1, 0, False)
 class _Asked:
     """What is remembered of one request between its lookups and its end."""
 
-    pending_since: dict[int, float] = field(default_factory=dict)  # child -> time of its first "not yet"
+    pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
     offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
@@ -53,11 +53,11 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         recorder: Recorder,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._lookups = [child.connector.get_num_new_matched_tokens for child in children]
+        self._lookups = [child.get_num_new_matched_tokens for child in children]
         self._longest = options.load_policy == "longest"
-        self._timeout = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms / 1e3
+        self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
         self._recorder = recorder
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
@@ -83,7 +83,9 @@ class Offers:
                         return None  # no later child can win before this one has answered
                     waits |= self._longest
                 continue
-            asked.pending_since.pop(child, None)
+            since = asked.pending_since.pop(child, None)
+            if since is not None:
+                self._recorder.observe(child, signals.LOOKUP_DELAY, self._clock() - since)
             self._recorder.count(child, _HIT if tokens else _MISS)
             offer = Offer(child, tokens, bool(is_async and tokens))
             asked.offers.append(offer)
@@ -98,7 +100,7 @@ class Offers:
         """Count a "not yet", and tell whether the child still has time to answer."""
         now = self._clock()
         since = asked.pending_since.setdefault(child, now)
-        is_late = self._timeout is not None and now - since >= self._timeout
+        is_late = self._timeout_ns is not None and now - since >= self._timeout_ns
         self._recorder.count(child, _TIMEOUT if is_late else _PENDING)
         return not is_late
 

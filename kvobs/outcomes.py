@@ -1,15 +1,16 @@
-"""Count how loads and saves ended, and log what an operator should know of."""
+"""How loads and saves ended, how long they took and on which rank; what an operator should know of goes to the log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvobs import signals
 from kvobs.children import Child
-from kvobs.ledger import Foreign, Load
+from kvobs.ledger import Load, Save
 from kvobs.notices import log, once
 from kvobs.recorder import Recorder
+from kvobs.reports import Foreign
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -17,16 +18,25 @@ _LOADS = {
     for outcome in signals.LOADS.labels["outcome"]
 }
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
+_LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
+_RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
 _SAVED = signals.slot(signals.SAVES, "ok")
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
 
 
 class Outcomes:
-    """The ends of loads and saves, as counters and log lines."""
+    """The ends of loads and saves, as numbers and log lines.
 
-    def __init__(self, children: Sequence[Child], recorder: Recorder) -> None:
+    Args:
+        children: the children, by position.
+        recorder: where the numbers go.
+        bytes_per_token: what a token takes in the KV cache, over all ranks.
+    """
+
+    def __init__(self, children: Sequence[Child], recorder: Recorder, bytes_per_token: float = 0) -> None:
         self._children = children
         self._recorder = recorder
+        self._bytes_per_token = bytes_per_token
 
     def aborted(self, load: Load) -> None:
         """Note that a request ended while its load was open; the load's own end is no outcome any more."""
@@ -36,13 +46,27 @@ class Outcomes:
         """Note that a load is over on every rank."""
         if load.aborted:
             return
-        self._recorder.count(load.child, _LOADS[_mode(load), "failed" if load.failed else "ok"])
-        if not load.failed:
-            self._recorder.count(load.child, _LOAD_TOKENS, load.tokens)
+        count, mode = self._recorder.count, _mode(load)
+        count(load.child, _LOADS[mode, "failed" if load.failed else "ok"])
+        if load.failed:
+            count(load.child, _RECOMPUTED, load.tokens if load.lost_tokens is None else load.lost_tokens)
+            return
+        count(load.child, _LOAD_TOKENS, load.tokens)
+        count(load.child, _LOAD_BYTES, round(load.tokens * self._bytes_per_token))
+        self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
+        self._compare_ranks(load.child, load.arrived, "load")
 
-    def saved(self, child: int) -> None:
-        """Note that a promised save is done on every rank."""
+    def saved(self, child: int, save: Save, now_ns: int) -> None:
+        """Note that a promised save is done on every rank: its blocks were held from the promise until now."""
         self._recorder.count(child, _SAVED)
+        self._recorder.observe(child, signals.SAVE_HOLD, now_ns - save.promised_ns)
+        self._compare_ranks(child, save.arrived, "save")
+
+    def _compare_ranks(self, child: int, arrived: Mapping[int, int], kind: str) -> None:
+        if len(arrived) > 1:
+            slowest = max(arrived, key=arrived.__getitem__)
+            self._recorder.observe(child, signals.RANK_SKEW, arrived[slowest] - min(arrived.values()), kind)
+            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest))
 
     def foreign(self, report: Foreign) -> None:
         """Note a report about something that its child does not own."""
@@ -62,7 +86,7 @@ class Outcomes:
         """Reset the siblings' caches: they may have saved blocks that a failed synchronous load left unfilled."""
         self._recorder.count(child, _FAILED_SYNC)
         siblings = [sibling for sibling in self._children if sibling.index != child]
-        kept = [sibling.name for sibling in siblings if sibling.connector.reset_cache() is not True]
+        kept = [sibling.name for sibling in siblings if sibling.reset_cache() is not True]
         log.error(
             "a synchronous load by connector %r failed; its siblings (%s) may have saved the blocks it left unfilled. "
             "Their caches were reset%s",

@@ -6,14 +6,17 @@ One instance lives in EngineCore. Its methods are vLLM's hooks.
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvobs import signals
 from kvobs.children import Child
 from kvobs.config import Options
+from kvobs.endings import tell_all
 from kvobs.fanout import call_all
-from kvobs.ledger import Foreign, Kind, Ledger
+from kvobs.flush import FlushRule
+from kvobs.layout import CacheLayout
+from kvobs.ledger import Ledger
 from kvobs.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -23,8 +26,9 @@ from kvobs.metadata import (
 )
 from kvobs.offers import Offers
 from kvobs.outcomes import Outcomes
-from kvobs.recorder import Recorder
-from kvobs.stats import MultiKVConnectorStats, class_path, collect
+from kvobs.recorder import Recorder, wall_ns
+from kvobs.reports import Foreign, Kind
+from kvobs.stats import Collector, MultiKVConnectorStats, has_news
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,38 +36,52 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_GAUGES = tuple(
+    (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
+    for kind in signals.IN_FLIGHT.labels["kind"]
+)
+
 
 class SchedulerSide:
     """Routes the scheduler's hooks.
 
     Args:
         children: the children's scheduler-side connectors.
+        recorder: this process's numbers.
         options: kvobs's options.
         world_size: the number of workers whose report completes a load or save, unless a child states its own.
-        block_sizes: tokens per block of each KV cache group.
+        layout: the KV cache's.
     """
 
     def __init__(
-        self, children: Sequence[Child], options: Options, world_size: int, block_sizes: Sequence[int]
+        self,
+        children: Sequence[Child],
+        recorder: Recorder,
+        options: Options,
+        world_size: int,
+        layout: CacheLayout,
     ) -> None:
         self.children = children
         self.ledger = Ledger()
-        self.recorder = Recorder(len(children))
-        self._offers = Offers(children, options, self.recorder)
-        self._outcomes = Outcomes(children, self.recorder)
+        self._recorder = recorder
+        self._offers = Offers(children, options, recorder)
+        self._outcomes = Outcomes(children, recorder, layout.bytes_per_token)
+        self._collector = Collector(children, recorder)
+        self._flush_rule = FlushRule()
+        self._flush_is_due = False
         self._world_size = world_size
-        self._block_sizes = block_sizes
-        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._layout = layout
         self._orders: dict[str, LoadOrder] = {}
         self._closed: list[str] = []
         self._early: dict[int, set[str]] = {}  # saves that were done before vLLM heard of the promise
+        self._listening = {child.index for child in children if child.does("update_connector_output")}
 
     # Lookup and allocation
 
     def on_new_request(self, request: Request) -> None:
         self.ledger.arrive(request.request_id)
         for child in self.children:
-            child.connector.on_new_request(request)
+            child.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask the children by the load policy; nothing is fixed until vLLM allocates."""
@@ -78,35 +96,28 @@ class SchedulerSide:
         """Fix the owner if vLLM allocated tokens for it; every child gets the real blocks, the others 0 tokens."""
         request_id = request.request_id
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
-        load = self.ledger.admit(
-            request_id, num_external_tokens, self._reports_expected(choice), time.perf_counter_ns()
-        )
+        load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
         local = self._offers.settle(request_id, owner, num_external_tokens)
         if load is not None:
             if not load.is_async:
                 load.expected = self._world_size  # every worker says so itself when the step is over
-            self._orders[request_id] = LoadOrder(
-                load.child,
-                load.is_async,
-                loaded_blocks(blocks.get_block_ids(), self._block_sizes, local, num_external_tokens),
-            )
+            load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
+            self._orders[request_id] = LoadOrder(load.child, load.is_async, load.blocks)
         for child in self.children:
-            child.connector.update_state_after_alloc(
-                request, blocks, num_external_tokens if child.index == owner else 0
-            )
+            child.update_state_after_alloc(request, blocks, num_external_tokens if child.index == owner else 0)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Answer for the child that loads; it is chosen, and not always allocated yet, when vLLM asks."""
         choice = self.ledger.choice(request.request_id)
         child = self.children[choice if choice is not None else 0]
-        groups: tuple[int, ...] = child.connector.get_loaded_kv_cache_group_ids(request)
+        groups: tuple[int, ...] = child.get_loaded_kv_cache_group_ids(request)
         return groups
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         owner = self.ledger.owner(request.request_id)
         child = self.children[owner if owner is not None else 0]
-        sources: dict[Any, int] = child.connector.get_external_cache_hit_sources(request, num_external_tokens)
+        sources: dict[Any, int] = child.get_external_cache_hit_sources(request, num_external_tokens)
         return sources
 
     # The step
@@ -115,10 +126,15 @@ class SchedulerSide:
         orders, self._orders = self._orders, {}
         closed, self._closed = tuple(self._closed), []
         return MultiKVConnectorMetadata(
-            metadata=tuple(child.connector.build_connector_meta(scheduler_output) for child in self.children),
+            metadata=tuple(child.build_connector_meta(scheduler_output) for child in self.children),
             loads=orders,
             closed=closed,
             failed=self.ledger.take_failures(),
+            flush=self._flush_rule.decide(
+                wall_ns(),
+                tokens=scheduler_output.total_num_scheduled_tokens,
+                finished=bool(scheduler_output.finished_req_ids),
+            ),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -126,7 +142,8 @@ class SchedulerSide:
         meta = connector_output.kv_connector_worker_meta
         if meta is not None and not isinstance(meta, MultiKVConnectorWorkerMetadata):
             raise TypeError(f"worker metadata of another connector reached kvobs: {type(meta).__name__}")
-        failed_syncs = self._hear(meta)
+        failed_syncs = self._hear(meta, connector_output.invalid_block_ids)
+        self._flush_is_due = has_news(connector_output.kv_connector_stats)
         for request_id in connector_output.finished_recving or ():
             self.ledger.echoed(request_id)  # kvobs's workers report nothing but failures there
         for child in self.children:
@@ -136,16 +153,25 @@ class SchedulerSide:
         for index in failed_syncs:
             self._outcomes.sync_load_failed(index)
 
-    def _hear(self, meta: MultiKVConnectorWorkerMetadata | None) -> set[int]:
+    def _hear(self, meta: MultiKVConnectorWorkerMetadata | None, bad_blocks: set[int]) -> set[int]:
         """Take in the reports; return the children of which a synchronous load has failed."""
         failed_syncs: set[int] = set()
         for report in meta.reports if meta is not None else ():
             foreign = self.ledger.hear(report)
             if foreign is not None:
                 self._outcomes.foreign(foreign)
+            if report.kind in (Kind.HOLED, Kind.SYNC_FAILED):
+                self._note_loss(report.request, bad_blocks)
             if report.kind is Kind.SYNC_FAILED:
                 failed_syncs.add(report.child)
         return failed_syncs
+
+    def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
+        """Note how much of a load vLLM will compute again: it keeps what comes before the first bad block."""
+        load = self.ledger.load(request_id)
+        if load is not None:
+            lost = self._layout.lost(load.blocks, bad_blocks, load.tokens)
+            load.lost_tokens = max(load.lost_tokens or 0, lost)
 
     def _update_child(
         self, child: Child, output: KVConnectorOutput, meta: MultiKVConnectorWorkerMetadata | None
@@ -154,34 +180,49 @@ class SchedulerSide:
         loads_in = self.ledger.take_loads_in(child.index)
         saves_in = set(self.ledger.take_saves_in(child.index))
         early = self._early.pop(child.index, set())
-        view = copy.copy(output)
-        view.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
-        events = output.kv_cache_events
-        view.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
-        # A sync load ends with its step: alone under vLLM, its child would never see it among the received.
-        view.finished_recving = {r for r in loads_in if self.ledger.is_async(r)} or None
-        view.finished_sending = saves_in | early or None
-        if hasattr(view, "failed_recving"):
-            view.failed_recving = {r for r in output.failed_recving if r in loads_in}
-        child.connector.update_connector_output(view)
+        finished_sending = saves_in | early
+        if child.index in self._listening:
+            finished_sending = self._show_output(child, output, meta, loads_in, finished_sending)
         for request_id in loads_in:
             load = self.ledger.close_load(request_id)
             if load is not None:
                 self._closed.append(request_id)
                 self._outcomes.loaded(load)
         # A child may withdraw a save here, or complete one that was never reported (MoRIIO does both).
-        for request_id in (view.finished_sending or set()) - early:
-            if self.ledger.close_save(request_id, child.index) is not None:
-                self._outcomes.saved(child.index)
+        for request_id in finished_sending - early:
+            save = self.ledger.close_save(request_id, child.index)
+            if save is not None:
+                self._outcomes.saved(child.index, save, wall_ns())
             else:
                 self._outcomes.foreign(Foreign(child.index, "save", request_id))
+
+    def _show_output(
+        self,
+        child: Child,
+        output: KVConnectorOutput,
+        meta: MultiKVConnectorWorkerMetadata | None,
+        loads_in: list[str],
+        saves_in: set[str],
+    ) -> set[str]:
+        """Show a child its own part of the output; return which of its saves it leaves as done."""
+        view = copy.copy(output)
+        view.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
+        events = output.kv_cache_events
+        view.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
+        # A sync load ends with its step: alone under vLLM, its child would never see it among the received.
+        view.finished_recving = {r for r in loads_in if self.ledger.is_async(r)} or None
+        view.finished_sending = saves_in or None
+        if hasattr(view, "failed_recving"):
+            view.failed_recving = {r for r in output.failed_recving if r in loads_in}
+        child.update_connector_output(view)
+        return view.finished_sending or set()
 
     # The end of a request
 
     def register_finished_partial_tail(self, request: Request, block_ids: Any, partial_tail_offloads: Any) -> bool:
         """Register the tail with every child; one that accepts has promised a save."""
         for child in self.children:
-            if child.connector.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
+            if child.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
                 self.ledger.accept_tail(request.request_id, child.index)
         return bool(self.ledger.tails(request.request_id))
 
@@ -193,58 +234,22 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Tell every child; hold the blocks while a promise is open; merge what the children hand to the client."""
         request_id = request.request_id
-        promised = set(self.ledger.tails(request_id))
-        merged: dict[str, Any] | None = None
-        owners: dict[str, str] = {}
-        for child in self.children:
-            promises, params = self._finish_child(child, request, block_ids)
-            if promises:
-                promised.add(child.index)
-            if params is not None:
-                self._refuse_clash(owners, child, params)
-                owners.update(dict.fromkeys(params, child.name))
-                merged = {**(merged or {}), **params}
+        promised, params = tell_all(self.children, request, block_ids)
+        promised |= self.ledger.tails(request_id)
         finished = self.ledger.finish(
             request_id,
             [(index, self._reports_expected(index)) for index in sorted(promised)],
-            time.perf_counter_ns(),
+            wall_ns(),
         )
         self._offers.forget(request_id)
         if finished.aborted is not None:
             self._outcomes.aborted(finished.aborted)
-        for index in finished.early:
+        for index, save in finished.early.items():
             self._early.setdefault(index, set()).add(request_id)
-            self._outcomes.saved(index)
+            self._outcomes.saved(index, save, save.promised_ns)
         for foreign in finished.foreign:
             self._outcomes.foreign(foreign)
-        return finished.holds, merged
-
-    @staticmethod
-    def _finish_child(
-        child: Child, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Call the one of the two hooks that vLLM would call if this child were alone."""
-        finish: Callable[..., tuple[bool, dict[str, Any] | None]]
-        if child.supports_hma:
-            finish = child.connector.request_finished_all_groups
-            return finish(request, block_ids)
-        if len(block_ids) != 1:
-            raise ValueError(
-                f"connector {child.name!r} supports one KV cache group, and request {request.request_id} has "
-                f"{len(block_ids)}: start vLLM with --disable-hybrid-kv-cache-manager"
-            )
-        finish = child.connector.request_finished
-        return finish(request, block_ids[0])
-
-    @staticmethod
-    def _refuse_clash(owners: dict[str, str], child: Child, params: dict[str, Any]) -> None:
-        clashes = sorted(set(owners) & set(params))
-        if clashes:
-            listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
-            raise RuntimeError(
-                f"two connectors return the same key of kv_transfer_params: {listed}. A client could not tell them "
-                "apart; keep one of them"
-            )
+        return finished.holds, params
 
     # Once
 
@@ -266,18 +271,25 @@ class SchedulerSide:
         for child in self.children:
             own = MultiHandshakeMetadata.of_child(metadata, child.index)
             if own:
-                getattr(child.connector, hook)(own)
+                getattr(child, hook)(own)
 
     def reset_cache(self) -> bool:
         """Reset every child's cache, also after one said no or raised; return whether all did not say no."""
         return all(answer is not False for answer in call_all("reset_cache", self.children))
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        return collect(
-            {child.name: child.connector.get_kv_connector_stats() for child in self.children},
-            self._classes,
-            self.recorder.take(),
-        )
+        """Return what there is to tell; kvobs's own numbers go whenever the workers' do."""
+        if self._flush_is_due:
+            self._measure_what_is_open()
+        stats = self._collector.collect(is_due=self._flush_is_due)
+        self._flush_is_due = False
+        return stats
+
+    def _measure_what_is_open(self) -> None:
+        for child in self.children:
+            for transfers, (in_flight, oldest) in zip(self.ledger.in_flight(child.index), _GAUGES, strict=True):
+                self._recorder.set_gauge(child.index, in_flight, len(transfers))
+                self._recorder.set_gauge(child.index, oldest, next(iter(transfers.values()), 0))
 
     # Helpers
 
@@ -285,18 +297,3 @@ class SchedulerSide:
         if child is None:
             return self._world_size
         return self.children[child].connector.get_finished_count() or self._world_size
-
-
-def loaded_blocks(
-    block_ids: Sequence[Sequence[int]], block_sizes: Sequence[int], local: int, external: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return, per KV cache group, the ids of the blocks that hold tokens ``local`` to ``local + external``.
-
-    Id 0 is vLLM's null block, which many requests share: it is left out.
-    """
-    loaded = []
-    for group, ids in enumerate(block_ids):
-        size = block_sizes[group] if group < len(block_sizes) else 0
-        part = ids[local // size : -(-(local + external) // size)] if size else ids
-        loaded.append(tuple(i for i in part if i != 0))
-    return tuple(loaded)

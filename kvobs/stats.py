@@ -1,9 +1,8 @@
 """The stats payload: what travels worker -> scheduler -> API server, and its way back into objects.
 
-``MultiKVConnectorStats.data`` maps a child's name to that child's own stats, and ``kvobs`` to kvobs's own numbers:
-``{"v": 1, "table": digest, "children": {name: "module:Class"}, "counts": [slot, value, ...]}``. The API server sees
-only this dict, so it carries what is needed to rebuild every child's stats. Nothing here raises for a peer's sake: a
-payload that can't be understood keeps its raw numbers.
+``MultiKVConnectorStats.data`` maps a child's name to that child's own stats, and ``kvobs`` to kvobs's own numbers (see
+``payload``). The API server sees only this dict, so it carries what is needed to rebuild every child's stats. Nothing
+here raises for a peer's sake: what can't be understood keeps its raw numbers.
 """
 
 from __future__ import annotations
@@ -11,20 +10,24 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from time import perf_counter_ns
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvobs import faults, signals
+from kvobs.children import Child
 from kvobs.config import RESERVED_NAME
 from kvobs.notices import once
-from kvobs.recorder import WIDTH
-from kvobs.signals import LOAD_TOKENS, LOADS, LOOKUPS, SLOTS, TABLE_DIGEST
+from kvobs.payload import NOTHING, KvobsStats, as_dict
+from kvobs.recorder import Recorder
+from kvobs.summary import summarize
 
-VERSION = 1
+_MERGE = signals.slot(signals.SELF_SECONDS, "merge")
 
 
 class RawStats(KVConnectorStats):
@@ -46,67 +49,6 @@ class RawStats(KVConnectorStats):
         return {key: value for key, value in self.data.items() if isinstance(value, int | float)}
 
 
-class KvobsStats(KVConnectorStats):
-    """kvobs's own numbers: differences of counters, as flat pairs (slot, value)."""
-
-    data: dict[str, Any]
-
-    @classmethod
-    def of(cls, children: Mapping[str, str], counts: list[int]) -> KvobsStats:
-        return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": dict(children), "counts": counts})
-
-    @property
-    def children(self) -> dict[str, str]:
-        """Return name -> "module:Class", in the order of the configuration."""
-        children = self.data.get("children")
-        if not isinstance(children, dict):
-            return {}
-        return {name: path for name, path in children.items() if isinstance(path, str)}
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process understands the counts."""
-        return self.data.get("v") == VERSION and self.data.get("table") == TABLE_DIGEST
-
-    def counts(self) -> dict[int, int]:
-        """Return slot -> value; empty when another version of kvobs wrote them."""
-        flat = self.data.get("counts") if self.is_ours else None
-        if not isinstance(flat, list) or not all(type(number) is int for number in flat):
-            return {}
-        return dict(zip(flat[::2], flat[1::2], strict=False))
-
-    def reset(self) -> None:
-        self.data["counts"] = []
-
-    def is_empty(self) -> bool:
-        return not self.data.get("counts")
-
-    def aggregate(self, other: KVConnectorStats) -> KvobsStats:
-        theirs = KvobsStats(data=as_dict(other))
-        if not self.data:
-            self.data = copy.deepcopy(theirs.data)
-        elif theirs.is_ours and self.is_ours:
-            merged = self.counts()
-            for slot, value in theirs.counts().items():
-                merged[slot] = merged.get(slot, 0) + value
-            self.data["counts"] = [number for pair in merged.items() for number in pair]
-        return self
-
-    def reduce(self) -> dict[str, str]:
-        """Return one short line for each child that was asked anything."""
-        counts = self.counts()
-        lines = {}
-        for i, name in enumerate(self.children):
-            mine = {slot - i * WIDTH: n for slot, n in counts.items() if i * WIDTH <= slot < (i + 1) * WIDTH}
-            by_signal: dict[str, int] = {}
-            for slot, n in mine.items():
-                by_signal[SLOTS[slot][0].name] = by_signal.get(SLOTS[slot][0].name, 0) + n
-            if by_signal:
-                lookups, loads, tokens = (by_signal.get(s.name, 0) for s in (LOOKUPS, LOADS, LOAD_TOKENS))
-                lines[name] = f"{lookups} lookups, {loads} loads of {tokens} tokens"
-        return lines
-
-
 class MultiKVConnectorStats(stock.MultiKVConnectorStats):
     """The stats of all children, by name, and kvobs's own under ``kvobs``."""
 
@@ -116,9 +58,16 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
         """Merge ``other`` in; it is neither changed nor kept."""
-        for name, theirs in other.data.items():
-            mine = self.data.get(name)
-            self.data[name] = copy.deepcopy(theirs) if mine is None else _merged(name, mine, theirs)
+        begin = perf_counter_ns()
+        try:
+            for name, theirs in other.data.items():
+                mine = self.data.get(name)
+                self.data[name] = copy.deepcopy(theirs) if mine is None else _merged(name, mine, theirs)
+            own = self.data.get(RESERVED_NAME)
+            if isinstance(own, KvobsStats):
+                own.spend(_MERGE, perf_counter_ns() - begin)
+        except Exception:
+            faults.contain("merge")
         return self
 
     def reset(self) -> None:
@@ -126,23 +75,18 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
             stats.reset()
 
     def reduce(self) -> dict[str, Any]:
-        """Return one entry for each child: what kvobs counted, then the child's own summary."""
-        counted = self.data.get(RESERVED_NAME)
-        lines: dict[str, Any] = dict(counted.reduce()) if counted is not None else {}
+        """Return a line for each child, for vLLM's log: what kvobs counted, then the child's own summary."""
+        own = self.data.get(RESERVED_NAME)
+        lines: dict[str, str] = {}
+        try:
+            lines = summarize(list(own.children), own.taken()) if isinstance(own, KvobsStats) else {}
+        except Exception:
+            faults.contain("summarize")
         for name, stats in self.data.items():
-            if name == RESERVED_NAME:
-                continue
-            try:
-                reduced = stats.reduce()
-            except Exception:
-                once(
-                    f"reduce:{name}", logging.ERROR, "the stats of connector %r can't be summed up", name, exc_info=True
-                )
-                continue
-            if reduced:
-                own = ", ".join(f"{key}={value}" for key, value in reduced.items())
-                lines[name] = f"{lines[name]}; {own}" if name in lines else own
-        return lines
+            if name != RESERVED_NAME and (childs := _reduced(name, stats)):
+                lines[name] = f"{lines[name]}; {childs}" if name in lines else childs
+        # vLLM puts all entries into one line; its formatter repeats the prefix after a newline.
+        return {f"\n  {name}": line for name, line in lines.items()}
 
     def is_empty(self) -> bool:
         return all(stats.is_empty() for stats in self.data.values())
@@ -155,15 +99,36 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         self.data[name] = stats
 
 
-def collect(
-    stats: Mapping[str, KVConnectorStats | None], classes: Mapping[str, str], counts: list[int]
-) -> MultiKVConnectorStats | None:
-    """Put the children's stats, by name, and kvobs's counts into one object; None when there is nothing to tell."""
-    data: dict[str, KVConnectorStats] = {name: own for name, own in stats.items() if own is not None}
-    if not data and not counts:
-        return None
-    data[RESERVED_NAME] = KvobsStats.of(classes, counts)
-    return MultiKVConnectorStats(data=data)
+class Collector:
+    """Gathers what one process has to tell: the children's own stats, and kvobs's numbers when they are due."""
+
+    def __init__(self, children: Sequence[Child], recorder: Recorder) -> None:
+        self._hooks = [(child.name, child.get_kv_connector_stats) for child in children if child.does(_HOOK)]
+        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._recorder = recorder
+
+    def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
+        """Return the payload, or None when there is nothing to tell."""
+        data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
+        taken = NOTHING
+        if is_due:
+            try:
+                taken = self._recorder.take()
+            except Exception:
+                faults.contain("flush")
+        if not data and taken is NOTHING:
+            return None
+        data[RESERVED_NAME] = KvobsStats.of(self._classes, taken)
+        return MultiKVConnectorStats(data=data)
+
+
+_HOOK = "get_kv_connector_stats"
+
+
+def has_news(stats: KVConnectorStats | None) -> bool:
+    """Return whether kvobs's own numbers are in there."""
+    own = stats.data.get(RESERVED_NAME) if stats is not None else None
+    return own is not None and not own.is_empty()
 
 
 def rebuild(data: Any) -> MultiKVConnectorStats:
@@ -173,7 +138,7 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
     if not isinstance(data, Mapping):
         return MultiKVConnectorStats()
     own = data.get(RESERVED_NAME)
-    ours = KvobsStats(data=as_dict(own)) if own is not None else KvobsStats()
+    ours = KvobsStats.read(own) if own is not None else KvobsStats()
     rebuilt: dict[str, KVConnectorStats] = {}
     for name, value in data.items():
         if name == RESERVED_NAME:
@@ -183,21 +148,6 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
         else:
             rebuilt[name] = _rebuild_child(name, ours.children.get(name), as_dict(value))
     return MultiKVConnectorStats(data=rebuilt)
-
-
-def as_dict(stats: Any) -> dict[str, Any]:
-    """Return a stats object's or payload's plain dict, whichever vLLM version wrote it.
-
-    Up to 0.29 vLLM sent the dataclass itself, ``{"data": {...}}``; newer ones send ``to_dict()``.
-    """
-    if isinstance(stats, KVConnectorStats):
-        to_dict = getattr(stats, "to_dict", None)
-        stats = to_dict() if to_dict is not None else stats.data
-    if isinstance(stats, Mapping):
-        if set(stats) == {"data"} and isinstance(stats["data"], Mapping):
-            stats = stats["data"]
-        return dict(stats)
-    return {"value": stats}
 
 
 def class_path(connector_class: type) -> str:
@@ -250,6 +200,15 @@ def _registered(name: str) -> Any:
     except Exception:
         once(f"registered:{name}", logging.INFO, "no connector is registered as %r; its raw stats are kept", name)
         return None
+
+
+def _reduced(name: str, stats: KVConnectorStats) -> str:
+    """Return a child's own summary; empty when it has none, or can't make it."""
+    try:
+        return ", ".join(f"{key}={value}" for key, value in stats.reduce().items())
+    except Exception:
+        once(f"reduce:{name}", logging.ERROR, "the stats of connector %r can't be summed up", name, exc_info=True)
+        return ""
 
 
 def _merged(name: str, mine: KVConnectorStats, theirs: KVConnectorStats) -> KVConnectorStats:

@@ -6,13 +6,11 @@ One instance lives in every worker. It decides nothing about completions: the sc
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvobs.children import Child
-from kvobs.ledger import Kind, Report
 from kvobs.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -21,7 +19,10 @@ from kvobs.metadata import (
     MultiKVEvents,
 )
 from kvobs.notices import once
-from kvobs.stats import MultiKVConnectorStats, class_path, collect
+from kvobs.recorder import Recorder, wall_ns
+from kvobs.reports import Kind, Report
+from kvobs.stalls import Stalls
+from kvobs.stats import Collector, MultiKVConnectorStats
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -38,15 +39,18 @@ class WorkerSide:
 
     Args:
         children: the children's worker-side connectors.
+        recorder: this process's numbers.
         rank: this worker's rank within its engine.
         kv_cache_groups: the number of KV cache groups; block ids are unique within one only.
     """
 
-    def __init__(self, children: Sequence[Child], rank: int, kv_cache_groups: int) -> None:
+    def __init__(self, children: Sequence[Child], recorder: Recorder, rank: int, kv_cache_groups: int) -> None:
         self.children = children
         self._rank = rank
         self._ids_are_unique = kv_cache_groups <= 1
-        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._collector = Collector(children, recorder)
+        self._stalls = Stalls(len(children), recorder)
+        self._load_ns = [0] * len(children)  # what each child's loads took in this step
         self._meta: MultiKVConnectorMetadata | None = None
         self._loads: dict[str, LoadOrder] = {}  # open loads, to tell whose a bad block is
         self._reports: list[Report] = []
@@ -57,7 +61,7 @@ class WorkerSide:
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         meta = _ours(kv_connector_metadata)
         for child, own in zip(self.children, meta.metadata, strict=True):
-            child.connector.handle_preemptions(own)
+            child.handle_preemptions(own)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._meta = meta = _ours(connector_metadata)
@@ -65,7 +69,7 @@ class WorkerSide:
             self._loads.pop(request, None)
         self._loads.update(meta.loads)
         for child, own in zip(self.children, meta.metadata, strict=True):
-            child.connector.bind_connector_metadata(own)
+            child.bind_connector_metadata(own)
 
     # After the forward
 
@@ -75,7 +79,7 @@ class WorkerSide:
         vLLM's aggregator passes a failure on when every rank reports it in the same step, so the scheduler orders it.
         """
         for child in self.children:
-            results = child.connector.get_transfer_results(finished_req_ids)
+            results = child.get_transfer_results(finished_req_ids)
             self._report(child, Kind.FAILED, results.failed_recving)
             self._report(child, Kind.RECEIVED, results.finished_recving - results.failed_recving)
             self._report(child, Kind.SAVED, results.finished_sending)
@@ -88,7 +92,7 @@ class WorkerSide:
             received = self.get_transfer_results(finished_req_ids).finished_recving
             return None, received or None
         for child in self.children:
-            sent, received = child.connector.get_finished(finished_req_ids)
+            sent, received = child.get_finished(finished_req_ids)
             self._report(child, Kind.RECEIVED, received or ())
             self._report(child, Kind.SAVED, sent or ())
         return None, None
@@ -101,7 +105,7 @@ class WorkerSide:
         """
         passed_on: set[int] = set()
         for child in self.children:
-            bad = child.connector.get_block_ids_with_load_errors()
+            bad = child.get_block_ids_with_load_errors()
             if bad:
                 passed_on |= self._attribute(child, bad)
         return passed_on
@@ -133,17 +137,19 @@ class WorkerSide:
         return passed_on
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        return collect(
-            {child.name: child.connector.get_kv_connector_stats() for child in self.children}, self._classes, []
-        )
+        meta = self._meta
+        waits_for_start = meta is not None and any(not load.is_async for load in meta.loads.values())
+        self._load_ns = self._stalls.close_step(waits_for_start=waits_for_start)
+        is_due = meta is not None and meta.flush.is_due(is_reporting=bool(self._reports or meta.failed))
+        return self._collector.collect(is_due=is_due)
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        by_child = {child.index: child.connector.get_kv_connector_kv_cache_events() for child in self.children}
+        by_child = {child.index: child.get_kv_connector_kv_cache_events() for child in self.children}
         by_child = {index: events for index, events in by_child.items() if events is not None}
         return MultiKVEvents(by_child) if by_child else None
 
     def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
-        metadata = tuple(child.connector.build_connector_worker_meta() for child in self.children)
+        metadata = tuple(child.build_connector_worker_meta() for child in self.children)
         self._report_syncs()
         reports, self._reports = self._reports, []
         if not reports and all(own is None for own in metadata):
@@ -155,19 +161,19 @@ class WorkerSide:
         for request, load in self._meta.loads.items() if self._meta is not None else ():
             if not load.is_async:
                 kind = Kind.SYNC_FAILED if request in self._failed_syncs else Kind.SYNC_DONE
-                self._report(self.children[load.child], kind, (request,))
+                self._report(self.children[load.child], kind, (request,), self._load_ns[load.child])
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
         self._meta = None
         for child in self.children:
-            child.connector.clear_connector_metadata()
+            child.clear_connector_metadata()
 
     # Once
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the one memory pool that a child wants the KV cache in, if any."""
-        wanted = {child.name: child.connector.get_mem_pool_context() for child in self.children}
+        wanted = {child.name: child.get_mem_pool_context() for child in self.children}
         found = {name: pool for name, pool in wanted.items() if pool is not None}
         if len(found) > 1:
             raise ValueError(
@@ -177,13 +183,13 @@ class WorkerSide:
         return next(iter(found.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        handshakes = tuple(child.connector.get_handshake_metadata() for child in self.children)
+        handshakes = tuple(child.get_handshake_metadata() for child in self.children)
         return None if all(own is None for own in handshakes) else MultiHandshakeMetadata(handshakes)
 
-    def _report(self, child: Child, kind: Kind, requests: Any) -> None:
+    def _report(self, child: Child, kind: Kind, requests: Any, spent_ns: int = 0) -> None:
         if requests:
-            now = time.time_ns()
-            self._reports += [Report(self._rank, kind, request, child.index, now) for request in requests]
+            now = wall_ns()
+            self._reports += [Report(self._rank, kind, request, child.index, now, spent_ns) for request in requests]
 
 
 def _ours(metadata: KVConnectorMetadata) -> MultiKVConnectorMetadata:

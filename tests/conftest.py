@@ -9,7 +9,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 import pytest
 
-from kvobs import notices
+from kvobs import faults, notices
 from tests.scripted import SCRIPTS, Script
 
 
@@ -17,8 +17,15 @@ from tests.scripted import SCRIPTS, Script
 def _clean_slate() -> None:
     """Let each test hear every notice, and write its own scripts."""
     notices.forget()
+    faults.take()
     SCRIPTS.clear()
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)
+
+
+@pytest.fixture
+def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contain kvobs's own faults; under pytest they are raised on."""
+    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvobs import signals
 from kvobs.demo.model import make_model
-from kvobs.recorder import WIDTH
-from kvobs.signals import SLOT
+from kvobs.recorder import Recorder
 from tests.scripted import Script
 
 BLOCK = 16
@@ -232,7 +232,13 @@ class Blocks:
 
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what kvobs's scheduler side has counted so far."""
-    return rig.connector._side.recorder._counts[child * WIDTH + SLOT[(metric, *labels)]]
+    return counts_of(rig.connector._side._recorder, child, metric, *labels)
+
+
+def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
+    """Return what a recorder has counted so far."""
+    place = signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals._FIRST[(metric, *labels)]
+    return recorder._counts[place]
 
 
 def assert_nothing_is_left(rig: Rig) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import time
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvobs import faults
 from kvobs.children import Child
-from kvobs.fanout import bind, call_all, is_empty
+from kvobs.fanout import bind, call_all
 from kvobs.hooks import HOOKS, Combine, Side
-from tests.engine.children_stats import IdleChild
+from kvobs.recorder import SUM, Recorder
+from kvobs.signals import PROCESS_WIDTH, SLOW_CALLS, slot
 
 
 def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
@@ -24,7 +26,9 @@ def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
             setattr(connector, name, _hook(connector, name, answers.get(name)))
         connectors.append(connector)
     wrapper = SimpleNamespace(connectors=connectors)
-    bind(wrapper, [Child(i, f"c{i}", c, True) for i, c in enumerate(connectors)], known)
+    wrapper.recorder = Recorder(len(connectors))
+    wrapper.children = [Child(i, f"c{i}", c, True, wrapper.recorder) for i, c in enumerate(connectors)]
+    bind(wrapper, wrapper.children, known, wrapper.recorder)
     return wrapper
 
 
@@ -87,8 +91,7 @@ def test_guarded_reaches_every_child_and_raises_the_first_error() -> None:
 
 def test_call_all_returns_every_answer() -> None:
     wrapper = bound({"reset_cache": True}, {"reset_cache": None})
-    children = [Child(i, str(i), c, True) for i, c in enumerate(wrapper.connectors)]
-    assert call_all("reset_cache", children) == [True, None]
+    assert call_all("reset_cache", wrapper.children) == [True, None]
 
 
 def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:
@@ -97,86 +100,100 @@ def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:
     assert hasattr(wrapper, "wait_for_save")
 
 
-class Empty:
-    """Hooks that do nothing, each in its own way."""
+class Quiet:
+    """Hooks that do nothing."""
 
-    def passes(self, layer_name: str) -> None:
+    def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def returns(self) -> None:
-        """Say so, and return."""
-        return
-
-    def answers(self, *args: Any, **kwargs: Any) -> int:
-        return 7
-
-
-class Busy:
-    """Hooks that do something, however little."""
-
-    def calls(self) -> None:
-        print()
-
-    def stores(self) -> None:
-        self.x = 1
-
-    def raises(self) -> None:
-        raise NotImplementedError
-
-    def checks(self) -> None:
-        assert self.x
-
-    def returns_its_argument(self, x: int) -> int:
-        return x
-
-    def yields(self) -> Any:
-        yield 1
-
-    async def awaits(self) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         pass
 
-    @functools.lru_cache  # noqa: B019 - only its kind matters
-    def is_wrapped(self) -> None:
+    def wait_for_save(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", [n for n in vars(Empty) if not n.startswith("_")])
-def test_a_hook_that_only_returns_a_constant_is_empty(name: str) -> None:
-    assert is_empty(getattr(Empty(), name))
+QUIET = ("wait_for_layer_load", "save_kv_layer", "wait_for_save")
 
 
-@pytest.mark.parametrize("name", [n for n in vars(Busy) if not n.startswith("_")])
-def test_a_hook_that_does_anything_is_not_empty(name: str) -> None:
-    assert not is_empty(getattr(Busy(), name))
+@pytest.mark.parametrize("name", QUIET)
+def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted(name: str) -> None:
+    real = bound({}).connectors[0]
+    recorder = Recorder(2)
+    wrapper: Any = SimpleNamespace()
+    children = [Child(0, "quiet", Quiet(), True, recorder), Child(1, "real", real, True, recorder)]
+    bind(wrapper, children, QUIET.__contains__, recorder)
+    args, _ = ARGUMENTS.get(name, [((), {})])[0]
+    getattr(wrapper, name)(*args)
+    assert real.calls == [(name, args, {})]
+    assert [child for (child, _), (_, now, _) in recorder._durations.items() if now[SUM]] == [1]
 
 
-@pytest.mark.parametrize("call", [len, SimpleNamespace(), functools.partial(print), lambda: None], ids=str)
-def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
-    assert not is_empty(call)
+@pytest.mark.parametrize("name", QUIET)
+def test_a_hook_that_is_empty_in_all_costs_nothing_and_takes_its_arguments(name: str) -> None:
+    recorder = Recorder(1)
+    wrapper: Any = SimpleNamespace()
+    bind(wrapper, [Child(0, "quiet", Quiet(), True, recorder)], QUIET.__contains__, recorder)
+    for args, kwargs in ARGUMENTS.get(name, [((), {})]):
+        assert getattr(wrapper, name)(*args, **kwargs) is None
+    assert not any(now[SUM] for _, now, _ in recorder._durations.values())
 
 
-def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
-    class Bare:
-        def wait_for_save(self) -> None:
-            pass
-
-    heard: list[int] = []
-    child: Any = Bare()
-    child.wait_for_save = lambda: heard.append(1)
-    assert not is_empty(child.wait_for_save)
-
-
-def test_vllms_own_defaults_are_empty() -> None:
-    """Those that a connector inherits without a word of its own."""
-    for name in ("finish_forward", "reset_capture_state", "handle_preemptions", "register_kv_caches"):
-        assert is_empty(getattr(IdleChild.__new__(IdleChild), name)), name
-
-
-def test_a_child_whose_hook_is_empty_is_left_out() -> None:
+@pytest.mark.parametrize("name", EACH)
+def test_every_call_is_timed_per_child(name: str) -> None:
     wrapper = bound({}, {})
-    quiet = SimpleNamespace(**{name: Empty().answers for name in HOOKS})
-    real = wrapper.connectors[0]
-    bind(wrapper, [Child(0, "quiet", quiet, True), Child(1, "real", real, True)], lambda name: True)
-    wrapper.wait_for_layer_load("layer")
-    assert real.calls == [("wait_for_layer_load", ("layer",), {})]
-    assert wrapper.wait_for_layer_load.__closure__[0].cell_contents == (real.wait_for_layer_load,)
+    for args, kwargs in ARGUMENTS.get(name, [((), {})]):
+        getattr(wrapper, name)(*args, **kwargs)
+    calls = len(ARGUMENTS.get(name, [((), {})]))
+    for child in (0, 1):
+        durations = wrapper.recorder.durations(child, name)
+        assert sum(durations[:SUM]) == calls
+        assert durations[SUM] > 0
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_layer_hooks_time_is_cut_between_the_children(name: str) -> None:
+    wrapper = bound({}, {}, {})
+    slow = wrapper.connectors[1]
+    real = getattr(slow, name)
+    setattr(slow, name, lambda *args, **kwargs: (time.sleep(0.02), real(*args, **kwargs)))
+    bind(wrapper, wrapper.children, lambda name: True, wrapper.recorder)
+    args, kwargs = ARGUMENTS[name][0]
+    begin = time.perf_counter_ns()
+    getattr(wrapper, name)(*args, **kwargs)
+    whole = time.perf_counter_ns() - begin
+    spent = [wrapper.recorder.durations(child, name)[SUM] for child in range(3)]
+    assert spent[1] >= 20_000_000
+    assert sum(spent) <= whole
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_layer_hooks_error_is_counted_for_its_child_and_ends_the_fan_out_as_in_vllm(name: str) -> None:
+    wrapper = bound({}, {name: KeyError("x")}, {})
+    args, kwargs = ARGUMENTS[name][0]
+    with pytest.raises(KeyError):
+        getattr(wrapper, name)(*args, **kwargs)
+    assert [len(c.calls) for c in wrapper.connectors] == [1, 1, 0]
+    taken = wrapper.recorder.take()
+    assert taken.opened == [["kvobs_call_errors_total", 1, name, "KeyError", 1]]
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_slow_layer_hook_is_counted(name: str) -> None:
+    wrapper = bound({})
+    wrapper.recorder = Recorder(1, slow_ns=1)
+    bind(wrapper, wrapper.children, lambda name: True, wrapper.recorder)
+    args, kwargs = ARGUMENTS[name][0]
+    getattr(wrapper, name)(*args, **kwargs)
+    assert wrapper.recorder._counts[PROCESS_WIDTH + slot(SLOW_CALLS, name)] == 1
+
+
+@pytest.mark.usefixtures("in_production")
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_fault_while_timing_a_layer_hook_reaches_no_child(name: str) -> None:
+    wrapper = bound({}, {}, {})
+    wrapper.recorder.durations(0, name).clear()
+    args, kwargs = ARGUMENTS[name][0]
+    getattr(wrapper, name)(*args, **kwargs)
+    assert [len(c.calls) for c in wrapper.connectors] == [1, 1, 1]
+    assert faults.take() == {"record": 1}

@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvobs.ledger import Kind, Ledger, Report
+from kvobs.ledger import Ledger
+from kvobs.reports import Kind, Report
 
 REQUESTS = ("r0", "r1", "r2")
 CHILDREN = (0, 1)

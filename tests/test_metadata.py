@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
-from kvobs.ledger import Kind, Report
 from kvobs.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -16,6 +15,7 @@ from kvobs.metadata import (
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
 )
+from kvobs.reports import Kind, Report
 from tests.scripted import Events, Tally
 
 

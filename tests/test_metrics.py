@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+import vllm
+from hypothesis import given
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.utils import floatToGoString
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.metrics import Families, MultiKVConnectorPromMetrics
-from kvobs.recorder import WIDTH
-from kvobs.signals import COUNTERS, LOOKUPS, slot
-from kvobs.stats import KvobsStats
+import kvobs
+from kvobs import faults, signals
+from kvobs.metrics import MultiKVConnectorPromMetrics
+from kvobs.payload import VERSION, KvobsStats
+from kvobs.recorder import Recorder, Taken
+from kvobs.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, TABLE_DIGEST, Kind, Scope, Signal, slot
 from tests.rig import child_config, engine_config, transfer_config
 from tests.scripted import Script
 
@@ -22,47 +29,161 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 class Front:
     """The API server's side: kvobs's metrics in a registry of its own."""
 
-    def __init__(self, *connectors: dict[str, Any], engines: int = 1, **kvobs: Any) -> None:
+    def __init__(self, *connectors: dict[str, Any], engines: int = 1, types: Any = None, **kvobs: Any) -> None:
         self.registry = CollectorRegistry()
         config = engine_config(transfer_config("kvobs", list(connectors), kvobs))
         cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        types: Any = {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
+        types: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
         values: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(engines)}
         self.metrics: MultiKVConnectorPromMetrics = cls.build_prom_metrics(config, types, list(LABELS), values)
 
-    def value(self, name: str, connector: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(name, {**LABELS, "connector": connector, **labels})
+    def value(self, name: str, connector: str | None, **labels: str) -> float | None:
+        of_child = {} if connector is None else {"connector": connector}
+        return self.registry.get_sample_value(name, {**LABELS, **of_child, **labels})
 
 
 def metered(tag: str, cls: str = "MeteredConnector", **more: Any) -> dict[str, Any]:
     return child_config(Script(tag), cls, **more)
 
 
-def own(counts: list[int], **children: str) -> dict[str, Any]:
-    return KvobsStats.of(children, counts).data
+def own(
+    counts: dict[int, int], gauges: dict[int, int] | None = None, opened: list[Any] | None = None, **children: str
+) -> dict[str, Any]:
+    return KvobsStats.of(children, Taken(counts, opened or [], gauges or {})).data
+
+
+HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+ONE = {"one": "m:C"}
 
 
 def test_counts_become_counters_of_the_right_child_and_engine() -> None:
     front = Front(metered("a"), metered("b"), engines=2, names=["one", "two"])
-    hit = slot(LOOKUPS, "hit")
-    front.metrics.observe({"kvobs": own([hit, 2, WIDTH + hit, 3], one="m:C", two="m:C")}, 0)
-    front.metrics.observe({"kvobs": own([hit, 10], one="m:C", two="m:C")}, 1)
-    front.metrics.observe({"kvobs": own([hit, 1], one="m:C", two="m:C")}, 0)
+    both = {"one": "m:C", "two": "m:C"}
+    front.metrics.observe({"kvobs": own({HIT: 2, HIT + CHILD_WIDTH: 3}, **both)}, 0)
+    front.metrics.observe({"kvobs": own({HIT: 10}, **both)}, 1)
+    front.metrics.observe({"kvobs": own({HIT: 1}, **both)}, 0)
     assert front.value("kvobs_lookups_total", "one", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "two", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "one", outcome="hit", engine="1") == 10
 
 
-def test_series_appear_when_first_used() -> None:
+def test_what_is_configured_and_running_is_said_before_anything_happens() -> None:
+    front = Front(metered("a"), metered("b", "OtherMeteredConnector"), names=["one", "two"], load_policy="longest")
+    told = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
+    assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **told) == 1
+    assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **told) == 1
+    assert front.value("kvobs_build_info", None, version=kvobs.__version__, vllm_version=vllm.__version__) == 1
+
+
+def test_other_series_appear_when_first_used() -> None:
     front = Front(metered("a"))
-    assert [s for family in front.registry.collect() if family.name.startswith("kvobs") for s in family.samples] == []
+    families = [f for f in front.registry.collect() if f.name.startswith("kvobs") and not f.name.endswith("_info")]
+    assert [sample for family in families for sample in family.samples] == []
 
 
-def test_every_counter_of_the_table_is_exposed() -> None:
+@given(st.lists(st.tuples(st.sampled_from([s for s in SIGNALS if s.bounds]), st.integers(0, 2**36)), max_size=20))
+def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
+    """Of prometheus_client, and of a class that takes single observations only."""
+    recorder = Recorder(1)
+    expected = CollectorRegistry()
+    families = {
+        s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, registry=expected)
+        for s in {s for s, _ in seen}
+    }
+    for signal, ns in seen:
+        values = [v[0] for v in signal.labels.values()]
+        recorder.observe(0, signal, ns, *values)
+        (families[signal.name].labels(*values) if values else families[signal.name]).observe(ns / 1e9)
+    payload = own(recorder.take().counts, **ONE)
+    for front in (Front(metered("a"), names=["one"]), one_by_one()):
+        front.metrics.observe({"kvobs": payload})
+        for signal, _ in seen:
+            labels = {label: values[0] for label, values in signal.labels.items()}
+            for bound in [*map(floatToGoString, signal.buckets), "+Inf"]:
+                assert front.value(f"{signal.name}_bucket", "one", le=bound, **labels) == (
+                    expected.get_sample_value(f"{signal.name}_bucket", {"le": bound, **labels})
+                )
+            assert front.value(f"{signal.name}_sum", "one", **labels) == pytest.approx(
+                expected.get_sample_value(f"{signal.name}_sum", labels), rel=1e-4, abs=1e-7
+            )
+
+
+class OneByOne:
+    """A histogram class without buckets of prometheus_client's kind, as Ray's."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def labels(self, *values: Any) -> OneByOne:
+        return OneByOne(self.real.labels(*values))
+
+    def observe(self, value: float) -> None:
+        self.real.observe(value)
+
+
+def one_by_one() -> Front:
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
+    front = Front(
+        metered("a"),
+        names=["one"],
+        types={**types, Histogram: lambda *args, **kwargs: OneByOne(Histogram(*args, registry=registry, **kwargs))},
+    )
+    front.registry = registry
+    return front
+
+
+def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
     front = Front(metered("a"), names=["one"])
-    front.metrics.observe({"kvobs": own([n for i in range(WIDTH) for n in (i, i + 1)], one="m:C")})
-    exposed = {s.name for family in front.registry.collect() for s in family.samples if s.name.endswith("_total")}
-    assert {signal.name for signal in COUNTERS} <= exposed
+    open_loads = PROCESS_WIDTH + slot(signals.IN_FLIGHT, "load")
+    oldest = PROCESS_WIDTH + slot(signals.OLDEST_IN_FLIGHT, "load")
+    front.metrics.observe({"kvobs": own({}, {open_loads: 2, oldest: 1_700_000_000_500_000_000}, **ONE)})
+    assert front.value("kvobs_in_flight", "one", kind="load") == 2
+    assert front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") == 1_700_000_000.5
+    front.metrics.observe({"kvobs": own({}, {open_loads: 0, oldest: 0}, **ONE)})
+    assert front.value("kvobs_in_flight", "one", kind="load") == 0
+    assert math.isnan(front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") or 0)
+
+
+def test_open_sets_of_labels_become_counters() -> None:
+    front = Front(metered("a"), names=["one"])
+    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", "OSError", 2], ["kvobs_slowest_rank_total", 0, "3", 4]]
+    front.metrics.observe({"kvobs": own({}, opened=rows, **ONE)})
+    assert front.value("kvobs_call_errors_total", "one", hook="save_kv_layer", error_type="OSError") == 2
+    assert front.value("kvobs_slowest_rank_total", "one", rank="3") == 4
+
+
+def test_every_series_of_the_table_is_exposed() -> None:
+    front = Front(metered("a"), names=["one"])
+    counts = {
+        place: 1
+        for place in range(PROCESS_WIDTH + CHILD_WIDTH)
+        if signals.locate(place)[0].signal.kind is not Kind.GAUGE
+    }
+    gauges = {place: 1 for place in range(PROCESS_WIDTH + CHILD_WIDTH) if place not in counts}
+    rows = [
+        [s.name, 0, *("x" for _ in s.labels), 1]
+        for s in SIGNALS
+        if OPEN in s.labels.values() and s.kind is Kind.COUNTER
+    ]
+    front.metrics.observe({"kvobs": own(counts, gauges, rows, **ONE)})
+    samples = [s for family in front.registry.collect() for s in family.samples if not s.name.endswith("_created")]
+    exposed = {s.name.removesuffix("_count") for s in samples}
+    assert {signal.name for signal in SIGNALS} <= exposed
+    for signal in SIGNALS:
+        of_signal = [s for s in samples if s.name in (signal.name, f"{signal.name}_count")]
+        assert len(of_signal) == math.prod(len(values) or 1 for values in signal.labels.values()), signal.name
+        for sample in of_signal:
+            assert set(sample.labels) - set(LABELS) - {"connector"} == set(signal.labels)
+            assert ("connector" in sample.labels) is (signal.scope is Scope.CHILD)
+
+
+def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
+    front = Front(metered("a"), names=["one"])
+    faults._counts["rebuild"] += 2
+    front.metrics.observe({})
+    assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2
+    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
@@ -80,6 +201,10 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
     assert "'one' can't define its own metrics" in caplog.text
 
 
+SENT = {"v": VERSION, "table": TABLE_DIGEST, "children": ONE}
+
+
+@pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize(
     "bad",
     [
@@ -87,8 +212,12 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
         {"one": None},
         {"kvobs": None},
         {"kvobs": {"v": 1, "children": {}, "counts": ["x"]}},
-        {"kvobs": own([10**9, 1], one="m:C")},
-        {"kvobs": own([0, -5], one="m:C")},
+        {"kvobs": {**SENT, "counts": {10**9: 1}}},
+        {"kvobs": {**SENT, "counts": {HIT: -5}}},
+        {"kvobs": {**SENT, "gauges": {HIT: 5}}},
+        {"kvobs": {**SENT, "opened": [["nothing", 0, 1]]}},
+        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 9, "0", 1]]}},
+        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 0, 1]]}},
         {"stranger": {"n": 1}},
     ],
     ids=str,
@@ -96,20 +225,29 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
 def test_a_bad_payload_is_contained(bad: dict[str, Any]) -> None:
     front = Front(metered("a"), names=["one"])
     front.metrics.observe(bad)
-    front.metrics.observe({"one": {"n": 1}})
+    front.metrics.observe({"one": {"n": 1}, "kvobs": own({HIT: 1}, **ONE)})
     assert front.value("scripted_things_total", "one") == 1
+    assert front.value("kvobs_lookups_total", "one", outcome="hit") == 1
 
 
-def test_another_versions_counts_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_versions_numbers_are_refused_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     front = Front(metered("a"), names=["one"])
-    front.metrics.observe({"kvobs": {"v": 2, "table": 1, "children": {"one": "m:C"}, "counts": [0, 1]}})
-    assert "another version of kvobs" in caplog.text
-    assert front.value("kvobs_lookups_total", "one", outcome="hit") is None
-
-
-def test_an_engine_built_twice_in_one_process_starts_with_fresh_series() -> None:
-    """Into the process's own registry, which refuses a name that it has."""
     for _ in range(2):
-        family = Families({Counter: Counter}).make(Counter, "kvobs_twice_total", "Made twice.", ["x"])
-        family.labels("1").inc()
-        assert family.labels("1")._value.get() == 1
+        front.metrics.observe({"kvobs": {"v": 1, "table": 1, "children": {"one": "m:C"}, "counts": [0, 1]}})
+    assert caplog.text.count("another version of kvobs") == 1
+    assert front.value("kvobs_lookups_total", "one", outcome="hit") is None
+    assert front.value("kvobs_internal_errors_total", None, where="version") == 2
+
+
+@pytest.mark.usefixtures("in_production")
+def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("kvobs"):
+            raise ValueError("Duplicated timeseries")
+        return Counter(name, *args, registry=registry, **kwargs)
+
+    registry = CollectorRegistry()
+    front = Front(metered("a"), names=["one"], types=dict.fromkeys((Counter, Gauge, Histogram), refuse))
+    front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, **ONE)})
+    front.registry = registry
+    assert front.value("scripted_things_total", "one") == 3

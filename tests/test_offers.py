@@ -13,8 +13,9 @@ from hypothesis import given
 from kvobs.children import Child
 from kvobs.config import Options
 from kvobs.offers import NOTHING, Offer, Offers
-from kvobs.recorder import WIDTH, Recorder
-from kvobs.signals import SLOT
+from kvobs.recorder import Recorder
+from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
+from tests.rig import counts_of
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -22,10 +23,10 @@ R = SimpleNamespace(request_id="r")
 
 
 class Clock:
-    now = 0.0
+    now_ms: float = 0
 
-    def __call__(self) -> float:
-        return self.now
+    def __call__(self) -> int:
+        return int(self.now_ms * 1e6)
 
 
 class Asker:
@@ -34,11 +35,11 @@ class Asker:
     def __init__(self, *answers: Answer, clock: Clock | None = None, **options: Any) -> None:
         self.answers = list(answers)
         self.asked = [0] * len(answers)
+        self.recorder = Recorder(len(answers))
         children = [
-            Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), True)
+            Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), True, self.recorder)
             for i in range(len(answers))
         ]
-        self.recorder = Recorder(len(answers))
         self.offers = Offers(children, Options(**options), self.recorder, clock or Clock())
 
     def _lookup(self, i: int) -> Any:
@@ -52,7 +53,7 @@ class Asker:
         return self.offers.ask(R, local)
 
     def count(self, child: int, metric: str, *labels: str) -> int:
-        return self.recorder._counts[child * WIDTH + SLOT[(metric, *labels)]]
+        return counts_of(self.recorder, child, metric, *labels)
 
 
 def first(answers: tuple[Answer, ...]) -> Offer | None:
@@ -100,9 +101,9 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str)
     clock = Clock()
     asker = Asker((None, False), (16, True), clock=clock, load_policy=policy, lookup_timeout_ms=50)
     assert asker.ask() is None
-    clock.now = 0.049
+    clock.now_ms = 49
     assert asker.ask() is None
-    clock.now = 0.05
+    clock.now_ms = 50
     assert asker.ask() == Offer(1, 16, True)
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
@@ -112,10 +113,32 @@ def test_a_late_answer_counts_again() -> None:
     clock = Clock()
     asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
     asker.ask()
-    clock.now = 1.0
+    clock.now_ms = 1000
     asker.ask()
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
+
+
+def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet() -> None:
+    clock = Clock()
+    asker = Asker((None, False), clock=clock)
+    for clock.now_ms in (0, 2, 3):
+        asker.ask()
+    asker.answers[0] = (0, False)
+    clock.now_ms = 5
+    for _ in range(2):
+        asker.ask()
+    counts = asker.recorder.take().counts
+    first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
+    assert counts[first + LOOKUP_DELAY.bounds.index(23)] == 1  # 4.2 to 8.4 ms
+    assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
+
+
+def test_an_answer_at_once_has_no_delay() -> None:
+    asker = Asker((16, True))
+    asker.ask()
+    assert counts_of(asker.recorder, 0, "kvobs_lookup_delay_seconds") == 0
+    assert not [c for c in asker.recorder.take().counts if locate(c)[0].signal is LOOKUP_DELAY]
 
 
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvobs.config import Options, read
-from kvobs.signals import COUNTERS
+from kvobs.signals import CALL_DURATION, SIGNALS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,9 +31,12 @@ def test_the_table_of_options_is_complete_and_true() -> None:
 
 def test_the_table_of_metrics_is_complete_and_true() -> None:
     expected = []
-    for signal in COUNTERS:
-        labels = "; ".join(f"`{label}`: {', '.join(values)}" for label, values in signal.labels.items())
-        expected.append([f"`{signal.name}`", labels, signal.help])
+    for signal in SIGNALS:
+        labels = "; ".join(
+            f"`{label}`" + (f": {', '.join(values)}" if len(values) and values != CALL_DURATION.labels["hook"] else "")
+            for label, values in signal.labels.items()
+        )
+        expected.append([f"`{signal.name}`", signal.kind.value, labels, signal.help])
     assert rows("Metrics") == expected
 
 

@@ -1,28 +1,231 @@
-"""What is taken, over any number of takes, adds up to what was counted."""
+"""Every call is timed, counted and let through; what is taken, over any number of takes, adds up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from kvobs.recorder import WIDTH, Recorder
+from kvobs import faults, recorder, signals
+from kvobs.recorder import ERROR_TYPES_AT_MOST, OTHER_ERROR, SUM, Recorder, cost_of_recording, wall_ns
+from kvobs.signals import CALL_DURATION, CHILD_WIDTH, LOAD_DURATION, PROCESS_WIDTH, Signal, locate, slot
 
-counted = st.tuples(st.integers(0, 2), st.integers(0, WIDTH - 1), st.integers(0, 1000))
+HOOK = "wait_for_save"
+
+
+class Clock:
+    """Tells the times it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: int) -> None:
+        self.times = list(times)
+        monkeypatch.setattr(recorder, "perf_counter_ns", lambda: self.times.pop(0) if self.times else 0)
+
+
+def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dict[int, int]]:
+    """Return (child, metric, label values) -> which of its slots -> number, kvobs's own cost left out."""
+    found: dict[Any, dict[int, int]] = {}
+    for place, n in counts.items():
+        of, offset, child = locate(place)
+        if of.signal is not signals.SELF_SECONDS:
+            found.setdefault((child, of.signal.name, of.values), {})[offset] = n
+    return found
+
+
+# --- calls
+
+
+def test_a_call_passes_its_arguments_and_its_answer() -> None:
+    call = Recorder(1).timed(0, HOOK, lambda *args, **kwargs: (args, kwargs))
+    assert call(1, two=2) == ((1,), {"two": 2})
+
+
+@given(st.integers(0, 2**40))
+def test_a_calls_duration_falls_into_the_bucket_whose_bound_is_not_below_it(ns: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + ns)
+        mine = Recorder(2)
+        mine.timed(1, HOOK, lambda: None)()
+    bucket = next((i for i, k in enumerate(CALL_DURATION.bounds) if ns <= 2**k), len(CALL_DURATION.bounds))
+    expected = {bucket: 1, len(CALL_DURATION.bounds) + 1: ns}
+    assert series(mine.take().counts) == {
+        (1, CALL_DURATION.name, (HOOK,)): {offset: n for offset, n in expected.items() if n}
+    }
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException) -> None:
+    mine = Recorder(2)
+
+    def fail() -> None:
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            mine.timed(1, HOOK, fail)()
+        assert raised.value is error
+    taken = mine.take()
+    assert taken.opened == [["kvobs_call_errors_total", 1, HOOK, type(error).__name__, 2]]
+    assert series(taken.counts).keys() == {(1, CALL_DURATION.name, (HOOK,))}
+    assert mine.take().opened == []
+
+
+def test_classes_of_errors_without_end_are_counted_under_one_name() -> None:
+    mine = Recorder(1)
+    for i in range(ERROR_TYPES_AT_MOST + 5):
+        mine.failed(0, HOOK, 1, type(f"Error{i}", (Exception,), {})())
+    mine.failed(0, HOOK, 1, type("E" * 1000, (Exception,), {})())
+    opened = mine.take().opened
+    assert len(opened) == ERROR_TYPES_AT_MOST + 1
+    assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_ERROR, 6]
+
+
+def test_a_slow_call_is_counted_and_the_first_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Recorder(1, slow_ns=50e6, names=("disk",))
+    call = mine.timed(0, HOOK, lambda: None)
+    for ns in (50_000_000, 50_000_001, 90_000_000):
+        Clock(monkeypatch, 0, ns)
+        call()
+    assert mine._counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "connector 'disk': wait_for_save took 50 ms, more than slow_call_ms (50). Further ones are counted in "
+        "kvobs_slow_calls_total only"
+    ]
+
+
+def test_hooks_called_once_or_on_demand_share_a_label_and_are_never_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Recorder(1, slow_ns=1)
+    for hook in ("register_kv_caches", "reset_cache"):
+        Clock(monkeypatch, 0, 10**10)
+        mine.timed(0, hook, lambda: None)()
+    assert series(mine.take().counts) == {
+        (0, CALL_DURATION.name, ("other",)): {
+            len(CALL_DURATION.bounds): 2,
+            len(CALL_DURATION.bounds) + 1: 2 * 10**10,
+        }
+    }
+
+
+def test_two_threads_lose_nothing() -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    threads = [threading.Thread(target=lambda: [call() for _ in range(20_000)]) for _ in range(2)]
+    taken: dict[int, int] = {}
+
+    def take() -> None:
+        for place, n in mine.take().counts.items():
+            taken[place] = taken.get(place, 0) + n
+
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        take()
+    take()
+    (found,) = series(taken).values()
+    assert sum(n for offset, n in found.items() if offset <= len(CALL_DURATION.bounds)) == 40_000
+    assert found[len(CALL_DURATION.bounds) + 1] == mine.durations(0, HOOK)[SUM]
+
+
+# --- counters, histograms, gauges
+
+counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
 
 
 @given(st.lists(st.none() | counted))
 def test_differences_add_up_to_the_counts(events: list[tuple[int, int, int] | None]) -> None:
     """None stands for a take."""
-    recorder = Recorder(3)
+    mine = Recorder(3)
     expected: dict[int, int] = {}
     taken: dict[int, int] = {}
     for event in [*events, None]:
         if event is None:
-            flat = recorder.take()
-            assert 0 not in flat[1::2]
-            for slot, n in zip(flat[::2], flat[1::2], strict=True):
-                taken[slot] = taken.get(slot, 0) + n
+            counts = mine.take().counts
+            assert 0 not in counts.values()
+            for place, n in counts.items():
+                if place >= PROCESS_WIDTH:
+                    taken[place] = taken.get(place, 0) + n
         else:
             child, own, n = event
-            recorder.count(child, own, n)
-            expected[child * WIDTH + own] = expected.get(child * WIDTH + own, 0) + n
-    assert taken == {slot: n for slot, n in expected.items() if n}
-    assert recorder.take() == []
+            mine.count(child, own, n)
+            place = PROCESS_WIDTH + child * CHILD_WIDTH + own
+            expected[place] = expected.get(place, 0) + n
+    assert taken == {place: n for place, n in expected.items() if n}
+    assert [place for place in mine.take().counts if place >= PROCESS_WIDTH] == []
+
+
+histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds])
+
+
+@given(histograms, st.integers(-5, 2**40))
+def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing(signal: Signal, ns: int) -> None:
+    mine = Recorder(1)
+    values = [next(iter(v)) for v in signal.labels.values()]
+    mine.observe(0, signal, ns, *values)
+    (found,) = series(mine.take().counts).values()
+    buckets = {offset: n for offset, n in found.items() if offset <= len(signal.bounds)}
+    bucket = next((i for i, k in enumerate(signal.bounds) if ns <= 2**k), len(signal.bounds))
+    assert buckets == {bucket: 1}
+    assert found.get(len(signal.bounds) + 1, 0) == max(0, ns)
+
+
+def test_a_gauge_is_shipped_when_it_changes() -> None:
+    mine = Recorder(2)
+    place = slot(signals.IN_FLIGHT, "load")
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 3)
+    mine.set_gauge(1, place, 3)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 3}
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 0}
+
+
+# --- its own cost and faults
+
+
+def test_what_recording_costs_is_counted() -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    for _ in range(100):
+        call()
+    mine.take()
+    counts = mine.take().counts
+    assert 0 <= mine._counts[slot(signals.SELF_SECONDS, "record")] == int(100 * cost_of_recording())
+    assert counts[slot(signals.SELF_SECONDS, "flush")] > 0
+
+
+class Broken:
+    """Stands for numbers that can't be kept."""
+
+    def __getitem__(self, item: Any) -> Any:
+        raise RuntimeError("broken")
+
+    __setitem__ = __contains__ = __getitem__  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_recording_is_contained_counted_and_costs_the_call_nothing() -> None:
+    mine = Recorder(1)
+    broken: Any = Broken()
+    call = mine.timed(0, HOOK, lambda: "answer")
+    mine._durations[0, HOOK][1].clear()
+    assert call() == "answer"
+    mine._counts = mine._opened = mine._gauges = broken
+    mine.count(0, 0)
+    mine.observe(0, LOAD_DURATION, 5, "sync")
+    mine.count_open(0, signals.SLOWEST_RANK, "0")
+    with pytest.raises(KeyError):
+        mine.timed(0, HOOK, {}.__getitem__)("x")
+    assert faults.take()["record"] >= 5
+
+
+def test_the_wall_clock_is_near_the_real_one() -> None:
+    assert abs(wall_ns() - time.time_ns()) < 10**9
+    assert wall_ns() <= wall_ns()

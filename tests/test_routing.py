@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.rig import BLOCK, ROUTERS, Blocks, Rig, assert_nothing_is_left, child_config, counted, transfer_config
 from tests.scripted import Script, Tally
@@ -174,8 +175,8 @@ def test_r11_the_allocation_may_come_steps_after_the_lookup(router: str, a: Scri
     rig = Rig(router, a, b)
     request = rig.add("r")
     rig.connector.get_num_new_matched_tokens(request, 0)
-    rig.connector.build_connector_meta(None)
-    rig.connector.build_connector_meta(None)
+    rig.connector.build_connector_meta(SchedulerOutput.make_empty())
+    rig.connector.build_connector_meta(SchedulerOutput.make_empty())
     rig.connector.update_state_after_alloc(request, Blocks([1, 2]), 2 * BLOCK)
     assert b.called("update_state_after_alloc")[-1][1] == 2 * BLOCK
 

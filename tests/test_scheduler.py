@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvobs.scheduler import loaded_blocks
 from tests.rig import BLOCK, Rig, assert_nothing_is_left
 from tests.scripted import Script
 
@@ -84,28 +82,3 @@ def test_whatever_children_report_and_clients_abort(plan: list[Any], policy: str
         life.act(action)
     life.end()
     assert_nothing_is_left(life.rig)
-
-
-@pytest.mark.parametrize(
-    ("local", "external", "expected"),
-    [
-        (0, 32, (11, 12)),
-        (16, 16, (12,)),
-        (16, 17, (12, 13)),
-        (8, 8, (11,)),
-        (0, 64, (11, 12, 13)),
-        (48, 16, ()),
-    ],
-)
-def test_the_blocks_of_a_load_are_those_beyond_the_local_tokens(
-    local: int, external: int, expected: tuple[int, ...]
-) -> None:
-    assert loaded_blocks([[11, 12, 13]], [16], local, external) == (expected,)
-
-
-def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys() -> None:
-    assert loaded_blocks([[1, 2, 3, 4], [0, 9]], [16, 32], 0, 64) == ((1, 2, 3, 4), (9,))
-
-
-def test_without_a_known_geometry_all_blocks_are_taken() -> None:
-    assert loaded_blocks([[1, 2]], [], 16, 16) == ((1, 2),)

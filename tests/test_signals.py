@@ -1,30 +1,97 @@
-"""The table of metrics is fit for Prometheus."""
+"""The table of metrics is fit for Prometheus, and its slots are one to one with the series."""
 
 import re
 
-from kvobs.signals import COUNTERS, LOADS, SLOT, SLOTS, slot
+import pytest
+
+from kvobs.hooks import HOOKS, Cadence, Side
+from kvobs.signals import (
+    CALL_DURATION,
+    CHILD_WIDTH,
+    OPEN,
+    OTHER,
+    PROCESS_WIDTH,
+    SERIES,
+    SIGNALS,
+    Kind,
+    Scope,
+    Signal,
+    hook_label,
+    is_timed,
+    locate,
+    slot,
+)
+
+by_name = pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
+SUFFIXES = {Kind.COUNTER: r"_total", Kind.HISTOGRAM: r"_seconds", Kind.GAUGE: r""}
 
 
-def test_names_are_unique_and_follow_the_conventions() -> None:
-    names = [signal.name for signal in COUNTERS]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"kvobs_[a-z_]+_total", name) for name in names)
+def test_names_are_unique() -> None:
+    assert len({signal.name for signal in SIGNALS}) == len(SIGNALS) > 20
 
 
-def test_label_values_are_closed_sets_of_words() -> None:
-    for signal in COUNTERS:
-        for label, values in signal.labels.items():
-            assert re.fullmatch(r"[a-z]+", label)
-            assert values
-            assert all(re.fullmatch(r"[a-z]+", value) for value in values)
+@by_name
+def test_names_and_help_follow_the_conventions(signal: Signal) -> None:
+    assert re.fullmatch(rf"kvobs_[a-z_]+{SUFFIXES[signal.kind]}", signal.name)
+    assert signal.kind is Kind.COUNTER or not signal.name.endswith("_total")
+    assert signal.help.endswith(".")
+    assert ("tokens)" in signal.help) is ("tokens" in signal.name)
 
 
-def test_every_metric_says_what_it_counts() -> None:
-    assert all(signal.help.endswith(".") for signal in COUNTERS)
+@by_name
+def test_label_values_are_closed_sets_of_words_or_marked_as_open(signal: Signal) -> None:
+    for label, values in signal.labels.items():
+        assert re.fullmatch(r"[a-z_]+", label)
+        assert values is OPEN or (len(set(values)) == len(values) and all(re.fullmatch(r"[a-z_]+", v) for v in values))
 
 
-def test_slots_and_series_are_one_to_one() -> None:
-    assert len(SLOTS) == len(SLOT)
-    for i, (signal, values) in enumerate(SLOTS):
-        assert slot(signal, *values) == i
-    assert slot(LOADS, "async", "ok") != slot(LOADS, "sync", "ok")
+@by_name
+def test_bounds_rise_and_belong_to_histograms(signal: Signal) -> None:
+    assert bool(signal.bounds) is (signal.kind is Kind.HISTOGRAM)
+    assert list(signal.bounds) == sorted(set(signal.bounds))
+    assert len(signal.bounds) < 17
+    assert signal.buckets == [2**k / 1e9 for k in signal.bounds]
+
+
+def test_every_timed_hook_has_a_label_value_and_hooks_called_once_share_one() -> None:
+    for hook in filter(is_timed, HOOKS.values()):
+        assert hook_label(hook.name) in CALL_DURATION.labels["hook"]
+        assert hook_label(hook.name) == (OTHER if hook.cadence is Cadence.ONCE else hook.name)
+    assert not [hook for hook in HOOKS.values() if hook.side is Side.CONFIG and is_timed(hook)]
+
+
+@pytest.mark.parametrize("scope", Scope)
+def test_slots_and_series_are_one_to_one(scope: Scope) -> None:
+    begin = 0 if scope is Scope.PROCESS else PROCESS_WIDTH + 2 * CHILD_WIDTH
+    place = begin
+    for series in SERIES[scope]:
+        assert slot(series.signal, *series.values) == series.first
+        for offset in range(series.width):
+            assert locate(place) == (series, offset, -1 if scope is Scope.PROCESS else 2)
+            place += 1
+    assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CHILD_WIDTH)
+
+
+def test_a_histogram_has_a_slot_for_each_bucket_the_rest_and_the_sum() -> None:
+    series = next(s for s in SERIES[Scope.CHILD] if s.signal is CALL_DURATION)
+    assert series.width == len(CALL_DURATION.bounds) + 2
+
+
+def test_metrics_with_open_labels_have_no_slots() -> None:
+    in_table = {series.signal.name for table in SERIES.values() for series in table}
+    assert in_table == {signal.name for signal in SIGNALS if not signal.is_open}
+
+
+def test_series_stay_within_the_budget() -> None:
+    """1,300 for 2 children and 3,000 for 5, with every series of the table in use, and for each hook an error."""
+    children = sum(
+        len(s.signal.bounds) + len(("+Inf", "sum", "count")) if s.signal.kind is Kind.HISTOGRAM else 1
+        for s in SERIES[Scope.CHILD]
+    )
+    # A vLLM calls one of each pair.
+    children -= 2 * (len(CALL_DURATION.bounds) + 3 + 1)  # get_finished or get_transfer_results; the same of finish
+    errors, ranks, info = len(CALL_DURATION.labels["hook"]), 8, 1
+    per_child = children + errors + ranks + info
+    process = PROCESS_WIDTH + 1
+    assert 2 * per_child + process <= 1300
+    assert 5 * per_child + process <= 3000

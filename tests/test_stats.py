@@ -13,9 +13,12 @@ from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-from kvobs.recorder import WIDTH
-from kvobs.signals import LOAD_TOKENS, LOADS, LOOKUPS, TABLE_DIGEST, slot
-from kvobs.stats import VERSION, KvobsStats, MultiKVConnectorStats, RawStats, as_dict, class_path, collect, rebuild
+from kvobs import faults, signals
+from kvobs.children import Child
+from kvobs.payload import VERSION, KvobsStats
+from kvobs.recorder import Recorder, Taken
+from kvobs.signals import CHILD_WIDTH, LOADS, LOOKUPS, PROCESS_WIDTH, TABLE_DIGEST, slot
+from kvobs.stats import Collector, MultiKVConnectorStats, RawStats, class_path, has_news, rebuild
 
 
 class Summed(KVConnectorStats):
@@ -59,11 +62,16 @@ class BrokenConnector:
         raise RuntimeError("no")
 
 
+HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+
+
+def own(counts: dict[int, int] | None = None, **children: str) -> KvobsStats:
+    return KvobsStats.of(children, Taken(counts or {}, [], {}))
+
+
 def payload(**children: KVConnectorStats) -> MultiKVConnectorStats:
     classes = dict.fromkeys(children, class_path(Connector))
-    stats = collect(children, classes, [0, 1])
-    assert stats is not None
-    return stats
+    return MultiKVConnectorStats(data={**children, "kvobs": own({HIT: 1}, **classes)})
 
 
 def over_the_wire(stats: MultiKVConnectorStats) -> MultiKVConnectorStats:
@@ -72,8 +80,63 @@ def over_the_wire(stats: MultiKVConnectorStats) -> MultiKVConnectorStats:
     return rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(arrived)))
 
 
-def test_nothing_to_tell_is_none() -> None:
-    assert collect({"a": None}, {"a": "m:C"}, []) is None
+class Telling:
+    """A child's connector that has stats to tell."""
+
+    def __init__(self, *told: KVConnectorStats | None) -> None:
+        self.told = list(told)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self.told.pop(0)
+
+
+def collector(*connectors: Any) -> tuple[Collector, Recorder]:
+    recorder = Recorder(len(connectors))
+    return Collector([Child(i, f"c{i}", c, True, recorder) for i, c in enumerate(connectors)], recorder), recorder
+
+
+def test_what_children_tell_is_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
+    collects, recorder = collector(Telling(None, Summed(data={"n": 1}), None), Telling(None, None, None))
+    recorder.count(1, slot(LOOKUPS, "hit"), 5)
+    assert collects.collect(is_due=False) is None
+    stats = collects.collect(is_due=False)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert not has_news(stats)
+    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.test_stats:Telling")
+    stats = collects.collect(is_due=True)
+    assert has_news(stats)
+    assert stats is not None
+    assert list(stats.data) == ["kvobs"]
+    assert stats["kvobs"].data["counts"][HIT + CHILD_WIDTH] == 5
+
+
+@pytest.mark.usefixtures("in_production")
+def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects, _ = collector(Telling(Summed(data={"n": 1}), None))
+    monkeypatch.setattr(Recorder, "take", lambda self: 1 / 0)
+    stats = collects.collect(is_due=True)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert collects.collect(is_due=True) is None
+    assert faults.take() == {"flush": 2}
+
+
+def test_a_child_without_stats_is_not_asked() -> None:
+    class Silent:
+        def get_kv_connector_stats(self) -> None:
+            return None
+
+    collects, recorder = collector(Silent())
+    assert collects.collect(is_due=False) is None
+    assert recorder._durations == {}
+
+
+@pytest.mark.parametrize(
+    "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Summed()], ids=str
+)
+def test_other_stats_are_no_news(stats: Any) -> None:
+    assert not has_news(stats)
 
 
 def test_a_child_of_an_unregistered_class_is_rebuilt_as_what_it_was() -> None:
@@ -99,8 +162,8 @@ def test_payloads_without_our_entry_are_rebuilt_by_their_registered_name(wire: d
 
 
 def test_mixtures_are_rebuilt() -> None:
-    own = KvobsStats.of({"b": class_path(Connector)}, [])
-    stats = rebuild({"a": Summed(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": own, "c": {"n": 3}, "d": 7})
+    ours = own(b=class_path(Connector))
+    stats = rebuild({"a": Summed(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": ours, "c": {"n": 3}, "d": 7})
     assert [type(stats[name]) for name in "abcd"] == [Summed, Summed, RawStats, RawStats]
     assert stats["d"].data == {"value": 7}
 
@@ -109,7 +172,7 @@ def test_mixtures_are_rebuilt() -> None:
     "path", ["nowhere:Class", "tests.test_stats:Nothing", "tests.test_stats:BrokenConnector", ":", ""]
 )
 def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
-    wire = {"a": {"n": 2}, "kvobs": {"v": 1, "children": {"a": path}, "counts": []}}
+    wire = {"a": {"n": 2}, "kvobs": {"v": VERSION, "children": {"a": path}}}
     stats = rebuild(wire)
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
@@ -125,11 +188,14 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )
+rows = st.lists(anything | st.tuples(st.text(max_size=5), st.integers(), st.text(max_size=5), st.integers()).map(list))
 own_entry = st.fixed_dictionaries(
     {"v": st.just(VERSION) | anything, "table": st.just(TABLE_DIGEST) | anything},
     optional={
         "children": anything | st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
-        "counts": anything | st.lists(st.integers(), max_size=6),
+        "counts": anything | st.dictionaries(st.integers(), st.integers() | anything, max_size=6),
+        "gauges": anything | st.dictionaries(st.integers(), st.integers() | anything, max_size=6),
+        "opened": anything | rows,
     },
 )
 
@@ -137,32 +203,13 @@ own_entry = st.fixed_dictionaries(
 @given(
     st.dictionaries(st.text(max_size=5) | st.just("OffloadingConnector"), anything, max_size=3), anything | own_entry
 )
-def test_whatever_a_peer_sends_nothing_is_raised(wire: dict[str, Any], own: Any) -> None:
-    for data in (wire, {**wire, "kvobs": own}, own):
+def test_whatever_a_peer_sends_nothing_is_raised(wire: dict[str, Any], ours: Any) -> None:
+    for data in (wire, {**wire, "kvobs": ours}, ours):
         stats = rebuild(copy.deepcopy(data))
         stats.aggregate(rebuild(copy.deepcopy(data)))
         stats.reduce()
         stats.is_empty()
         stats.to_dict()
-
-
-counts = st.dictionaries(st.integers(0, 2 * WIDTH - 1), st.integers(1, 10**6), max_size=8)
-
-
-@given(st.lists(counts, min_size=1, max_size=5), st.randoms())
-def test_counts_merge_exactly_in_any_order(parts: list[dict[int, int]], shuffle: Any) -> None:
-    total: dict[int, int] = {}
-    for part in parts:
-        for key, n in part.items():
-            total[key] = total.get(key, 0) + n
-    shuffle.shuffle(parts)
-    flat = [[number for pair in part.items() for number in pair] for part in parts]
-    merged, *rest = [MultiKVConnectorStats(data={"kvobs": KvobsStats.of({"a": "m:C", "b": "m:C"}, f)}) for f in flat]
-    for other in rest:
-        merged.aggregate(other)
-    own = merged["kvobs"]
-    assert isinstance(own, KvobsStats)
-    assert own.counts() == total
 
 
 def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
@@ -173,10 +220,19 @@ def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
     assert mine["a"].data == {"n": 6}
 
 
-def test_another_versions_counts_are_not_mixed_with_ours() -> None:
-    mine = KvobsStats.of({"a": "m:C"}, [1, 2])
-    mine.aggregate(KvobsStats(data={"v": 99, "table": 1, "children": {}, "counts": [1, 40]}))
-    assert mine.counts() == {1: 2}
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_merging_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = payload(a=Summed(data={"n": 1}))
+    monkeypatch.setattr(KvobsStats, "spend", lambda *args: 1 / 0)
+    assert mine.aggregate(payload(a=Summed(data={"n": 2}))) is mine
+    assert mine["a"].data == {"n": 3}
+    assert faults.take() == {"merge": 1}
+
+
+def test_what_merging_costs_is_counted_where_it_is_done() -> None:
+    mine = payload()
+    mine.aggregate(payload())
+    assert mine["kvobs"].data["counts"][slot(signals.SELF_SECONDS, "merge")] > 0
 
 
 def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
@@ -187,10 +243,24 @@ def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
 
 
 def test_the_log_has_one_line_for_each_child_that_has_something_to_say() -> None:
-    flat = [WIDTH + slot(LOOKUPS, "hit"), 3, WIDTH + slot(LOADS, "async", "ok"), 2, WIDTH + slot(LOAD_TOKENS), 640]
-    own = KvobsStats.of({"a": "m:C", "b": "m:C", "c": "m:C"}, flat)
-    stats = MultiKVConnectorStats(data={"kvobs": own, "b": Summed(data={"n": 7}), "c": Unmergeable(data={"n": 1})})
-    assert stats.reduce() == {"b": "3 lookups, 2 loads of 640 tokens; n=7"}
+    ours = own(
+        {HIT + CHILD_WIDTH: 3, PROCESS_WIDTH + CHILD_WIDTH + slot(LOADS, "async", "failed"): 2},
+        a="m:C",
+        b="m:C",
+        c="m:C",
+    )
+    stats = MultiKVConnectorStats(data={"kvobs": ours, "b": Summed(data={"n": 7}), "c": Unmergeable(data={"n": 1})})
+    assert stats.reduce() == {"\n  b": "3 lookups, 3 hits, 2 failed loads; n=7"}
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_summing_up_is_contained() -> None:
+    ours = own({HIT: 1}, a="m:C")
+    ours.data["opened"] = [None]
+    stats = MultiKVConnectorStats(data={"kvobs": ours, "a": Summed(data={"n": 7})})
+    ours.taken = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    assert stats.reduce() == {"\n  a": "n=7"}
+    assert faults.take() == {"summarize": 1}
 
 
 def test_reset_and_emptiness_reach_every_part() -> None:
@@ -204,8 +274,3 @@ def test_items_are_read_and_written_by_name() -> None:
     stats = MultiKVConnectorStats()
     stats["a"] = Summed(data={"n": 1})
     assert stats["a"].data == {"n": 1}
-
-
-def test_as_dict_reads_every_form() -> None:
-    assert as_dict(Summed(data={"n": 1})) == as_dict({"data": {"n": 1}}) == as_dict({"n": 1}) == {"n": 1}
-    assert as_dict({"data": 1}) == {"data": 1}

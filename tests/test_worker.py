@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvobs import worker
-from kvobs.ledger import Kind
+from kvobs.flush import Flush
 from kvobs.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.reports import Kind
 from tests.rig import BLOCK, Rig
 from tests.scripted import Script
 
@@ -65,6 +67,7 @@ def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(scripts:
 
 def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
     side = side_of(Rig("kvobs", *scripts))
+    side._meta = dataclasses.replace(side._meta, flush=Flush.IF_REPORTING)  # type: ignore[type-var]
     assert side.build_connector_worker_meta() is None
     assert side.get_kv_connector_stats() is None
     assert side.get_kv_connector_kv_cache_events() is None

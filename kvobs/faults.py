@@ -1,0 +1,42 @@
+"""Contain kvobs's own faults: telemetry never raises into vLLM, and never fails without a trace.
+
+A fault is counted by the place where it happened, logged once per place, and raised on only under pytest.
+"""
+
+import logging
+import os
+from collections import Counter
+
+from kvobs.notices import once
+from kvobs.signals import INTERNAL_ERRORS
+
+WHERE = INTERNAL_ERRORS.labels["where"]
+
+_counts: Counter[str] = Counter()
+
+
+def contain(where: str) -> None:
+    """Take care of the exception being handled; ``where`` is one of ``WHERE``. To be called in an except block."""
+    _counts[where] += 1
+    once(
+        f"fault:{where}",
+        logging.ERROR,
+        "a fault inside kvobs's telemetry (%s); serving goes on without what was being measured. Further ones are "
+        "counted in kvobs_internal_errors_total only",
+        where,
+        exc_info=True,
+    )
+    if is_under_pytest():
+        raise  # noqa: PLE0704 - the exception that the caller is handling
+
+
+def is_under_pytest() -> bool:
+    """Return whether a test is watching, in this process or in one that started it."""
+    return "PYTEST_CURRENT_TEST" in os.environ
+
+
+def take() -> dict[str, int]:
+    """Return the faults of this process since the last call, by place; whoever takes them reports them."""
+    taken = dict(_counts)
+    _counts.clear()
+    return taken

@@ -1,0 +1,116 @@
+"""kvobs's numbers merge exactly in any order, survive pickle and msgpack, and are read with suspicion."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kvobs.payload import NOTHING, VERSION, KvobsStats, as_dict
+from kvobs.recorder import Taken
+from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST
+
+CHILDREN = {"a": "m:C", "b": "m:C"}
+counts = st.dictionaries(st.integers(0, PROCESS_WIDTH + 2 * CHILD_WIDTH - 1), st.integers(1, 10**15), max_size=8)
+rows = st.tuples(st.sampled_from(["kvobs_call_errors_total", "kvobs_slowest_rank_total"]), st.integers(0, 1))
+opened = st.dictionaries(rows, st.integers(1, 5)).map(lambda d: [[*key, "x", n] for key, n in d.items()])
+parts = st.builds(Taken, counts, opened, st.just({}))
+
+
+def numbers(taken: Taken) -> KvobsStats:
+    return KvobsStats.of(CHILDREN, taken)
+
+
+def added(taken: list[Taken]) -> tuple[dict[int, int], dict[tuple[Any, ...], int]]:
+    """Add up the plain way."""
+    by_slot: dict[int, int] = {}
+    by_row: dict[tuple[Any, ...], int] = {}
+    for part in taken:
+        for slot, n in part.counts.items():
+            by_slot[slot] = by_slot.get(slot, 0) + n
+        for *key, n in part.opened:
+            by_row[tuple(key)] = by_row.get(tuple(key), 0) + n
+    return by_slot, by_row
+
+
+@given(st.lists(parts, min_size=1, max_size=5), st.randoms())
+def test_numbers_merge_exactly_in_any_order_and_survive_every_hop(taken: list[Taken], shuffle: random.Random) -> None:
+    expected = added(taken)
+    shuffle.shuffle(taken)
+    merged, *others = [pickle.loads(pickle.dumps(numbers(part))) for part in copy.deepcopy(taken)]
+    for other in others:
+        merged.aggregate(other)
+    arrived = KvobsStats.read(msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
+    assert added([arrived.taken()]) == expected
+    assert arrived.children == CHILDREN
+
+
+def test_of_gauges_the_last_one_counts() -> None:
+    mine = numbers(Taken({}, [], {1: 5, 2: 6}))
+    mine.aggregate(numbers(Taken({}, [], {2: 7})))
+    assert mine.taken().gauges == {1: 5, 2: 7}
+
+
+def test_merging_neither_changes_nor_keeps_its_argument() -> None:
+    mine, theirs = KvobsStats(), numbers(Taken({1: 2}, [["s", 0, 1]], {3: 4}))
+    before = copy.deepcopy(theirs.data)
+    mine.aggregate(theirs)
+    mine.aggregate(numbers(Taken({1: 9}, [["s", 0, 1]], {3: 9})))
+    assert theirs.data == before
+    assert mine.taken() == Taken({1: 11}, [["s", 0, 2]], {3: 9})
+
+
+def test_another_versions_numbers_are_kept_and_never_mixed_with_ours() -> None:
+    other = {"v": 99, "table": 1, "children": {}, "counts": [1, 40]}
+    mine = numbers(Taken({1: 2}, [], {}))
+    mine.aggregate(KvobsStats.read(other))
+    assert mine.taken().counts == {1: 2}
+    theirs = KvobsStats.read(other)
+    assert theirs.aggregate(mine).data == other
+    assert theirs.taken() == NOTHING
+    theirs.spend(1, 1)
+    assert theirs.data == other
+
+
+@pytest.mark.parametrize(
+    ("key", "sent", "read"),
+    [
+        ("counts", {1: 2, "x": 3, -1: 4, 5: -6, 7: "8", 9: 1.5, 10: True}, {1: 2}),
+        ("counts", [1, 2], {}),
+        ("gauges", {1: 2, None: 3}, {1: 2}),
+        ("opened", [["s", 0, "x", 1], ["s", 0], ["s", -1, 1], ["s", 0, 7, 1], [None, 0, 1], "row", ["s", 0, 1.5]],
+         [["s", 0, "x", 1]]),
+        ("opened", {"s": 1}, []),
+    ],
+)  # fmt: skip
+def test_only_what_is_well_formed_is_read(key: str, sent: Any, read: Any) -> None:
+    stats = KvobsStats.read({"v": VERSION, "table": TABLE_DIGEST, "children": {"a": "m:C", "b": 7}, key: sent})
+    assert stats.data[key] == read
+    assert stats.children == {"a": "m:C"}
+
+
+def test_emptiness_and_reset() -> None:
+    assert numbers(NOTHING).is_empty()
+    for some in (Taken({1: 1}, [], {}), Taken({}, [["s", 0, 1]], {}), Taken({}, [], {1: 0})):
+        stats = numbers(some)
+        assert not stats.is_empty()
+        stats.reset()
+        assert stats.is_empty()
+        assert stats.is_ours
+
+
+class Plain(KVConnectorStats):
+    """Stats of a child."""
+
+
+def test_as_dict_reads_every_form() -> None:
+    assert as_dict(Plain(data={"n": 1})) == as_dict({"data": {"n": 1}}) == as_dict({"n": 1}) == {"n": 1}
+    assert as_dict({"data": 1}) == {"data": 1}
+    assert as_dict(7) == {"value": 7}
