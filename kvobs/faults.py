@@ -6,11 +6,16 @@ A fault is counted by the place where it happened, logged once per place, and ra
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
 
 from kvobs.notices import once
 from kvobs.signals import INTERNAL_ERRORS
 
 WHERE = INTERNAL_ERRORS.labels["where"]
+
+P = ParamSpec("P")
 
 _counts: Counter[str] = Counter()
 
@@ -28,6 +33,22 @@ def contain(where: str) -> None:
     )
     if is_under_pytest():
         raise  # noqa: PLE0704 - the exception that the caller is handling
+
+
+def contained(where: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Return a decorator that contains what a function without an answer raises."""
+
+    def decorate(function: Callable[P, None]) -> Callable[P, None]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except Exception:
+                contain(where)
+
+        return call
+
+    return decorate
 
 
 def is_under_pytest() -> bool:

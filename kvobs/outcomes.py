@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvobs import signals
 from kvobs.children import Child
+from kvobs.faults import contained
 from kvobs.ledger import Load, Save
 from kvobs.notices import log, once
 from kvobs.recorder import Recorder
@@ -38,24 +39,37 @@ class Outcomes:
         self._recorder = recorder
         self._bytes_per_token = bytes_per_token
 
+    @contained("record")
     def aborted(self, load: Load) -> None:
-        """Note that a request ended while its load was open; the load's own end is no outcome any more."""
-        self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
+        """Note that a request ended while its load was open; the load's own end is no outcome any more.
 
+        With kv_load_failure_policy "fail" a failed load is what ends the request.
+        """
+        if load.failed:
+            self._failed(load)
+        else:
+            self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
+
+    @contained("record")
     def loaded(self, load: Load) -> None:
         """Note that a load is over on every rank."""
         if load.aborted:
             return
-        count, mode = self._recorder.count, _mode(load)
-        count(load.child, _LOADS[mode, "failed" if load.failed else "ok"])
         if load.failed:
-            count(load.child, _RECOMPUTED, load.tokens if load.lost_tokens is None else load.lost_tokens)
+            self._failed(load)
             return
+        count, mode = self._recorder.count, _mode(load)
+        count(load.child, _LOADS[mode, "ok"])
         count(load.child, _LOAD_TOKENS, load.tokens)
         count(load.child, _LOAD_BYTES, round(load.tokens * self._bytes_per_token))
         self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
         self._compare_ranks(load.child, load.arrived, "load")
 
+    def _failed(self, load: Load) -> None:
+        self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
+        self._recorder.count(load.child, _RECOMPUTED, load.tokens if load.lost_tokens is None else load.lost_tokens)
+
+    @contained("record")
     def saved(self, child: int, save: Save, now_ns: int) -> None:
         """Note that a promised save is done on every rank: its blocks were held from the promise until now."""
         self._recorder.count(child, _SAVED)
@@ -68,6 +82,7 @@ class Outcomes:
             self._recorder.observe(child, signals.RANK_SKEW, arrived[slowest] - min(arrived.values()), kind)
             self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest))
 
+    @contained("record")
     def foreign(self, report: Foreign) -> None:
         """Note a report about something that its child does not own."""
         self._recorder.count(report.child, signals.slot(signals.FOREIGN_REPORTS, report.kind))

@@ -174,8 +174,6 @@ class Recorder:
         """Return what was added since the last call."""
         begin = perf_counter_ns()
         calls = self._fold_durations()
-        for where, n in faults.take().items():
-            self._counts[signals.slot(signals.INTERNAL_ERRORS, where)] += n
         self._counts[_RECORD] += int(calls * cost_of_recording())
         counts = {}
         for place, (now, before) in enumerate(zip(self._counts, self._shipped, strict=True)):

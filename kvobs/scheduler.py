@@ -14,6 +14,7 @@ from kvobs.children import Child
 from kvobs.config import Options
 from kvobs.endings import tell_all
 from kvobs.fanout import call_all
+from kvobs.faults import contained
 from kvobs.flush import FlushRule
 from kvobs.layout import CacheLayout
 from kvobs.ledger import Ledger
@@ -166,6 +167,7 @@ class SchedulerSide:
                 failed_syncs.add(report.child)
         return failed_syncs
 
+    @contained("record")
     def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
         """Note how much of a load vLLM will compute again: it keeps what comes before the first bad block."""
         load = self.ledger.load(request_id)
@@ -285,6 +287,7 @@ class SchedulerSide:
         self._flush_is_due = False
         return stats
 
+    @contained("record")
     def _measure_what_is_open(self) -> None:
         for child in self.children:
             for transfers, (in_flight, oldest) in zip(self.ledger.in_flight(child.index), _GAUGES, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvobs import signals
+from kvobs import faults, signals
 from kvobs.recorder import SUM, Recorder
 
 _LOAD, _START, _SAVE = ("wait_for_layer_load",), ("start_load_kv",), ("save_kv_layer", "wait_for_save")
@@ -27,15 +27,18 @@ class Stalls:
 
         ``waits_for_start``: a synchronous load is due, so vLLM has called ``start_load_kv`` before the forward.
         """
-        load_ns = []
-        for child, (load, start, save) in enumerate(self._meters):
-            waited, started, saved = load.read(), start.read(), save.read()
-            waited += started if waits_for_start else 0
-            if waited:
-                self._recorder.observe(child, signals.LOAD_STALL, waited)
-            if saved:
-                self._recorder.observe(child, signals.SAVE_STALL, saved)
-            load_ns.append(waited)
+        load_ns = [0] * len(self._meters)
+        try:
+            for child, (load, start, save) in enumerate(self._meters):
+                waited, started, saved = load.read(), start.read(), save.read()
+                waited += started if waits_for_start else 0
+                if waited:
+                    self._recorder.observe(child, signals.LOAD_STALL, waited)
+                if saved:
+                    self._recorder.observe(child, signals.SAVE_STALL, saved)
+                load_ns[child] = waited
+        except Exception:
+            faults.contain("record")
         return load_ns
 
 

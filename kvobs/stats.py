@@ -24,7 +24,7 @@ from kvobs.children import Child
 from kvobs.config import RESERVED_NAME
 from kvobs.notices import once
 from kvobs.payload import NOTHING, KvobsStats, as_dict
-from kvobs.recorder import Recorder
+from kvobs.recorder import Recorder, Taken
 from kvobs.summary import summarize
 
 _MERGE = signals.slot(signals.SELF_SECONDS, "merge")
@@ -110,16 +110,22 @@ class Collector:
     def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
         """Return the payload, or None when there is nothing to tell."""
         data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
-        taken = NOTHING
-        if is_due:
-            try:
-                taken = self._recorder.take()
-            except Exception:
-                faults.contain("flush")
+        taken = self._take() if is_due else NOTHING
         if not data and taken is NOTHING:
             return None
         data[RESERVED_NAME] = KvobsStats.of(self._classes, taken)
         return MultiKVConnectorStats(data=data)
+
+    def _take(self) -> Taken:
+        """Take the numbers; whatever happens to them, that there was a fault gets out."""
+        try:
+            taken = self._recorder.take()
+        except Exception:
+            faults.contain("flush")
+            taken = Taken({}, [], {})
+        for where, n in faults.take().items():
+            taken.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
+        return taken
 
 
 _HOOK = "get_kv_connector_stats"

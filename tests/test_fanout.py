@@ -156,7 +156,12 @@ def test_a_layer_hooks_time_is_cut_between_the_children(name: str) -> None:
     wrapper = bound({}, {}, {})
     slow = wrapper.connectors[1]
     real = getattr(slow, name)
-    setattr(slow, name, lambda *args, **kwargs: (time.sleep(0.02), real(*args, **kwargs)))
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return real(*args, **kwargs)
+
+    setattr(slow, name, late)
     bind(wrapper, wrapper.children, lambda name: True, wrapper.recorder)
     args, kwargs = ARGUMENTS[name][0]
     begin = time.perf_counter_ns()

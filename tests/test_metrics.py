@@ -33,9 +33,9 @@ class Front:
         self.registry = CollectorRegistry()
         config = engine_config(transfer_config("kvobs", list(connectors), kvobs))
         cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        types: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
+        chosen: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
         values: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(engines)}
-        self.metrics: MultiKVConnectorPromMetrics = cls.build_prom_metrics(config, types, list(LABELS), values)
+        self.metrics: MultiKVConnectorPromMetrics = cls.build_prom_metrics(config, chosen, list(LABELS), values)
 
     def value(self, name: str, connector: str | None, **labels: str) -> float | None:
         of_child = {} if connector is None else {"connector": connector}
@@ -47,7 +47,7 @@ def metered(tag: str, cls: str = "MeteredConnector", **more: Any) -> dict[str, A
 
 
 def own(
-    counts: dict[int, int], gauges: dict[int, int] | None = None, opened: list[Any] | None = None, **children: str
+    counts: dict[int, int], children: dict[str, str], gauges: dict[int, int] | None = None, opened: Any = None
 ) -> dict[str, Any]:
     return KvobsStats.of(children, Taken(counts, opened or [], gauges or {})).data
 
@@ -59,9 +59,9 @@ ONE = {"one": "m:C"}
 def test_counts_become_counters_of_the_right_child_and_engine() -> None:
     front = Front(metered("a"), metered("b"), engines=2, names=["one", "two"])
     both = {"one": "m:C", "two": "m:C"}
-    front.metrics.observe({"kvobs": own({HIT: 2, HIT + CHILD_WIDTH: 3}, **both)}, 0)
-    front.metrics.observe({"kvobs": own({HIT: 10}, **both)}, 1)
-    front.metrics.observe({"kvobs": own({HIT: 1}, **both)}, 0)
+    front.metrics.observe({"kvobs": own({HIT: 2, HIT + CHILD_WIDTH: 3}, both)}, 0)
+    front.metrics.observe({"kvobs": own({HIT: 10}, both)}, 1)
+    front.metrics.observe({"kvobs": own({HIT: 1}, both)}, 0)
     assert front.value("kvobs_lookups_total", "one", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "two", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "one", outcome="hit", engine="1") == 10
@@ -94,7 +94,7 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
         values = [v[0] for v in signal.labels.values()]
         recorder.observe(0, signal, ns, *values)
         (families[signal.name].labels(*values) if values else families[signal.name]).observe(ns / 1e9)
-    payload = own(recorder.take().counts, **ONE)
+    payload = own(recorder.take().counts, ONE)
     for front in (Front(metered("a"), names=["one"]), one_by_one()):
         front.metrics.observe({"kvobs": payload})
         for signal, _ in seen:
@@ -127,7 +127,10 @@ def one_by_one() -> Front:
     front = Front(
         metered("a"),
         names=["one"],
-        types={**types, Histogram: lambda *args, **kwargs: OneByOne(Histogram(*args, registry=registry, **kwargs))},
+        types={
+            **types,
+            Histogram: lambda *args, **kwargs: OneByOne(partial(Histogram, registry=registry)(*args, **kwargs)),
+        },
     )
     front.registry = registry
     return front
@@ -137,10 +140,10 @@ def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
     front = Front(metered("a"), names=["one"])
     open_loads = PROCESS_WIDTH + slot(signals.IN_FLIGHT, "load")
     oldest = PROCESS_WIDTH + slot(signals.OLDEST_IN_FLIGHT, "load")
-    front.metrics.observe({"kvobs": own({}, {open_loads: 2, oldest: 1_700_000_000_500_000_000}, **ONE)})
+    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 2, oldest: 1_700_000_000_500_000_000})})
     assert front.value("kvobs_in_flight", "one", kind="load") == 2
     assert front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") == 1_700_000_000.5
-    front.metrics.observe({"kvobs": own({}, {open_loads: 0, oldest: 0}, **ONE)})
+    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 0, oldest: 0})})
     assert front.value("kvobs_in_flight", "one", kind="load") == 0
     assert math.isnan(front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") or 0)
 
@@ -148,7 +151,7 @@ def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
 def test_open_sets_of_labels_become_counters() -> None:
     front = Front(metered("a"), names=["one"])
     rows = [["kvobs_call_errors_total", 0, "save_kv_layer", "OSError", 2], ["kvobs_slowest_rank_total", 0, "3", 4]]
-    front.metrics.observe({"kvobs": own({}, opened=rows, **ONE)})
+    front.metrics.observe({"kvobs": own({}, ONE, opened=rows)})
     assert front.value("kvobs_call_errors_total", "one", hook="save_kv_layer", error_type="OSError") == 2
     assert front.value("kvobs_slowest_rank_total", "one", rank="3") == 4
 
@@ -166,7 +169,7 @@ def test_every_series_of_the_table_is_exposed() -> None:
         for s in SIGNALS
         if OPEN in s.labels.values() and s.kind is Kind.COUNTER
     ]
-    front.metrics.observe({"kvobs": own(counts, gauges, rows, **ONE)})
+    front.metrics.observe({"kvobs": own(counts, ONE, gauges, rows)})
     samples = [s for family in front.registry.collect() for s in family.samples if not s.name.endswith("_created")]
     exposed = {s.name.removesuffix("_count") for s in samples}
     assert {signal.name for signal in SIGNALS} <= exposed
@@ -225,7 +228,7 @@ SENT = {"v": VERSION, "table": TABLE_DIGEST, "children": ONE}
 def test_a_bad_payload_is_contained(bad: dict[str, Any]) -> None:
     front = Front(metered("a"), names=["one"])
     front.metrics.observe(bad)
-    front.metrics.observe({"one": {"n": 1}, "kvobs": own({HIT: 1}, **ONE)})
+    front.metrics.observe({"one": {"n": 1}, "kvobs": own({HIT: 1}, ONE)})
     assert front.value("scripted_things_total", "one") == 1
     assert front.value("kvobs_lookups_total", "one", outcome="hit") == 1
 
@@ -244,10 +247,10 @@ def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypat
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.startswith("kvobs"):
             raise ValueError("Duplicated timeseries")
-        return Counter(name, *args, registry=registry, **kwargs)
+        return partial(Counter, registry=registry)(name, *args, **kwargs)
 
     registry = CollectorRegistry()
     front = Front(metered("a"), names=["one"], types=dict.fromkeys((Counter, Gauge, Histogram), refuse))
-    front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, **ONE)})
+    front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, ONE)})
     front.registry = registry
     assert front.value("scripted_things_total", "one") == 3

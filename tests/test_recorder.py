@@ -207,7 +207,7 @@ class Broken:
     def __getitem__(self, item: Any) -> Any:
         raise RuntimeError("broken")
 
-    __setitem__ = __contains__ = __getitem__  # type: ignore[assignment]
+    __setitem__ = __contains__ = __getitem__
 
 
 @pytest.mark.usefixtures("in_production")
