@@ -11,9 +11,10 @@ The files are the stations of the flow, in import order (a test keeps it one-way
     reports     what workers report about loads and saves
     ledger      who owes what: load owners, promised saves, ranks heard from
     recorder    the hot path: every call timed and counted
-    stalls      how long each step waited for each child
     flush       when numbers travel
     children    the configured connectors: built, named, and their recorded calls
+    layer_calls  the hooks of every layer: stamped on the way, counted in bulk
+    stalls      how long each step waited for each child
     metadata    what travels between scheduler and workers
     payload     kvobs's numbers on the wire
     summary     a line for each child, for vLLM's log

@@ -59,7 +59,7 @@ class MultiConnector(stock.MultiConnector):
                 f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
                 "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
             )
-        recorder = Recorder(len(specs), configuration.options.slow_call_ms * 1e6, configuration.names)
+        recorder = Recorder(len(specs), int(configuration.options.slow_call_ms * 1e6), configuration.names)
         self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder)
         # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
@@ -82,14 +82,17 @@ class MultiConnector(stock.MultiConnector):
             _name_unknown_hooks()
         else:
             self._side = WorkerSide(self._children, recorder, vllm_config.parallel_config.rank, len(groups))
-        self._put_hooks_in_place(recorder)
+        self._put_hooks_in_place()
 
-    def _put_hooks_in_place(self, recorder: Recorder) -> None:
+    def _put_hooks_in_place(self) -> None:
         """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them.
 
         What this class defines itself stays its own.
         """
-        fanout.bind(self, self._children, _known_to_host, recorder)
+        fanout.bind(self, self._children, _known_to_host)
+        if isinstance(self._side, WorkerSide):
+            for calls in self._side.layer_calls:
+                setattr(self, calls.hook, calls.fan_out)
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and _known_to_host(name):
                 routed = getattr(self._side, name, None)

@@ -7,26 +7,24 @@ whose hook is provably empty is not called at all: most connectors leave most of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter_ns
 from typing import Any
 
-from kvobs import faults
 from kvobs.children import Child
-from kvobs.hooks import HOOKS, Combine, Hook
+from kvobs.hooks import HOOKS, Cadence, Combine, Hook
 from kvobs.notices import log
-from kvobs.recorder import SUM, Call, Durations, Recorder
+from kvobs.recorder import Call
+from kvobs.signals import is_timed
 
 
-def bind(
-    connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool], recorder: Recorder
-) -> None:
-    """Bind every general hook that this vLLM knows to ``connector``, as recorded calls into the children."""
+def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool]) -> None:
+    """Bind every general hook that this vLLM knows to ``connector``, as recorded calls into the children.
+
+    Those of a layer are not among them: see ``layer_calls``.
+    """
     for hook in HOOKS.values():
         rule = RULES.get(hook.combine)
-        if rule is None or hook.is_property or hook.side.value == "config" or not known_to_host(hook.name):
-            continue
-        make = _PER_LAYER.get(hook.name)
-        setattr(connector, hook.name, make(children, recorder) if make is not None else rule(hook, children))
+        if rule is not None and is_timed(hook) and hook.cadence is not Cadence.LAYER and known_to_host(hook.name):
+            setattr(connector, hook.name, rule(hook, children))
 
 
 def _each(hook: Hook, children: Sequence[Child]) -> Call:
@@ -37,99 +35,6 @@ def _each(hook: Hook, children: Sequence[Child]) -> Call:
             call(*args, **kwargs)
 
     return each
-
-
-# The hooks of a layer, called for every layer of every step: one clock read ends one child's time and begins the
-# next one's, and all that is needed is bound as defaults, which stay in the cache between layers where closures do not.
-LayerCalls = tuple[tuple[Call, Durations, int], ...]  # call, where its durations go, the child's position
-
-
-def _layer_calls(hook: str, children: Sequence[Child], recorder: Recorder) -> LayerCalls:
-    return tuple(
-        (getattr(child.connector, hook), recorder.durations(child.index, hook), child.index)
-        for child in children
-        if child.does(hook)
-    )
-
-
-def _wait_for_layer_load(children: Sequence[Child], recorder: Recorder) -> Call:
-    hook = "wait_for_layer_load"
-    calls = _layer_calls(hook, children, recorder)
-
-    def wait_for_layer_load(
-        layer_name: str,
-        _calls: LayerCalls = calls,
-        _clock: Callable[[], int] = perf_counter_ns,
-        _slow_ns: float = recorder.slow_ns(hook),
-    ) -> None:
-        start = _clock()
-        for call, durations, child in _calls:
-            try:
-                call(layer_name)
-            except BaseException as error:
-                recorder.failed(child, hook, _clock() - start, error)
-                raise
-            try:
-                now = _clock()
-                spent = now - start
-                start = now
-                durations[(spent - 1).bit_length()] += 1
-                durations[SUM] += spent
-                if spent > _slow_ns:
-                    recorder.slow(child, hook, spent)
-            except Exception:
-                faults.contain("record")
-
-    def nothing(layer_name: str) -> None:
-        """Cost half of a loop over no calls."""
-
-    return wait_for_layer_load if calls else nothing
-
-
-def _save_kv_layer(children: Sequence[Child], recorder: Recorder) -> Call:
-    hook = "save_kv_layer"
-    calls = _layer_calls(hook, children, recorder)
-
-    def save_kv_layer(
-        layer_name: str,
-        kv_layer: Any,
-        attn_metadata: Any,
-        _calls: LayerCalls = calls,
-        _clock: Callable[[], int] = perf_counter_ns,
-        _slow_ns: float = recorder.slow_ns(hook),
-        **kwargs: Any,
-    ) -> None:
-        start = _clock()
-        for call, durations, child in _calls:
-            try:
-                if kwargs:
-                    call(layer_name, kv_layer, attn_metadata, **kwargs)
-                else:  # as vLLM calls it
-                    call(layer_name, kv_layer, attn_metadata)
-            except BaseException as error:
-                recorder.failed(child, hook, _clock() - start, error)
-                raise
-            try:
-                now = _clock()
-                spent = now - start
-                start = now
-                durations[(spent - 1).bit_length()] += 1
-                durations[SUM] += spent
-                if spent > _slow_ns:
-                    recorder.slow(child, hook, spent)
-            except Exception:
-                faults.contain("record")
-
-    def nothing(layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Cost half of a loop over no calls."""
-
-    return save_kv_layer if calls else nothing
-
-
-_PER_LAYER: dict[str, Callable[[Sequence[Child], Recorder], Call]] = {
-    "wait_for_layer_load": _wait_for_layer_load,
-    "save_kv_layer": _save_kv_layer,
-}
 
 
 def _guarded(hook: Hook, children: Sequence[Child]) -> Call:

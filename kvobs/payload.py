@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -42,6 +43,23 @@ class KvobsStats(KVConnectorStats):
         if stats.is_ours:
             stats.data = {**stats.data, "children": stats.children, **stats.taken()._asdict()}
         return stats
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pack the counts for the way from worker to scheduler: gaps between slots need a byte where slots need two."""
+        if not self.is_ours:
+            return self.data
+        packed: list[int] = []
+        last = 0
+        for slot in sorted(self.data["counts"]):
+            packed += (slot - last, self.data["counts"][slot])
+            last = slot
+        return {**self.data, "counts": packed}
+
+    def __setstate__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        if self.is_ours:
+            packed = data["counts"]
+            data["counts"] = dict(zip(accumulate(packed[::2]), packed[1::2], strict=True))
 
     @property
     def children(self) -> dict[str, str]:
@@ -77,8 +95,9 @@ class KvobsStats(KVConnectorStats):
             self.data = copy.deepcopy(theirs.data)
         elif theirs.is_ours and self.is_ours:
             counts = self.data["counts"]
+            before = counts.get
             for slot, n in theirs.data["counts"].items():
-                counts[slot] = counts.get(slot, 0) + n
+                counts[slot] = before(slot, 0) + n
             self.data["gauges"].update(theirs.data["gauges"])
             if theirs.data["opened"]:
                 self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])

@@ -1,7 +1,7 @@
 """The hot path: time every call into a child, count it, notice that it was slow or failed; hand out differences.
 
-All numbers are cumulative and belong to one process. What ``take`` hands out is what was added since the last time, so
-that a peer only ever adds. A fault in here is contained: it never reaches the child, the caller, or vLLM.
+What ``take`` hands out is what was added since the last time, so that a peer only ever adds. A fault in here is
+contained: it never reaches the child, the caller, or vLLM.
 """
 
 from __future__ import annotations
@@ -12,21 +12,29 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvobs import faults, signals
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.notices import once
-from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, Signal
+from kvobs.signals import CALL_DURATION, CHILD_WIDTH, PROCESS_WIDTH, Signal
 
 Call = Callable[..., Any]
+Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns
 
-# Durations of one hook of one child: item k counts those in (2**(k-1), 2**k] ns; then their sum in ns.
-SUM = 64
-Durations = list[int]
+# How often a child was called by one hook, by duration: an item for each bucket of CALL_DURATION, then the sum in ns.
+Tally = list[int]
+SUM = len(CALL_DURATION.bounds) + 1
+# The bucket of a duration, by the number of its bits: bounds are powers of two.
+BUCKET = [bisect_left(CALL_DURATION.bounds, bits) for bits in range(65)]
 
 # A wall clock that never jumps: what other processes compare with is fixed once, at start.
 _WALL_OFFSET = time.time_ns() - perf_counter_ns()
+
+NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
 
 ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_ERROR
 OTHER_ERROR = "_OTHER"  # OpenTelemetry's word for it
@@ -55,14 +63,13 @@ class Recorder:
         names: the children's names, for the log.
     """
 
-    def __init__(self, children: int, slow_ns: float = float("inf"), names: tuple[str, ...] = ()) -> None:
-        width = PROCESS_WIDTH + CHILD_WIDTH * children
-        self._counts = [0] * width
-        self._shipped = [0] * width
-        self._durations: dict[tuple[int, str], tuple[int, Durations, Durations]] = {}  # first slot, now, shipped
+    def __init__(self, children: int, slow_ns: int = NEVER, names: tuple[str, ...] = ()) -> None:
+        self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
         self._opened: dict[tuple[str | int, ...], int] = {}
         self._gauges: dict[int, int] = {}
         self._changed_gauges: dict[int, int] = {}
+        # Tallies are cumulative: a call may be counted by another thread while they are read.
+        self._tallies: dict[tuple[int, str], tuple[int, Tally, Tally]] = {}  # first slot, now, when last taken
         self._slow_ns = slow_ns
         self._names = names or tuple(map(str, range(children)))
 
@@ -71,17 +78,35 @@ class Recorder:
     def count(self, child: int, slot: int, n: int = 1) -> None:
         """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
         try:
-            self._counts[PROCESS_WIDTH + child * CHILD_WIDTH + slot] += n
+            self._add(PROCESS_WIDTH + child * CHILD_WIDTH + slot, n)
         except Exception:
             faults.contain("record")
 
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
         try:
-            first = PROCESS_WIDTH + child * CHILD_WIDTH + signals.slot(signal, *values)
+            place = _place(child, signal, *values)
             ns = max(0, ns)
-            self._counts[first + _bucket(signal, ns)] += 1
-            self._counts[first + len(signal.bounds) + 1] += ns
+            self._add(place + bisect_left(signal.bounds, (ns - 1).bit_length() if ns else 0), 1)
+            self._add(place + len(signal.bounds) + 1, ns)
+        except Exception:
+            faults.contain("record")
+
+    def observe_all(self, child: int, signal: Signal, durations: Durations, *values: str) -> None:
+        """Add many durations to a histogram of this child."""
+        try:
+            place = _place(child, signal, *values)
+            for bucket, n in enumerate(_bucketed(signal, durations)):
+                self._add(place + bucket, n)
+            self._add(place + len(signal.bounds) + 1, int(durations.sum()))
+        except Exception:
+            faults.contain("record")
+
+    def count_open(self, child: int, signal: Signal, *values: str) -> None:
+        """Add 1 to a series whose label values are known at run time only."""
+        try:
+            key: tuple[str | int, ...] = (signal.name, child, *values)
+            self._opened[key] = self._opened.get(key, 0) + 1
         except Exception:
             faults.contain("record")
 
@@ -94,31 +119,26 @@ class Recorder:
         except Exception:
             faults.contain("record")
 
-    def count_open(self, child: int, signal: Signal, *values: str) -> None:
-        """Add 1 to a series whose label values are known at run time only."""
-        try:
-            key: tuple[str | int, ...] = (signal.name, child, *values)
-            self._opened[key] = self._opened.get(key, 0) + 1
-        except Exception:
-            faults.contain("record")
+    def _add(self, place: int, n: int) -> None:
+        if n:
+            self._counts[place] = self._counts.get(place, 0) + n
 
     # Calls
 
-    def durations(self, child: int, hook: str) -> Durations:
-        """Return where the durations of this hook's calls into this child are added up."""
+    def tally(self, child: int, hook: str) -> Tally:
+        """Return where this hook's calls into this child are counted."""
         label = signals.hook_label(hook)
-        if (child, label) not in self._durations:
-            first = PROCESS_WIDTH + child * CHILD_WIDTH + signals.slot(signals.CALL_DURATION, label)
-            self._durations[child, label] = (first, [0] * (SUM + 1), [0] * (SUM + 1))
-        return self._durations[child, label][1]
+        if (child, label) not in self._tallies:
+            self._tallies[child, label] = (_place(child, CALL_DURATION, label), [0] * (SUM + 1), [0] * (SUM + 1))
+        return self._tallies[child, label][1]
 
-    def slow_ns(self, hook: str) -> float:
+    def slow_ns(self, hook: str) -> int:
         """Return from which duration on a call of this hook is slow."""
-        return float("inf") if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
+        return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
 
     def timed(self, child: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
-        durations, slow_ns = self.durations(child, hook), self.slow_ns(hook)
+        tally, slow_ns = self.tally(child, hook), self.slow_ns(hook)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter_ns()
@@ -129,8 +149,8 @@ class Recorder:
                 raise
             try:
                 spent = perf_counter_ns() - start
-                durations[(spent - 1).bit_length()] += 1
-                durations[SUM] += spent
+                tally[BUCKET[(spent - 1).bit_length()]] += 1
+                tally[SUM] += spent
                 if spent > slow_ns:
                     self.slow(child, hook, spent)
             except Exception:
@@ -139,9 +159,27 @@ class Recorder:
 
         return recorded
 
-    def slow(self, child: int, hook: str, spent: int) -> None:
-        """Count a slow call, and log the first of this hook."""
-        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
+    def add_call(self, child: int, hook: str, spent: int) -> None:
+        """Count a call that took ``spent`` ns."""
+        tally = self.tally(child, hook)
+        tally[BUCKET[(spent - 1).bit_length()]] += 1
+        tally[SUM] += spent
+        if spent > self.slow_ns(hook):
+            self.slow(child, hook, spent)
+
+    def add_calls(self, child: int, hook: str, durations: Durations) -> None:
+        """Count many calls."""
+        tally = self.tally(child, hook)
+        for bucket, n in enumerate(_bucketed(CALL_DURATION, durations)):
+            tally[bucket] += n
+        tally[SUM] += int(durations.sum())
+        slowest, limit = int(durations.max(initial=0)), self.slow_ns(hook)
+        if slowest > limit:
+            self.slow(child, hook, slowest, int((durations > limit).sum()))
+
+    def slow(self, child: int, hook: str, spent: int, n: int = 1) -> None:
+        """Count ``n`` slow calls, the slowest of which took ``spent`` ns; log the first of this hook."""
+        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)), n)
         once(
             f"slow:{child}:{hook}",
             logging.WARNING,
@@ -156,9 +194,7 @@ class Recorder:
     def failed(self, child: int, hook: str, spent: int, error: BaseException) -> None:
         """Count a call that ended with an exception."""
         try:
-            durations = self.durations(child, hook)
-            durations[(spent - 1).bit_length()] += 1
-            durations[SUM] += spent
+            self.add_call(child, hook, spent)
             kind = type(error).__qualname__[:_NAME_AT_MOST]
             key = (signals.CALL_ERRORS.name, child, hook, kind)
             known = [other for other in self._opened if other[0] == signals.CALL_ERRORS.name]
@@ -173,41 +209,38 @@ class Recorder:
     def take(self) -> Taken:
         """Return what was added since the last call."""
         begin = perf_counter_ns()
-        calls = self._fold_durations()
-        self._counts[_RECORD] += int(calls * cost_of_recording())
-        counts = {}
-        for place, (now, before) in enumerate(zip(self._counts, self._shipped, strict=True)):
-            if now != before:
-                counts[place] = now - before
-                self._shipped[place] = now
-        opened = [[*key, n] for key, n in self._opened.items()]
+        self._add(_RECORD, int(self._read_tallies() * cost_of_recording()))
+        counts, self._counts = self._counts, {}
+        opened = [[*key, n] for key, n in self._opened.items() if n]
         self._opened = dict.fromkeys(self._opened, 0)
         gauges, self._changed_gauges = self._changed_gauges, {}
-        self._counts[_FLUSH] += perf_counter_ns() - begin  # ships with the next
-        return Taken(counts, [row for row in opened if row[-1]], gauges)
+        self._add(_FLUSH, perf_counter_ns() - begin)  # ships with the next
+        return Taken(counts, opened, gauges)
 
-    def _fold_durations(self) -> int:
-        """Add the calls' durations to the exposed buckets; return how many calls there were since the last time."""
+    def _read_tallies(self) -> int:
+        """Add what the tallies have grown by; return how many calls that were."""
         calls = 0
-        for first, now, shipped in self._durations.values():
-            if now == shipped:
-                continue
-            for k, (after, before) in enumerate(zip(now, shipped, strict=True)):
-                if after != before:
-                    self._counts[first + _FOLD[k]] += after - before
-                    shipped[k] = after
-                    calls += after - before if k != SUM else 0
+        for first, now, taken in self._tallies.values():
+            for i, n in enumerate(now):
+                if n != taken[i]:
+                    self._add(first + i, n - taken[i])
+                    calls += n - taken[i] if i != SUM else 0
+                    taken[i] = n
         return calls
 
 
 _RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
-# Where each of a hook's 64 durations, and their sum, is exposed.
-_FOLD = [bisect_left(signals.CALL_DURATION.bounds, k) for k in range(SUM)] + [len(signals.CALL_DURATION.bounds) + 1]
 
 
-def _bucket(signal: Signal, ns: int) -> int:
-    """Return the first bucket whose bound is not below ``ns``."""
-    return bisect_left(signal.bounds, (ns - 1).bit_length() if ns > 0 else 0)
+def _place(child: int, signal: Signal, *values: str) -> int:
+    return PROCESS_WIDTH + child * CHILD_WIDTH + signals.slot(signal, *values)
+
+
+def _bucketed(signal: Signal, durations: Durations) -> list[int]:
+    """Return how many of the durations fall into each bucket of a histogram, and above the last bound."""
+    bounds = np.left_shift(1, signal.bounds, dtype=np.int64)
+    counts: list[int] = np.bincount(np.searchsorted(bounds, durations), minlength=len(bounds) + 1).tolist()
+    return counts
 
 
 @cache

@@ -2,58 +2,104 @@
 
 from __future__ import annotations
 
-from kvobs import faults, signals
-from kvobs.recorder import SUM, Recorder
+from collections.abc import Sequence
 
-_LOAD, _START, _SAVE = ("wait_for_layer_load",), ("start_load_kv",), ("save_kv_layer", "wait_for_save")
+import numpy as np
+
+from kvobs import faults, signals
+from kvobs.children import Child
+from kvobs.layer_calls import LayerCalls
+from kvobs.recorder import SUM, Recorder, Tally
 
 
 class Stalls:
-    """Cuts the calls' durations, which only ever grow, into steps.
+    """Cuts the time of the calls that a step waits for into steps.
 
     A hook that was not called in a step (left out because it is empty, or not replayed within a CUDA graph) is not
     observed: no stall is not the same as a stall of nothing.
     """
 
-    def __init__(self, children: int, recorder: Recorder) -> None:
+    def __init__(self, children: Sequence[Child], recorder: Recorder) -> None:
         self._recorder = recorder
-        self._meters = [
-            tuple(_Meter([recorder.durations(child, hook) for hook in hooks]) for hooks in (_LOAD, _START, _SAVE))
-            for child in range(children)
-        ]
+        self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", children, recorder)
+        self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", children, recorder)
 
-    def close_step(self, *, waits_for_start: bool) -> list[int]:
-        """Record the step's stalls; return what each child's loads took in it, in ns.
+    @property
+    def layer_calls(self) -> tuple[LayerCalls, LayerCalls]:
+        """Return the layer hooks, to be put in place."""
+        return self._loads.layers, self._saves.layers
 
-        ``waits_for_start``: a synchronous load is due, so vLLM has called ``start_load_kv`` before the forward.
+    def close_step(self, *, has_sync_loads: bool) -> dict[int, int]:
+        """End a step; where a synchronous load was due, return what each child's loads took of it, in ns.
+
+        vLLM calls ``start_load_kv`` before the forward in that case, else after its launch.
         """
-        load_ns = [0] * len(self._meters)
         try:
-            for child, (load, start, save) in enumerate(self._meters):
-                waited, started, saved = load.read(), start.read(), save.read()
-                waited += started if waits_for_start else 0
-                if waited:
-                    self._recorder.observe(child, signals.LOAD_STALL, waited)
-                if saved:
-                    self._recorder.observe(child, signals.SAVE_STALL, saved)
-                load_ns[child] = waited
+            took = self._loads.spent_in_step() if has_sync_loads else {}
+            self._loads.close_step(waits=has_sync_loads)
+            self._saves.close_step(waits=True)
         except Exception:
             faults.contain("record")
-        return load_ns
+            return {}
+        return took
+
+    def flush(self) -> None:
+        """Count the calls and stalls of the steps that are closed."""
+        try:
+            self._loads.flush()
+            self._saves.flush()
+        except Exception:
+            faults.contain("record")
+
+
+class _Waits:
+    """A layer hook, and the once-a-step hook whose time counts with it."""
+
+    def __init__(
+        self, signal: signals.Signal, layer_hook: str, step_hook: str, children: Sequence[Child], recorder: Recorder
+    ) -> None:
+        self.layers = LayerCalls(layer_hook, children, recorder)
+        self._signal = signal
+        self._recorder = recorder
+        self._meters = [_Meter(recorder.tally(child.index, step_hook)) for child in children]
+        self._steps: list[list[int]] = []  # what the other hook took, by child
+        self._has_layers: list[bool] = []  # whether layers were called in that step
+
+    def spent_in_step(self) -> dict[int, int]:
+        layers = self.layers.spent_in_step()
+        return {child: layers.get(child, 0) + meter.grown for child, meter in enumerate(self._meters)}
+
+    def close_step(self, *, waits: bool) -> None:
+        once = [meter.read() for meter in self._meters]
+        self._steps.append(once if waits else [0] * len(once))
+        self._has_layers.append(self.layers.close_step())
+
+    def flush(self) -> None:
+        if not self._steps:
+            return
+        spent, has_layers = np.array(self._steps), np.array(self._has_layers)
+        self._steps, self._has_layers = [], []
+        for child, took in self.layers.drain().items():
+            spent[has_layers, child] += took
+        for child in range(len(self._meters)):
+            waited = spent[:, child]
+            self._recorder.observe_all(child, self._signal, waited[waited > 0])
 
 
 class _Meter:
-    """What some hooks' durations have grown by since the last reading."""
+    """What a hook's calls, whose time only ever grows, have taken since the last reading."""
 
-    __slots__ = ("_before", "_durations")
+    __slots__ = ("_before", "_tally")
 
-    def __init__(self, durations: list[list[int]]) -> None:
-        self._durations = durations
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
         self._before = 0
 
+    @property
+    def grown(self) -> int:
+        return self._tally[SUM] - self._before
+
     def read(self) -> int:
-        now = 0
-        for durations in self._durations:
-            now += durations[SUM]
-        grown, self._before = now - self._before, now
+        grown = self.grown
+        self._before += grown
         return grown

@@ -49,8 +49,9 @@ class WorkerSide:
         self._rank = rank
         self._ids_are_unique = kv_cache_groups <= 1
         self._collector = Collector(children, recorder)
-        self._stalls = Stalls(len(children), recorder)
-        self._load_ns = [0] * len(children)  # what each child's loads took in this step
+        self._stalls = Stalls(children, recorder)
+        self._load_ns: dict[int, int] = {}  # child -> what its sync loads took of this step
+        self.layer_calls = self._stalls.layer_calls
         self._meta: MultiKVConnectorMetadata | None = None
         self._loads: dict[str, LoadOrder] = {}  # open loads, to tell whose a bad block is
         self._reports: list[Report] = []
@@ -138,9 +139,11 @@ class WorkerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         meta = self._meta
-        waits_for_start = meta is not None and any(not load.is_async for load in meta.loads.values())
-        self._load_ns = self._stalls.close_step(waits_for_start=waits_for_start)
+        has_sync_loads = meta is not None and any(not load.is_async for load in meta.loads.values())
+        self._load_ns = self._stalls.close_step(has_sync_loads=has_sync_loads)
         is_due = meta is not None and meta.flush.is_due(is_reporting=bool(self._reports or meta.failed))
+        if is_due:
+            self._stalls.flush()
         return self._collector.collect(is_due=is_due)
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
@@ -161,7 +164,7 @@ class WorkerSide:
         for request, load in self._meta.loads.items() if self._meta is not None else ():
             if not load.is_async:
                 kind = Kind.SYNC_FAILED if request in self._failed_syncs else Kind.SYNC_DONE
-                self._report(self.children[load.child], kind, (request,), self._load_ns[load.child])
+                self._report(self.children[load.child], kind, (request,), self._load_ns.get(load.child, 0))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:

@@ -231,14 +231,19 @@ class Blocks:
 
 
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
-    """Return what kvobs's scheduler side has counted so far."""
-    return counts_of(rig.connector._side._recorder, child, metric, *labels)
+    """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
+    place = _place(child, metric, *labels)
+    shipped = sum(payload["kvobs"]["counts"].get(place, 0) for payload in rig.stats)
+    return shipped + counts_of(rig.connector._side._recorder, child, metric, *labels)
 
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
-    """Return what a recorder has counted so far."""
-    place = signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals._FIRST[(metric, *labels)]
-    return recorder._counts[place]
+    """Return what a recorder has counted since its numbers were taken."""
+    return recorder._counts.get(_place(child, metric, *labels), 0)
+
+
+def _place(child: int, metric: str, *labels: str) -> int:
+    return signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals._FIRST[(metric, *labels)]
 
 
 def assert_nothing_is_left(rig: Rig) -> None:

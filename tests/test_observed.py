@@ -349,7 +349,7 @@ def test_faults_and_cost_of_its_own(patch: pytest.MonkeyPatch, a: Script, b: Scr
     engine = Engine(patch, a, b, ranks=1)
     engine.rig.add("r")
     engine.step()
-    engine.rig.workers[0]._side._stalls._recorder.durations(0, "wait_for_layer_load").clear()
+    engine.rig.workers[0]._side._stalls._recorder.tally(0, "wait_for_layer_load").clear()
     try:
         1 // 0  # noqa: B018 - a fault in some process
     except ZeroDivisionError:

@@ -167,7 +167,7 @@ def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
     asker = Asker((16, True))
     asker.ask()
     asker.offers.settle("r", 0, 16)
-    before = list(asker.recorder._counts)
+    before = dict(asker.recorder._counts)
     asker.offers.settle("r", None, 0)
     assert asker.recorder._counts == before
 

@@ -52,6 +52,11 @@ def test_numbers_merge_exactly_in_any_order_and_survive_every_hop(taken: list[Ta
     assert arrived.children == CHILDREN
 
 
+def test_what_is_packed_for_pickle_of_another_version_is_left_alone() -> None:
+    other = KvobsStats.read({"v": 99, "counts": [1, 40]})
+    assert pickle.loads(pickle.dumps(other)).data == {"v": 99, "counts": [1, 40]}
+
+
 def test_of_gauges_the_last_one_counts() -> None:
     mine = numbers(Taken({}, [], {1: 5, 2: 6}))
     mine.aggregate(numbers(Taken({}, [], {2: 7})))

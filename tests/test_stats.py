@@ -128,7 +128,7 @@ def test_a_child_without_stats_is_not_asked() -> None:
 
     collects, recorder = collector(Silent())
     assert collects.collect(is_due=False) is None
-    assert recorder._durations == {}
+    assert recorder._tallies == {}
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,29 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry, Histogram
+
+from tests.bench.report import Budget, Line, Part
 from tests.engine.children_stats import IdleChild
 from tests.rig import Rig
 
 CHILDREN = 3
 ROUNDS = 41
 CALLS = 2000
+NAIVE_CALLS = 100
 
 
-@dataclass(frozen=True)
-class Cost:
-    """ns per call of the wrapper, medians over the rounds, and the ratio's median and quartiles."""
-
-    hook: str
-    stock_ns: float
-    kvobs_ns: float
-    ratio: float
-    low: float
-    high: float
+BUDGETS = {
+    "wait_for_layer_load": Budget(2.5),
+    "save_kv_layer": Budget(2.5),
+    "wait_for_layer_load, empty in all": Budget(0.25),
+    "save_kv_layer, empty in all": Budget(0.25),
+}
 
 
 class BusyChild(IdleChild):
@@ -47,10 +49,13 @@ class BusyChild(IdleChild):
         self.layer = ""
 
 
-def rig_of(router: str, child: type[IdleChild]) -> Rig:
-    """Build a rig with three children of a class of this module."""
-    entry = {"kv_connector": child.__name__, "kv_connector_module_path": __name__, "kv_role": "kv_both"}
-    return Rig(router, connectors=[dict(entry) for _ in range(CHILDREN)])
+def rig_of(router: str, *children: type[IdleChild]) -> Rig:
+    """Build a rig with children of these classes."""
+    connectors = [
+        {"kv_connector": child.__name__, "kv_connector_module_path": child.__module__, "kv_role": "kv_both"}
+        for child in children
+    ]
+    return Rig(router, connectors=connectors)
 
 
 def layer_load(rig: Rig) -> timeit.Timer:
@@ -61,26 +66,6 @@ def layer_save(rig: Rig) -> timeit.Timer:
     return timer("save('model.layers.0.self_attn.attn', None, None)", save=rig.workers[0].save_kv_layer)
 
 
-def worker_step(rig: Rig) -> timeit.Timer:
-    """Return the once-a-step hooks of a worker, in vLLM's order."""
-    worker = rig.workers[0]
-    meta = rig.scheduler.schedule().kv_connector_metadata
-
-    def step() -> None:
-        worker.handle_preemptions(meta)
-        worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        worker.get_transfer_results(set())
-        worker.get_block_ids_with_load_errors()
-        worker.get_kv_connector_stats()
-        worker.get_kv_connector_kv_cache_events()
-        worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-
-    return timer("step()", step=step)
-
-
 def timer(statement: str, **names: Any) -> timeit.Timer:
     """Count CPU time: neighbours on the machine can't get into it."""
     return timeit.Timer(statement, timer=time.thread_time_ns, globals=names)
@@ -89,28 +74,69 @@ def timer(statement: str, **names: Any) -> timeit.Timer:
 CASES: dict[str, tuple[type[IdleChild], Callable[[Rig], timeit.Timer]]] = {
     "wait_for_layer_load": (BusyChild, layer_load),
     "save_kv_layer": (BusyChild, layer_save),
-    "a worker's step": (BusyChild, worker_step),
     "wait_for_layer_load, empty in all": (IdleChild, layer_load),
     "save_kv_layer, empty in all": (IdleChild, layer_save),
-    "a worker's step, empty in all": (IdleChild, worker_step),
 }
 
 
-def measure() -> list[Cost]:
-    costs = []
+def measure() -> Part:
+    lines = []
     for name, (child, case) in CASES.items():
-        rigs = {router: rig_of(router, child) for router in ("stock", "kvobs")}
-        costs.append(_compare(name, {router: case(rig) for router, rig in rigs.items()}))
-    return costs
+        rigs = {router: rig_of(router, *[child] * CHILDREN) for router in ("stock", "kvobs")}
+        timers = {router: case(rig) for router, rig in rigs.items()}
+        lines.append(_compare(name, timers, rigs["kvobs"]))
+    lines.append(_naive())
+    return Part(f"A fan-out over {CHILDREN} children, CPU time of a call; baseline: vLLM's own", lines)
 
 
-def _compare(name: str, timers: dict[str, timeit.Timer]) -> Cost:
+def _naive() -> Line:
+    """Compare with what one would write first: a span and an observation with labels around every call."""
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter(), max_queue_size=100_000))
+    tracer = provider.get_tracer("naive")
+    histogram = Histogram("naive_seconds", "Calls.", ["connector", "hook"], registry=CollectorRegistry())
+    rig = rig_of("stock", *[BusyChild] * CHILDREN)
+    calls = [(f"c{i}", child.wait_for_layer_load) for i, child in enumerate(rig.workers[0]._connectors)]
+
+    def wait_for_layer_load(layer_name: str) -> None:
+        for name, call in calls:
+            begin = time.perf_counter()
+            with tracer.start_as_current_span("wait_for_layer_load", attributes={"connector": name}):
+                call(layer_name)
+            histogram.labels(name, "wait_for_layer_load").observe(time.perf_counter() - begin)
+
+    naive = timer("wait('model.layers.0.self_attn.attn')", wait=wait_for_layer_load)
+    ours_rig = rig_of("kvobs", *[BusyChild] * CHILDREN)
+    ours = layer_load(ours_rig)
+    ratios, costs = [], []
+    for _ in range(ROUNDS):
+        ours_s = ours.timeit(CALLS) / CALLS
+        flush(ours_rig)
+        costs.append(naive.timeit(NAIVE_CALLS) / NAIVE_CALLS)
+        ratios.append(costs[-1] / ours_s)
+    provider.shutdown()
+    naive_ns, times = statistics.median(costs), tuple(ratios)
+    title = "a span and an observation per call, against kvobs"
+    return Line(
+        title, "ns", naive_ns, times, statistics.median(costs) / statistics.median(ratios), Budget(80, at_least=True)
+    )
+
+
+def flush(rig: Rig) -> None:
+    """Count what was stamped, as a worker does every 100 ms."""
+    stalls = rig.workers[0]._side._stalls
+    stalls.close_step(has_sync_loads=False)
+    stalls.flush()
+
+
+def _compare(name: str, timers: dict[str, timeit.Timer], ours: Rig) -> Line:
     """Time both in turns: what disturbs the machine disturbs both, and a ratio within a round keeps its meaning."""
     times: dict[str, list[float]] = {router: [] for router in timers}
     for turn in range(ROUNDS):
         order = list(timers.items())
         for router, timed in order if turn % 2 else reversed(order):
             times[router].append(timed.timeit(CALLS) / CALLS)
-    ratios = [ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return Cost(name, statistics.median(times["stock"]), statistics.median(times["kvobs"]), middle, low, high)
+        flush(ours)
+    stock, kvobs = statistics.median(times["stock"]), statistics.median(times["kvobs"])
+    ratios = tuple(ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True))
+    return Line(name, "ns", kvobs, ratios, baseline=stock, budget=BUDGETS[name])

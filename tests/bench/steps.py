@@ -1,0 +1,83 @@
+"""What recording adds to a worker's step of about 5 ms: 80 layers, each with a wait, some work and a save, and a flush.
+
+CPU time of the thread, so that neighbours are not measured; kvobs and vLLM's own MultiConnector in turns, the
+difference in per cent of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from kvobs.flush import Flush
+from tests.bench.calls import CHILDREN, BusyChild, rig_of
+from tests.bench.report import Budget, Line, Part
+from tests.engine.children_stats import IdleChild
+
+LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(80)]
+STEP_NS = 5_000_000
+STEPS_PER_FLUSH = 20  # one in 100 ms
+ROUNDS = 15
+
+# What a layer's own Python does between the hooks: enough to push the hooks' code and data out of the nearest cache.
+DOCUMENT = json.dumps([{f"k{i}": [i, str(i), {"x": i * 1.5}]} for i in range(40)])
+
+MIXES = {
+    "3 children": ((BusyChild,) * CHILDREN, Budget(1.0)),
+    "3 children, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), Budget(0.4)),
+}
+
+
+class Worker:
+    """One worker's connector, and how far it is from the next flush."""
+
+    def __init__(self, router: str, children: tuple[type[IdleChild], ...]) -> None:
+        self.rig = rig_of(router, *children)
+        self.connector = self.rig.workers[0]
+        self.meta = self.rig.scheduler.schedule().kv_connector_metadata
+        self.steps = 0
+
+    def step_ns(self) -> int:
+        """Run one step; return its CPU time."""
+        self.steps += 1
+        connector, meta = self.connector, self.meta
+        if hasattr(meta, "flush"):
+            meta = dataclasses.replace(meta, flush=Flush.NO if self.steps % STEPS_PER_FLUSH else Flush.YES)
+        connector.bind_connector_metadata(meta)
+        begin = time.thread_time_ns()
+        for layer in LAYERS:
+            connector.wait_for_layer_load(layer)
+            json.loads(DOCUMENT)
+            connector.save_kv_layer(layer, None, None)
+        connector.get_kv_connector_stats()
+        spent = time.thread_time_ns() - begin
+        connector.clear_connector_metadata()
+        return spent
+
+
+def measure(rounds: int = ROUNDS) -> Part:
+    return Part("A worker's step of 5 ms, 80 layers", [_measure(title, *mix, rounds) for title, mix in MIXES.items()])
+
+
+def _measure(title: str, children: Any, budget: Budget, rounds: int) -> Line:
+    workers = {router: Worker(router, children) for router in ("stock", "kvobs")}
+    for worker in workers.values():
+        worker.step_ns()
+    shares: list[float] = []
+    steps: dict[str, list[float]] = {router: [] for router in workers}
+    for _ in range(rounds):
+        spent = dict.fromkeys(workers, 0)
+        for _ in range(STEPS_PER_FLUSH):
+            for router in random.sample(sorted(workers), len(workers)):
+                spent[router] += workers[router].step_ns()
+        for router, ns in spent.items():
+            steps[router].append(ns / STEPS_PER_FLUSH)
+        shares.append(100 * (spent["kvobs"] - spent["stock"]) / STEPS_PER_FLUSH / STEP_NS)
+    added = statistics.median(shares) / 100 * STEP_NS / 1e3
+    return Line(
+        f"added: {title} ({added:+.1f} us)", "% of 5 ms", statistics.median(shares), tuple(shares), None, budget
+    )
