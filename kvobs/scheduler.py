@@ -126,15 +126,15 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         orders, self._orders = self._orders, {}
         closed, self._closed = tuple(self._closed), []
+        has_forward = scheduler_output.total_num_scheduled_tokens > 0
         return MultiKVConnectorMetadata(
             metadata=tuple(child.build_connector_meta(scheduler_output) for child in self.children),
             loads=orders,
             closed=closed,
             failed=self.ledger.take_failures(),
+            has_forward=has_forward,
             flush=self._flush_rule.decide(
-                wall_ns(),
-                tokens=scheduler_output.total_num_scheduled_tokens,
-                finished=bool(scheduler_output.finished_req_ids),
+                wall_ns(), has_forward=has_forward, has_finished=bool(scheduler_output.finished_req_ids)
             ),
         )
 
@@ -299,4 +299,4 @@ class SchedulerSide:
     def _reports_expected(self, child: int | None) -> int:
         if child is None:
             return self._world_size
-        return self.children[child].connector.get_finished_count() or self._world_size
+        return self.children[child].get_finished_count() or self._world_size

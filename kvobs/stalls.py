@@ -29,15 +29,16 @@ class Stalls:
         """Return the layer hooks, to be put in place."""
         return self._loads.layers, self._saves.layers
 
-    def close_step(self, *, has_sync_loads: bool) -> dict[int, int]:
+    def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
         """End a step; where a synchronous load was due, return what each child's loads took of it, in ns.
 
-        vLLM calls ``start_load_kv`` before the forward in that case, else after its launch.
+        vLLM calls ``start_load_kv`` before the forward in that case, else after its launch. A step without a forward
+        waits for nothing.
         """
         try:
             took = self._loads.spent_in_step() if has_sync_loads else {}
-            self._loads.close_step(waits=has_sync_loads)
-            self._saves.close_step(waits=True)
+            self._loads.close_step(waits=has_forward and has_sync_loads)
+            self._saves.close_step(waits=has_forward)
         except Exception:
             faults.contain("record")
             return {}

@@ -23,7 +23,7 @@ from kvobs import faults, signals
 from kvobs.children import Child
 from kvobs.config import RESERVED_NAME
 from kvobs.notices import once
-from kvobs.payload import NOTHING, KvobsStats, as_dict
+from kvobs.payload import KvobsStats, as_dict, nothing
 from kvobs.recorder import Recorder, Taken
 from kvobs.summary import summarize
 
@@ -53,8 +53,14 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
     """The stats of all children, by name, and kvobs's own under ``kvobs``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the payload as plain builtins."""
-        return {name: as_dict(stats) for name, stats in self.data.items()}
+        """Return the payload as plain builtins; what can't be told is left out."""
+        payload = {}
+        for name, stats in self.data.items():
+            try:
+                payload[name] = as_dict(stats)
+            except Exception:
+                faults.contain("merge")
+        return payload
 
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
         """Merge ``other`` in; it is neither changed nor kept."""
@@ -62,7 +68,12 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         try:
             for name, theirs in other.data.items():
                 mine = self.data.get(name)
-                self.data[name] = copy.deepcopy(theirs) if mine is None else _merged(name, mine, theirs)
+                if mine is None:
+                    self.data[name] = copy.deepcopy(theirs)
+                elif name == RESERVED_NAME:
+                    mine.aggregate(theirs)
+                else:
+                    self.data[name] = _merged(name, mine, theirs)
             own = self.data.get(RESERVED_NAME)
             if isinstance(own, KvobsStats):
                 own.spend(_MERGE, perf_counter_ns() - begin)
@@ -110,10 +121,9 @@ class Collector:
     def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
         """Return the payload, or None when there is nothing to tell."""
         data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
-        taken = self._take() if is_due else NOTHING
-        if not data and taken is NOTHING:
+        if not data and not is_due:
             return None
-        data[RESERVED_NAME] = KvobsStats.of(self._classes, taken)
+        data[RESERVED_NAME] = KvobsStats.of(self._classes, self._take() if is_due else nothing())
         return MultiKVConnectorStats(data=data)
 
     def _take(self) -> Taken:
@@ -122,7 +132,7 @@ class Collector:
             taken = self._recorder.take()
         except Exception:
             faults.contain("flush")
-            taken = Taken({}, [], {})
+            taken = nothing()
         for where, n in faults.take().items():
             taken.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
         return taken
@@ -141,18 +151,20 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
     """Build stats from whatever a peer sent: objects, dicts, ``{"data": ...}`` wrappers, or a mixture; never raise."""
     if isinstance(data, KVConnectorStats):
         data = data.data
-    if not isinstance(data, Mapping):
-        return MultiKVConnectorStats()
-    own = data.get(RESERVED_NAME)
-    ours = KvobsStats.read(own) if own is not None else KvobsStats()
     rebuilt: dict[str, KVConnectorStats] = {}
-    for name, value in data.items():
-        if name == RESERVED_NAME:
-            rebuilt[name] = ours
-        elif isinstance(value, KVConnectorStats):
-            rebuilt[name] = value
-        else:
-            rebuilt[name] = _rebuild_child(name, ours.children.get(name), as_dict(value))
+    try:
+        entries = data if isinstance(data, Mapping) else {}
+        own = entries.get(RESERVED_NAME)
+        ours = KvobsStats.read(own) if own is not None else KvobsStats()
+        for name, value in entries.items():
+            if name == RESERVED_NAME:
+                rebuilt[name] = ours
+            elif isinstance(value, KVConnectorStats):
+                rebuilt[name] = value
+            else:
+                rebuilt[name] = _rebuild_child(name, ours.children.get(name), as_dict(value))
+    except Exception:
+        faults.contain("rebuild")
     return MultiKVConnectorStats(data=rebuilt)
 
 

@@ -138,10 +138,13 @@ class WorkerSide:
         return passed_on
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        """Return what there is to tell; kvobs's own numbers when the scheduler says so, or when nothing else runs."""
         meta = self._meta
-        has_sync_loads = meta is not None and any(not load.is_async for load in meta.loads.values())
-        self._load_ns = self._stalls.close_step(has_sync_loads=has_sync_loads)
-        is_due = meta is not None and meta.flush.is_due(is_reporting=bool(self._reports or meta.failed))
+        if meta is None:
+            return self._collector.collect(is_due=False)
+        has_sync_loads = any(not load.is_async for load in meta.loads.values())
+        self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+        is_due = meta.flush or (not meta.has_forward and bool(self._reports or meta.failed))
         if is_due:
             self._stalls.flush()
         return self._collector.collect(is_due=is_due)

@@ -8,9 +8,13 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 import pytest
+from hypothesis import settings
 
 from kvobs import faults, notices
 from tests.scripted import SCRIPTS, Script
+
+settings.register_profile("kvobs", deadline=None)  # a busy machine is no failure
+settings.load_profile("kvobs")
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs import signals
 from kvobs.demo.model import make_model
+from kvobs.payload import KvobsStats
 from kvobs.recorder import Recorder
 from tests.scripted import Script
 
@@ -233,7 +234,7 @@ class Blocks:
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)
-    shipped = sum(payload["kvobs"]["counts"].get(place, 0) for payload in rig.stats)
+    shipped = sum(KvobsStats(data=payload["kvobs"]).taken().counts.get(place, 0) for payload in rig.stats)
     return shipped + counts_of(rig.connector._side._recorder, child, metric, *labels)
 
 

@@ -4,27 +4,18 @@ from itertools import product
 
 import pytest
 
-from kvobs.flush import EVERY_NS, Flush, FlushRule
+from kvobs.flush import EVERY_NS, FlushRule
 
 
 def test_every_100_ms_of_work() -> None:
     rule = FlushRule()
     times = range(0, 10 * EVERY_NS, EVERY_NS // 5)
-    decided = [rule.decide(now, tokens=8, finished=False) for now in times]
-    assert decided == [Flush.YES, Flush.NO, Flush.NO, Flush.NO, Flush.NO] * 10
+    decided = [rule.decide(now, has_forward=True, has_finished=False) for now in times]
+    assert decided == [True, False, False, False, False] * 10
 
 
-@pytest.mark.parametrize(("tokens", "finished"), list(product([0, 8], [False, True])))
-def test_shortly_after_a_flush(tokens: int, finished: bool) -> None:
+@pytest.mark.parametrize(("has_forward", "has_finished"), list(product([False, True], repeat=2)))
+def test_shortly_after_a_flush_only_the_last_word_of_a_burst(has_forward: bool, has_finished: bool) -> None:
     rule = FlushRule()
-    rule.decide(0, tokens=8, finished=False)
-    expected = Flush.NO if tokens else Flush.YES if finished else Flush.IF_REPORTING
-    assert rule.decide(1, tokens=tokens, finished=finished) is expected
-
-
-@pytest.mark.parametrize(
-    ("flush", "due"),
-    [(Flush.NO, (False, False)), (Flush.IF_REPORTING, (False, True)), (Flush.YES, (True, True))],
-)
-def test_a_worker_obeys_and_adds_what_it_has_to_report(flush: Flush, due: tuple[bool, bool]) -> None:
-    assert tuple(flush.is_due(is_reporting=reporting) for reporting in (False, True)) == due
+    rule.decide(0, has_forward=True, has_finished=False)
+    assert rule.decide(1, has_forward=has_forward, has_finished=has_finished) is (has_finished and not has_forward)

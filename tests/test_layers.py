@@ -9,9 +9,22 @@ from pathlib import Path
 import kvobs
 
 PACKAGE = Path(kvobs.__file__).parent
-ORDER = re.findall(r"^    ([a-z]+(?:, [a-z]+)*)  ", kvobs.__doc__ or "", re.MULTILINE)
+ORDER = re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*)  ", kvobs.__doc__ or "", re.MULTILINE)
 STATIONS = [name for line in ORDER for name in line.split(", ")]
-NEEDS_NO_VLLM = ("notices", "hooks", "signals", "config", "ledger", "recorder", "plugin")
+NEEDS_NO_VLLM = (
+    "notices",
+    "hooks",
+    "signals",
+    "faults",
+    "config",
+    "layout",
+    "reports",
+    "ledger",
+    "recorder",
+    "flush",
+    "summary",
+    "plugin",
+)
 
 
 def station_of(path: Path) -> str:

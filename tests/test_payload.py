@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.payload import NOTHING, VERSION, KvobsStats, as_dict
+from kvobs.payload import VERSION, KvobsStats, as_dict, nothing
 from kvobs.recorder import Taken
 from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST
 
@@ -52,9 +52,26 @@ def test_numbers_merge_exactly_in_any_order_and_survive_every_hop(taken: list[Ta
     assert arrived.children == CHILDREN
 
 
-def test_what_is_packed_for_pickle_of_another_version_is_left_alone() -> None:
-    other = KvobsStats.read({"v": 99, "counts": [1, 40]})
-    assert pickle.loads(pickle.dumps(other)).data == {"v": 99, "counts": [1, 40]}
+@given(st.lists(counts, min_size=1, max_size=9))
+def test_what_was_merged_is_added_up_once(taken: list[dict[int, int]]) -> None:
+    merged, *others = [numbers(Taken(part, [], {})) for part in taken]
+    for other in others:
+        merged.aggregate(other)
+    once = merged.to_dict()["counts"]
+    total = added([Taken(part, [], {}) for part in taken])[0]
+    assert merged.taken().counts == total
+    assert once == numbers(Taken(total, [], {})).data["counts"]
+    assert sum(once[::2]) == 0
+
+
+def test_numbers_that_were_nothing_do_not_grow_those_that_still_are() -> None:
+    """Worker and scheduler of one process each begin with nothing."""
+    for _ in range(2):
+        mine = numbers(nothing())
+        mine.aggregate(numbers(Taken({1: 1}, [["s", 0, 1]], {1: 1})))
+        mine.spend(3, 4)
+        assert mine.taken() == Taken({1: 1, 3: 4}, [["s", 0, 1]], {1: 1})
+    assert numbers(nothing()).is_empty()
 
 
 def test_of_gauges_the_last_one_counts() -> None:
@@ -67,9 +84,10 @@ def test_merging_neither_changes_nor_keeps_its_argument() -> None:
     mine, theirs = KvobsStats(), numbers(Taken({1: 2}, [["s", 0, 1]], {3: 4}))
     before = copy.deepcopy(theirs.data)
     mine.aggregate(theirs)
+    mine.spend(5, 7)
     mine.aggregate(numbers(Taken({1: 9}, [["s", 0, 1]], {3: 9})))
     assert theirs.data == before
-    assert mine.taken() == Taken({1: 11}, [["s", 0, 2]], {3: 9})
+    assert mine.taken() == Taken({1: 11, 5: 7}, [["s", 0, 2]], {3: 9})
 
 
 def test_another_versions_numbers_are_kept_and_never_mixed_with_ours() -> None:
@@ -79,16 +97,19 @@ def test_another_versions_numbers_are_kept_and_never_mixed_with_ours() -> None:
     assert mine.taken().counts == {1: 2}
     theirs = KvobsStats.read(other)
     assert theirs.aggregate(mine).data == other
-    assert theirs.taken() == NOTHING
+    assert theirs.taken() == nothing()
     theirs.spend(1, 1)
-    assert theirs.data == other
+    assert theirs.to_dict() == other
 
 
 @pytest.mark.parametrize(
     ("key", "sent", "read"),
     [
-        ("counts", {1: 2, "x": 3, -1: 4, 5: -6, 7: "8", 9: 1.5, 10: True}, {1: 2}),
-        ("counts", [1, 2], {}),
+        ("counts", [1, 2, -2, 4, 6, -6], [1, 2, -1, 0]),
+        ("counts", [1, 2, "x", 3], []),
+        ("counts", [1, 2, 3, True], []),
+        ("counts", {1: 2}, []),
+        ("gauges", {1: 2, "x": 3, -1: 4, 5: -6, 7: "8", 9: 1.5, 10: True}, {1: 2}),
         ("gauges", {1: 2, None: 3}, {1: 2}),
         ("opened", [["s", 0, "x", 1], ["s", 0], ["s", -1, 1], ["s", 0, 7, 1], [None, 0, 1], "row", ["s", 0, 1.5]],
          [["s", 0, "x", 1]]),
@@ -102,7 +123,7 @@ def test_only_what_is_well_formed_is_read(key: str, sent: Any, read: Any) -> Non
 
 
 def test_emptiness_and_reset() -> None:
-    assert numbers(NOTHING).is_empty()
+    assert numbers(nothing()).is_empty()
     for some in (Taken({1: 1}, [], {}), Taken({}, [["s", 0, 1]], {}), Taken({}, [], {1: 0})):
         stats = numbers(some)
         assert not stats.is_empty()

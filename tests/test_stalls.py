@@ -72,7 +72,7 @@ def test_each_step_has_what_its_own_calls_took(monkeypatch: pytest.MonkeyPatch) 
             step.layer("wait_for_layer_load", layer_ns, 1)
             step.layer("save_kv_layer", 5, 0)
         step.once(0, "wait_for_save", 6)
-        assert step.stalls.close_step(has_sync_loads=False) == {}
+        assert step.stalls.close_step(has_forward=True, has_sync_loads=False) == {}
     assert step.observed() == {
         (0, "kvobs_load_stall_seconds"): (2, 2 * 3 + 2 * 40),
         (1, "kvobs_load_stall_seconds"): (2, 4),
@@ -84,10 +84,10 @@ def test_each_step_has_what_its_own_calls_took(monkeypatch: pytest.MonkeyPatch) 
 def test_start_load_kv_is_waited_for_only_where_a_sync_load_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, *BOTH)
     step.once(0, "start_load_kv", 7)
-    assert step.stalls.close_step(has_sync_loads=False) == {}
+    assert step.stalls.close_step(has_forward=True, has_sync_loads=False) == {}
     step.once(0, "start_load_kv", 9)
     step.layer("wait_for_layer_load", 1, 2)
-    assert step.stalls.close_step(has_sync_loads=True) == {0: 10, 1: 2}
+    assert step.stalls.close_step(has_forward=True, has_sync_loads=True) == {0: 10, 1: 2}
     assert step.observed() == {(0, "kvobs_load_stall_seconds"): (1, 10), (1, "kvobs_load_stall_seconds"): (1, 2)}
 
 
@@ -96,8 +96,16 @@ def test_a_step_without_calls_is_not_observed_and_shifts_nothing(monkeypatch: py
     for layer_ns in (0, 5, 0, 0, 7):
         if layer_ns:
             step.layer("wait_for_layer_load", layer_ns, 0)
-        step.stalls.close_step(has_sync_loads=False)
+        step.stalls.close_step(has_forward=True, has_sync_loads=False)
     assert step.observed() == {(0, "kvobs_load_stall_seconds"): (2, 12)}
+
+
+def test_a_step_without_a_forward_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, *BOTH)
+    step.once(0, "start_load_kv", 7)
+    step.once(0, "wait_for_save", 7)
+    step.stalls.close_step(has_forward=False, has_sync_loads=False)
+    assert step.observed() == {}
 
 
 @pytest.mark.parametrize("hooks", [((), LAYER_HOOKS), ((), ())], ids=["one", "all"])
@@ -106,7 +114,7 @@ def test_children_with_empty_hooks_are_not_observed(
 ) -> None:
     step = Step(monkeypatch, *hooks)
     step.layer("wait_for_layer_load", 9)
-    step.stalls.close_step(has_sync_loads=True)
+    step.stalls.close_step(has_forward=True, has_sync_loads=True)
     expected = {(1, "kvobs_load_stall_seconds"): (1, 9)} if any(hooks) else {}
     assert step.observed() == expected
 
@@ -116,7 +124,7 @@ def test_faults_are_contained(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, *BOTH)
     step.layer("wait_for_layer_load", 1, 1)
     step.recorder.tally(0, "start_load_kv").clear()
-    assert step.stalls.close_step(has_sync_loads=True) == {}
+    assert step.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
     step.stalls._loads._steps = [None]  # type: ignore[list-item]
     step.stalls.flush()
     assert faults.take()["record"] == 2

@@ -80,6 +80,12 @@ def over_the_wire(stats: MultiKVConnectorStats) -> MultiKVConnectorStats:
     return rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(arrived)))
 
 
+def numbers_of(stats: MultiKVConnectorStats) -> Taken:
+    own = stats["kvobs"]
+    assert isinstance(own, KvobsStats)
+    return own.taken()
+
+
 class Telling:
     """A child's connector that has stats to tell."""
 
@@ -108,7 +114,7 @@ def test_what_children_tell_is_handed_on_in_every_step_and_kvobss_own_numbers_wh
     assert has_news(stats)
     assert stats is not None
     assert list(stats.data) == ["kvobs"]
-    assert stats["kvobs"].data["counts"][HIT + CHILD_WIDTH] == 5
+    assert numbers_of(stats).counts[HIT + CHILD_WIDTH] == 5
 
 
 @pytest.mark.usefixtures("in_production")
@@ -118,7 +124,7 @@ def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: py
     stats = collects.collect(is_due=True)
     assert stats is not None
     assert stats["c0"].data == {"n": 1}
-    assert stats["kvobs"].data["counts"] == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
+    assert numbers_of(stats).counts == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
 
 
 def test_a_child_without_stats_is_not_asked() -> None:
@@ -192,7 +198,7 @@ own_entry = st.fixed_dictionaries(
     {"v": st.just(VERSION) | anything, "table": st.just(TABLE_DIGEST) | anything},
     optional={
         "children": anything | st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
-        "counts": anything | st.dictionaries(st.integers(), st.integers() | anything, max_size=6),
+        "counts": anything | st.lists(st.integers() | anything, max_size=6),
         "gauges": anything | st.dictionaries(st.integers(), st.integers() | anything, max_size=6),
         "opened": anything | rows,
     },
@@ -228,10 +234,30 @@ def test_a_fault_while_merging_is_contained(monkeypatch: pytest.MonkeyPatch) -> 
     assert faults.take() == {"merge": 1}
 
 
+@pytest.mark.usefixtures("in_production")
+def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine, theirs = payload(a=Summed(data={"n": 1})), payload(a=Summed(data={"n": 2}))
+    mine["kvobs"].data["counts"] = None
+    mine.aggregate(theirs)
+    assert isinstance(mine["kvobs"], KvobsStats)
+    assert "connector 'kvobs'" not in caplog.text
+    assert faults.take() == {"merge": 1}
+    assert "kvobs" not in mine.to_dict()
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_rebuilding_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvobsStats, "read", lambda data: 1 / 0)
+    assert rebuild(payload().to_dict()).data == {}
+    assert faults.take() == {"rebuild": 1}
+
+
 def test_what_merging_costs_is_counted_where_it_is_done() -> None:
     mine = payload()
     mine.aggregate(payload())
-    assert mine["kvobs"].data["counts"][slot(signals.SELF_SECONDS, "merge")] > 0
+    assert numbers_of(mine).counts[slot(signals.SELF_SECONDS, "merge")] > 0
 
 
 def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:

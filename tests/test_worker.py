@@ -9,9 +9,9 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvobs import worker
-from kvobs.flush import Flush
 from kvobs.metadata import LoadOrder, MultiKVConnectorMetadata
 from kvobs.reports import Kind
+from kvobs.stats import has_news
 from tests.rig import BLOCK, Rig
 from tests.scripted import Script
 
@@ -67,11 +67,34 @@ def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(scripts:
 
 def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
     side = side_of(Rig("kvobs", *scripts))
-    side._meta = dataclasses.replace(side._meta, flush=Flush.IF_REPORTING)  # type: ignore[type-var]
+    assert side._meta is not None
+    side._meta = dataclasses.replace(side._meta, flush=False, has_forward=False)
     assert side.build_connector_worker_meta() is None
     assert side.get_kv_connector_stats() is None
     assert side.get_kv_connector_kv_cache_events() is None
     assert side.get_handshake_metadata() is None
+
+
+@pytest.mark.parametrize(
+    ("ordered", "has_forward", "reporting", "flushes"),
+    [
+        (True, True, False, True),
+        (True, False, False, True),
+        (False, True, True, False),
+        (False, False, True, True),
+        (False, False, False, False),
+    ],
+)
+def test_numbers_go_when_the_scheduler_says_so_or_when_there_is_something_to_report_and_nothing_else_to_do(
+    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, scripts: tuple[Script, Script]
+) -> None:
+    side = side_of(Rig("kvobs", *scripts))
+    assert side._meta is not None
+    side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
+    if reporting:
+        scripts[0].say(0, saved="r")
+    side.get_transfer_results(set())
+    assert has_news(side.get_kv_connector_stats()) is flushes
 
 
 def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, Script]) -> None:

@@ -69,6 +69,7 @@ def measure(rounds: int = ROUNDS) -> Part:
     def merge(parts: list[MultiKVConnectorStats]) -> None:
         for other in parts[1:]:
             parts[0].aggregate(other)
+        parts[0].to_dict()
 
     return Part(
         "Shipping 100 ms of numbers: 3 children x 12 hooks",

@@ -13,7 +13,6 @@ import statistics
 import time
 from typing import Any
 
-from kvobs.flush import Flush
 from tests.bench.calls import CHILDREN, BusyChild, rig_of
 from tests.bench.report import Budget, Line, Part
 from tests.engine.children_stats import IdleChild
@@ -46,7 +45,7 @@ class Worker:
         self.steps += 1
         connector, meta = self.connector, self.meta
         if hasattr(meta, "flush"):
-            meta = dataclasses.replace(meta, flush=Flush.NO if self.steps % STEPS_PER_FLUSH else Flush.YES)
+            meta = dataclasses.replace(meta, flush=self.steps % STEPS_PER_FLUSH == 0)
         connector.bind_connector_metadata(meta)
         begin = time.thread_time_ns()
         for layer in LAYERS:

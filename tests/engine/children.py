@@ -3,7 +3,17 @@
 The server needs the repository root on its ``PYTHONPATH``; its workers inherit it.
 """
 
+from .children_counting import CountingChild, calls_counted
 from .children_stats import CallStats, IdleChild, SilentStatsChild, StatsChild
 from .children_steered import SteeredChild, SteeredMetadata
 
-__all__ = ["CallStats", "IdleChild", "SilentStatsChild", "StatsChild", "SteeredChild", "SteeredMetadata"]
+__all__ = [
+    "CallStats",
+    "CountingChild",
+    "IdleChild",
+    "SilentStatsChild",
+    "StatsChild",
+    "SteeredChild",
+    "SteeredMetadata",
+    "calls_counted",
+]

@@ -82,11 +82,11 @@ class CallMetrics(KVConnectorPromMetrics):
             self._calls.labels(*self.per_engine_labelvalues[engine_idx], call).inc(count)
 
 
-class StatsChild(IdleChild):
-    """Counts its calls in both roles and returns them as stats of its own class, with metrics of its own."""
+class ExportsCalls:
+    """Part of a child: counts its calls, and returns them as stats of its own class, with metrics of its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         on_worker = role.name == "WORKER"
         self._who = f"worker{vllm_config.parallel_config.rank}" if on_worker else "scheduler"
         self._stats = CallStats()
@@ -94,23 +94,6 @@ class StatsChild(IdleChild):
 
     def _count(self, hook: str) -> None:
         self._stats.aggregate(CallStats({"calls": {f"{self._who}.{hook}": 1}}))
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._count("start_load_kv")
-
-    def wait_for_save(self) -> None:
-        self._count("wait_for_save")
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._count("get_num_new_matched_tokens")
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._count("update_state_after_alloc")
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._count("request_finished")
-        return False, None
 
     def get_kv_connector_stats(self) -> CallStats | None:
         if self._stats.is_empty():
@@ -132,6 +115,27 @@ class StatsChild(IdleChild):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return CallMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class StatsChild(ExportsCalls, IdleChild):
+    """Counts some of its calls in both roles."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._count("start_load_kv")
+
+    def wait_for_save(self) -> None:
+        self._count("wait_for_save")
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._count("get_num_new_matched_tokens")
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._count("update_state_after_alloc")
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._count("request_finished")
+        return False, None
 
 
 class SilentStatsChild(StatsChild):

@@ -44,6 +44,7 @@ class SteeredMetadata(KVConnectorMetadata):
     promises: list[tuple[str, Plan]] = field(default_factory=list)
     foreign: list[tuple[str, Plan]] = field(default_factory=list)
     raising: list[Plan] = field(default_factory=list)
+    sleeping: list[Plan] = field(default_factory=list)
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Tracked:
     loads: int = 0
     local_tokens: int = 0
     told_foreign: bool = False
+    has_run: bool = False
     blocks: list[int] = field(default_factory=list)
     saved_blocks: int = 0
 
@@ -91,6 +93,7 @@ class SteeredChild(IdleChild):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
         self._raise_if("get_num_new_matched_tokens", (tracked.plan,))
+        self._sleep_if("get_num_new_matched_tokens", (tracked.plan,))
         now = time.monotonic()
         tracked.lookups += 1
         tracked.first_lookup = tracked.first_lookup or now
@@ -134,6 +137,9 @@ class SteeredChild(IdleChild):
         running = self._follow(scheduler_output)
         for tracked in running:
             meta.saves += self._blocks_to_save(tracked)
+            if tracked.plan.sleep_in and not tracked.has_run:
+                meta.sleeping.append(tracked.plan)
+            tracked.has_run = True
         plans = [tracked.plan for tracked in running]
         plans += [load.plan for load in meta.loads] + [plan for _, plan in (*meta.promises, *meta.foreign)]
         meta.raising = [plan for plan in plans if plan.raise_in]
@@ -172,6 +178,7 @@ class SteeredChild(IdleChild):
         del self._requests[request.request_id]
         self._note("finished", request.request_id, promise=plan.promise)
         self._raise_if("request_finished", (plan,))
+        self._sleep_if("request_finished", (plan,))
         if plan.promise:
             self._next.promises.append((request.request_id, plan))
         return plan.promise, dict(plan.params) if plan.params is not None else None
@@ -205,6 +212,7 @@ class SteeredChild(IdleChild):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._orders()
         self._raise_if("start_load_kv", meta.raising)
+        self._sleep_if("start_load_kv", meta.sleeping)
         now = time.monotonic()
         for load in meta.loads:
             failed = load.plan.fails_on(self._rank)
@@ -227,6 +235,7 @@ class SteeredChild(IdleChild):
     def wait_for_save(self) -> None:
         meta = self._orders()
         self._raise_if("wait_for_save", meta.raising)
+        self._sleep_if("wait_for_save", meta.sleeping)
         for block, key in meta.saves:
             self._copies[key] = [cache[block].clone() for cache in self._caches]
 
@@ -265,6 +274,11 @@ class SteeredChild(IdleChild):
         for plan in plans:
             if plan.raise_in == hook and not (on_worker and plan.raise_ranks and self._rank not in plan.raise_ranks):
                 raise RuntimeError(f"steered to raise in {hook} ({self._tag})")
+
+    def _sleep_if(self, hook: str, plans: Sequence[Plan]) -> None:
+        for plan in plans:
+            if plan.sleep_in == hook:
+                time.sleep(at_rank(plan.sleep_ms, self._rank) or 0)
 
     def _note(self, event: str, request: str, **details: Any) -> None:
         if self._journal is None:

@@ -17,6 +17,8 @@ of PLAN, all optional, laid over the child's ``plan`` option:
     foreign_ms   when that is, after the request got its blocks, in the form of load_ms
     raise_in     hook that raises: one that names the request, or one of a step that the request is part of
     raise_ranks  ranks on which it raises (all)
+    sleep_in     hook that takes its time: one that names the request, or a worker's in the request's first step
+    sleep_ms     how long, in the form of load_ms
     params       kv_transfer_params to return at the request's end
 """
 
@@ -52,6 +54,8 @@ class Plan:
     foreign_ms: Delay = 0
     raise_in: str | None = None
     raise_ranks: Sequence[int] | None = None
+    sleep_in: str | None = None
+    sleep_ms: Delay = 0
     params: Mapping[str, Any] | None = None
 
     def fails_on(self, rank: int) -> bool:

@@ -1,6 +1,7 @@
 """The steered child's own logic, without a server: how orders are read, and what each side makes of them."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.engine.children import SteeredChild, SteeredMetadata
+from tests.engine.children import CountingChild, SteeredChild, SteeredMetadata, calls_counted
+from tests.engine.serving import eventually
 from tests.engine.steering import Agenda, Due, Plan, SteeringError, at_rank, block_keys, parse, plan_for
 
 BLOCK = 4
@@ -260,7 +262,39 @@ class TestTheRest:
         with pytest.raises(RuntimeError, match=f"steered to raise in {hook}"):
             step(worker(1)[0], meta)
 
+    def test_a_hook_takes_its_time_once_on_the_rank_that_is_told_to(self) -> None:
+        on, slow = scheduler(), request(sleep_in="wait_for_save", sleep_ms={"1": 50})
+        admit(on, slow, [1, 2, 3, 4], 0)
+        first = on.build_connector_meta(scheduled(slow, [1, 2, 3, 4], tokens=8))
+        again = on.build_connector_meta(scheduled(slow, [1, 2, 3, 4], tokens=1))
+        assert [plan.sleep_in for plan in first.sleeping] == ["wait_for_save"]
+        assert again.sleeping == []
+        begin = time.monotonic()
+        step(worker(1)[0], first)
+        assert time.monotonic() - begin >= 0.05
+
     def test_nothing_is_kept_of_a_request_that_has_ended(self) -> None:
         on = scheduler()
         saved(on)
         assert on._requests == {}
+
+
+class TestCounting:
+    def test_calls_of_others_are_counted_and_written_and_its_own_are_not(self, tmp_path: Path) -> None:
+        options = {"counts": str(tmp_path)}
+        transfer = SimpleNamespace(get_from_extra_config=options.get, engine_id="e_dp1")
+        config = SimpleNamespace(
+            kv_transfer_config=transfer,
+            cache_config=SimpleNamespace(block_size=BLOCK),
+            parallel_config=SimpleNamespace(rank=0),
+        )
+        counting = CountingChild(config, KVConnectorRole.SCHEDULER, SimpleNamespace(num_blocks=BLOCKS))
+        for name in ("r", "s"):
+            counting.request_finished_all_groups(request(name), ([],))  # calls its own request_finished
+        counting.take_events()
+        expected = {("scheduler", "request_finished_all_groups"): 2, ("scheduler", "take_events"): 1}
+        assert eventually(lambda: calls_counted(tmp_path, "1") == expected)
+        assert calls_counted(tmp_path, "0") == {}
+        stats = counting.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data["calls"]["scheduler.request_finished_all_groups"] == 2

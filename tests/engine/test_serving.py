@@ -2,94 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvobs.demo.model import NAME, make_model
-from kvobs.demo.run import child, files, host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError
+from kvobs.demo.run import files, host_memory, multi_connector
+from kvobs.demo.server import Server, ServerError
+from tests.engine.serving import (
+    BOTH_RANKS_ON_ONE_CORE,
+    TOKENS,
+    ask_all,
+    eventually,
+    hang_up,
+    of_tests,
+    prompt,
+    serve,
+    stock,
+    total,
+)
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
-TOKENS = 8
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@contextmanager
-def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
-    """Run a server that can import the tests' connectors."""
-    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more.pop("env", {})}
-    with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
-        yield server
-
-
-def stock(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the same configuration for vLLM's own MultiConnector."""
-    extra = {key: value for key, value in config["kv_connector_extra_config"].items() if key != "kvobs"}
-    return {
-        **{key: value for key, value in config.items() if key != "kv_connector_module_path"},
-        "kv_connector_extra_config": extra,
-    }
-
-
-def of_tests(cls: str, **extra: Any) -> dict[str, Any]:
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.engine.children"}
-
-
-def total(server: Server, metric: str, **labels: str) -> float:
-    """Add up the samples that carry these labels."""
-    return sum(s.value for s in server.metrics() if s.name == metric and labels.items() <= s.labels.items())
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def prompt(*parts: object) -> str:
-    """Return some 200 tokens that depend on the parts."""
-    rng = random.Random(repr(parts))
-    return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 8))) for _ in range(36))
 
 
 def shared(document: int, question: int) -> str:
     """Return a prompt that shares its first part with those of the same document."""
     text = prompt("document", document) + prompt("question", question)[:70]
     return text + "." if len(text) % 32 == 1 else text  # ExampleConnector never finds such a prompt again
-
-
-def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:
-    with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda text: server.complete(text, TOKENS).tokens, prompts)
-        return dict(zip(prompts, answers, strict=True))
-
-
-def hang_up(server: Server, seconds: float, text: str, **body: Any) -> None:
-    """Ask for a long answer, and close the connection before it can be there."""
-    connection = HTTPConnection(HOST, server.port, timeout=30)
-    asked = {"model": NAME, "prompt": text, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, **body}
-    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-    time.sleep(seconds)
-    connection.close()
 
 
 def abort_some(server: Server, prompts: list[str]) -> None:
@@ -197,7 +138,7 @@ def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path,
         host_memory(),
         names=["loader", "saver", "cpu"],
     )
-    with serve(model, tmp_path, config, tensor_parallel=2, timeout=360) as server:
+    with serve(model, tmp_path, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
 
         def ask(text: str, **steer: Any) -> tuple[int, ...]:
             return server.complete(text, TOKENS, kv_transfer_params={"steer": steer}).tokens

@@ -1,0 +1,94 @@
+"""Servers with a child that counts, a load whose numbers are known, and what /metrics must say of it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvobs.demo.model import HEAD_DIM, KV_HEADS, LAYERS
+from kvobs.demo.run import multi_connector
+from kvobs.demo.server import Server
+from tests.engine.readings import Growth, kvobs_text
+from tests.engine.serving import TOKENS, of_tests, prompt
+
+BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
+SERIES_AT_MOST = 1300  # of one engine with two children
+ASYNC: dict[str, Any] = {"offer": 64, "async": True}
+SYNC: dict[str, Any] = {"offer": 64}
+
+
+def counting_child(folder: Path, **extra: Any) -> dict[str, Any]:
+    (folder / "counts").mkdir(parents=True, exist_ok=True)
+    return of_tests(
+        "CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"), **extra
+    )  # fmt: skip
+
+
+def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    config = multi_connector(*children, names=names)
+    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 400, "lookup_timeout_ms": 400}
+    return {**config, "kv_load_failure_policy": "recompute"}
+
+
+def ask(
+    server: Server, text: str, steer: dict[str, Any] | None = None, tokens: int = TOKENS, engine: str = "0"
+) -> None:
+    params = {"steer": {"steered": steer or {}}}
+    server.complete(text, tokens, kv_transfer_params=params, headers={"X-data-parallel-rank": engine})
+
+
+def ask_in_turn(server: Server, requests: int, engine: str = "0") -> None:
+    """Send this many fresh prompts, 16 at a time: a fourth each loads async, loads sync, promises a save, is plain."""
+    orders: tuple[dict[str, Any], ...] = ({**ASYNC, "load_ms": 20}, SYNC, {"promise": True, "save_ms": 30}, {})
+    with ThreadPoolExecutor(16) as pool:
+        asked = [
+            pool.submit(ask, server, prompt("in turn", engine, i), orders[i % 4], TOKENS, engine)
+            for i in range(requests)
+        ]
+        for answer in asked:
+            answer.result()
+
+
+def assert_counted_in_turn(grown: Growth, requests: int) -> None:
+    """Check what `ask_in_turn` makes grow, on readings about the steered child of one engine."""
+    each = requests // 4
+    lookups = {outcome: grown("kvobs_lookups_total", outcome=outcome) for outcome in ("hit", "miss")}
+    asked = grown("kvobs_call_duration_seconds_count", hook="get_num_new_matched_tokens")
+    assert sum(lookups.values()) == grown("kvobs_lookups_total") == asked
+    assert min(lookups.values()) >= 2 * each  # vLLM asks again where a prompt no longer fits into the step
+    for metric in ("offered", "admitted", "load"):
+        assert grown(f"kvobs_{metric}_tokens_total") == 2 * each * 64
+    assert grown("kvobs_load_bytes_total") == 2 * each * 64 * BYTES_PER_TOKEN
+    for mode in ("async", "sync"):
+        assert grown("kvobs_loads_total", mode=mode, outcome="ok") == each
+        assert grown("kvobs_load_duration_seconds_count", mode=mode) == each
+    assert grown("kvobs_loads_total") == 2 * each
+    assert grown("kvobs_saves_total", outcome="ok") == each
+    assert grown("kvobs_save_hold_seconds_count") == each
+    for hook in ("on_new_request", "request_finished_all_groups"):
+        assert grown("kvobs_call_duration_seconds_count", hook=hook) == requests
+    # vLLM calls it a second time once an async load is in.
+    assert grown("kvobs_call_duration_seconds_count", hook="update_state_after_alloc") == requests + each
+    for nothing in ("foreign_reports", "failed_sync_loads", "recomputed_tokens", "forgone_tokens", "slow_calls"):
+        assert grown(f"kvobs_{nothing}_total") == 0, nothing
+
+
+def assert_nothing_in_flight(server: Server) -> None:
+    for sample in server.metrics():
+        if sample.name == "kvobs_in_flight":
+            assert sample.value == 0, sample
+        if sample.name == "kvobs_oldest_in_flight_timestamp_seconds":
+            assert math.isnan(sample.value), sample
+
+
+def assert_promtool_finds_no_fault(server: Server) -> None:
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is missing: install it (Debian's package is called prometheus), or run `make promtool`"
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=kvobs_text(server), text=True, capture_output=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")

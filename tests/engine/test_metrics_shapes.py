@@ -1,0 +1,64 @@
+"""Metrics of servers with several API servers, and with several engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvobs.demo.run import files, host_memory
+from tests.engine.metered import (
+    BYTES_PER_TOKEN,
+    SERIES_AT_MOST,
+    ask_in_turn,
+    assert_counted_in_turn,
+    assert_nothing_in_flight,
+    assert_promtool_finds_no_fault,
+    configuration,
+    counting_child,
+)
+from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, prompt, serve
+
+pytestmark = pytest.mark.engine
+
+
+def test_two_api_servers_tell_one_story(model: Path, tmp_path: Path) -> None:
+    """Each payload goes to one of them, and each answers for both: numbers add up, and none is there twice."""
+    config = configuration(
+        counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
+    )
+    texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
+    with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as server:
+        with Growth(server, connector="steered") as grown:
+            ask_in_turn(server, 60)
+        assert_counted_in_turn(grown, 60)
+        ask_all(server, texts)
+        for loads, external in (("cpu", False), ("disk", True)):
+            server.reset_prefix_cache(external=external)
+            with Growth(server) as grown:
+                ask_all(server, texts)
+            assert grown("kvobs_loads_total", outcome="ok", connector=loads) == grown("kvobs_loads_total") == 10
+            tokens = grown("kvobs_load_tokens_total", connector=loads)
+            assert tokens == grown("vllm:external_prefix_cache_hits_total") > 10 * 64
+            assert grown("kvobs_load_bytes_total", connector=loads) == tokens * BYTES_PER_TOKEN
+        assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1)
+        assert_nothing_in_flight(server)
+        samples = kvobs_samples(server)
+        assert not [s for s in samples if "pid" in s.labels]
+        assert len(samples) == len({(s.name, *sorted(s.labels.items())) for s in samples})
+        assert not [s for s in samples if s.name.startswith(("kvobs_rank_skew", "kvobs_slowest"))], "there is one rank"
+        assert_promtool_finds_no_fault(server)
+
+
+def test_data_parallel_engines_are_told_apart(model: Path, tmp_path: Path) -> None:
+    config = configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+    with serve(model, tmp_path, config, "--data-parallel-size", "2", timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+        for engine, requests in (("0", 24), ("1", 40)):
+            with Growth(server, connector="steered", engine=engine) as grown:
+                ask_in_turn(server, requests, engine)
+            assert_counted_in_turn(grown, requests)
+        for engine in ("0", "1"):
+            assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1, engine=engine)
+            assert 0 < len([s for s in kvobs_samples(server) if s.labels.get("engine") == engine]) <= SERIES_AT_MOST
+        assert_nothing_in_flight(server)
