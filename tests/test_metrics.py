@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.utils import floatToGoString
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.metrics import ray_wrappers
 
 import kvobs
 from kvobs import faults, signals
@@ -254,3 +256,56 @@ def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypat
     front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, ONE)})
     front.registry = registry
     assert front.value("scripted_things_total", "one") == 3
+
+
+class RayMetrics:
+    """Stands for ``ray.util.metrics``: the signatures are those of Ray 2.60, and what is told is kept."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float, dict[str, str]]] = []
+        self.boundaries: dict[str, list[float]] = {}
+
+    def _metric(self, name: str, tag_keys: tuple[str, ...]) -> Any:
+        def tell(value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == set(tag_keys)
+            assert all(isinstance(tag, str) for tag in tags.values())
+            self.told.append((name, value, tags))
+
+        return SimpleNamespace(_tag_keys=tag_keys, inc=tell, set=tell, observe=tell)
+
+    def Counter(self, name: str, description: str = "", tag_keys: tuple[str, ...] = ()) -> Any:  # noqa: N802
+        return self._metric(name, tag_keys)
+
+    Gauge = Counter
+
+    def Histogram(  # noqa: N802
+        self, name: str, description: str = "", boundaries: list[float] | None = None, tag_keys: tuple[str, ...] = ()
+    ) -> Any:
+        self.boundaries[name] = boundaries or []
+        return self._metric(name, tag_keys)
+
+
+def test_vllms_classes_in_front_of_ray_are_told_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = RayMetrics()
+    monkeypatch.setattr(ray_wrappers, "ray_metrics", ray)
+    monkeypatch.setattr(ray_wrappers, "ray_serve", None)
+    of = ray_wrappers.RayKVConnectorProm
+    types = {Counter: of._counter_cls, Gauge: of._gauge_cls, Histogram: of._histogram_cls}
+    front = Front(metered("a"), names=["one"], types=types)
+    recorder = Recorder(1)
+    for ns in (2_000_000, 3_000_000):
+        recorder.observe(0, signals.LOAD_DURATION, ns, "async")
+    recorder.count(0, slot(LOOKUPS, "hit"), 3)
+    recorder.set_gauge(0, slot(signals.IN_FLIGHT, "load"), 2)
+    front.metrics.observe({"kvobs": KvobsStats.of(ONE, recorder.take()).to_dict(), "one": {"n": 4}})
+
+    def told(name: str) -> list[float]:
+        return [value for other, value, tags in ray.told if other == name and tags["connector"] == "one"]
+
+    assert told("kvobs_lookups_total") == [3]
+    assert told("kvobs_in_flight") == [2]
+    assert told("scripted_things") == [4]
+    assert sum(told("kvobs_load_duration_seconds")) == pytest.approx(0.005)
+    assert [0.001048576 < seconds <= 0.004194304 for seconds in told("kvobs_load_duration_seconds")] == [True, True]
+    assert ray.boundaries["kvobs_load_duration_seconds"] == signals.LOAD_DURATION.buckets
+    assert faults.take() == {}
