@@ -32,9 +32,8 @@ class LayerCalls:
         self.hook = hook
         self.children = [child for child in children if child.does(hook)]
         self._recorder = recorder
-        self._stamps: list[int] = []  # row after row
-        self._step = 0  # where the step began that is still running
-        self._steps: list[int] = []  # where those since the last drain began, in rows; without those without calls
+        self._stamps: list[int] = []  # of the running step, row after row
+        self._steps: list[Durations] = []  # the stamps of the steps with calls since the last drain
         self.fan_out = self._unrolled()
 
     @property
@@ -89,28 +88,29 @@ class LayerCalls:
 
     def spent_in_step(self) -> dict[int, int]:
         """Return what each child has taken of the running step, in ns."""
-        step = [self._stamps[self._step + i :: self._width] for i in range(self._width)]
-        sums = [sum(column) for column in step]
+        sums = [sum(self._stamps[i :: self._width]) for i in range(self._width)]
         return {child.index: sums[i + 1] - sums[i] for i, child in enumerate(self.children)}
 
     def close_step(self) -> bool:
-        """End the running step; return whether the hook was called in it."""
-        was_called = len(self._stamps) > self._step
-        if was_called:
-            self._steps.append(self._step // self._width)
-            self._step = len(self._stamps)
-        return was_called
+        """End the running step; return whether the hook was called in it.
+
+        Its readings are packed at once, while they are in the cache: later that takes three times as long.
+        """
+        if not self._stamps:
+            return False
+        self._steps.append(np.fromiter(self._stamps, np.int64, len(self._stamps)))
+        self._stamps.clear()
+        return True
 
     def drain(self) -> dict[int, Durations]:
         """Count the calls of the steps since the last drain; return what each child took of each step with calls."""
-        if not self._steps:
+        steps, self._steps = self._steps, []
+        if not steps:
             return {}
-        done, steps = self._step, self._steps
-        stamps = np.fromiter(self._stamps, np.int64, done).reshape(-1, self._width).T.copy()
-        del self._stamps[:done]
-        self._step, self._steps = 0, []
+        stamps = np.concatenate(steps).reshape(-1, self._width).T.copy()
         spent = stamps[1:] - stamps[:-1]
         for child, durations in zip(self.children, spent, strict=True):
             self._recorder.add_calls(child.index, self.hook, durations)
-        sums = np.add.reduceat(spent, steps, axis=1)
+        rows = [len(step) // self._width for step in steps]
+        sums = np.add.reduceat(spent, np.cumsum([0, *rows[:-1]]), axis=1)
         return {child.index: sums[i] for i, child in enumerate(self.children)}

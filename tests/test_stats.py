@@ -239,7 +239,7 @@ def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mine, theirs = payload(a=Summed(data={"n": 1})), payload(a=Summed(data={"n": 2}))
-    mine["kvobs"].data["counts"] = None
+    mine["kvobs"].data["counts"] = 7
     mine.aggregate(theirs)
     assert isinstance(mine["kvobs"], KvobsStats)
     assert "connector 'kvobs'" not in caplog.text
