@@ -44,7 +44,7 @@ promtool: ## Install Prometheus's tool that checks metrics, where it is missing
 		|| { echo "The tests need promtool, of Prometheus: install it, and have it on the PATH"; false; }
 
 clean: ## Remove what make made
-	rm -rf .venv .hosts
+	rm -rf .venv .hosts build
 
 # A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
 # compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.

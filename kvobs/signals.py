@@ -203,7 +203,7 @@ INTERNAL_ERRORS = Signal(
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
-    "CPU time that kvobs's telemetry takes; of recording calls an estimate, calls times their cost at start.",
+    "Time that kvobs's telemetry takes; of recording calls an estimate: calls times their cost as measured once.",
     {"where": ("record", "flush", "merge", "apply")},
     scope=Scope.PROCESS,
 )

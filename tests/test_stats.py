@@ -228,7 +228,7 @@ def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
 @pytest.mark.usefixtures("in_production")
 def test_a_fault_while_merging_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = payload(a=Summed(data={"n": 1}))
-    monkeypatch.setattr(KvobsStats, "spend", lambda *args: 1 / 0)
+    monkeypatch.setattr(KvobsStats, "aggregate", lambda *args: 1 / 0)
     assert mine.aggregate(payload(a=Summed(data={"n": 2}))) is mine
     assert mine["a"].data == {"n": 3}
     assert faults.take() == {"merge": 1}
@@ -254,10 +254,12 @@ def test_a_fault_while_rebuilding_is_contained(monkeypatch: pytest.MonkeyPatch) 
     assert faults.take() == {"rebuild": 1}
 
 
-def test_what_merging_costs_is_counted_where_it_is_done() -> None:
+def test_what_adding_up_costs_is_counted_where_it_is_done() -> None:
     mine = payload()
     mine.aggregate(payload())
-    assert numbers_of(mine).counts[slot(signals.SELF_SECONDS, "merge")] > 0
+    sent = KvobsStats(data=mine.to_dict()["kvobs"]).taken().counts
+    assert sent[slot(signals.SELF_SECONDS, "merge")] > 0
+    assert sent[HIT] == 2
 
 
 def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:

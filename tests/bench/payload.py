@@ -18,6 +18,7 @@ from kvobs.recorder import Recorder
 from kvobs.stats import MultiKVConnectorStats
 from tests.bench.calls import CHILDREN
 from tests.bench.report import Budget, Line, Part
+from tests.bench.yardstick import scaled
 from tests.rig import child_config
 from tests.scripted import Script
 from tests.test_metrics import Front
@@ -76,9 +77,9 @@ def measure(rounds: int = ROUNDS) -> Part:
         [
             Line("one worker's payload, pickled", "bytes", statistics.median(sizes), sizes, None, Budget(1024)),
             _timed("taking it in a worker", rounds, lambda recorder: recorder.take(), lambda: recorded(1), None),
-            _timed(f"merging {RANKS} ranks", rounds, merge, lambda: copy.deepcopy(ranks), Budget(60)),
+            _timed(f"merging {RANKS} ranks", rounds, merge, lambda: copy.deepcopy(ranks), scaled(60)),
             _timed("applying it in the API server", rounds, front.metrics.observe,
-                   lambda: msgspec.msgpack.decode(wire), Budget(100)),
+                   lambda: msgspec.msgpack.decode(wire), scaled(100)),
         ],
     )  # fmt: skip
 

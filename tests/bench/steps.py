@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from tests.bench.calls import CHILDREN, BusyChild, rig_of
-from tests.bench.report import Budget, Line, Part
+from tests.bench.report import Line, Part
+from tests.bench.yardstick import scaled
 from tests.engine.children_stats import IdleChild
 
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(80)]
@@ -26,8 +27,8 @@ ROUNDS = 15
 DOCUMENT = json.dumps([{f"k{i}": [i, str(i), {"x": i * 1.5}]} for i in range(40)])
 
 MIXES = {
-    "3 children": ((BusyChild,) * CHILDREN, Budget(1.0)),
-    "3 children, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), Budget(0.4)),
+    "3 children": ((BusyChild,) * CHILDREN, 1.0),
+    "3 children, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), 0.4),
 }
 
 
@@ -62,7 +63,7 @@ def measure(rounds: int = ROUNDS) -> Part:
     return Part("A worker's step of 5 ms, 80 layers", [_measure(title, *mix, rounds) for title, mix in MIXES.items()])
 
 
-def _measure(title: str, children: Any, budget: Budget, rounds: int) -> Line:
+def _measure(title: str, children: Any, budget: float, rounds: int) -> Line:
     workers = {router: Worker(router, children) for router in ("stock", "kvobs")}
     for worker in workers.values():
         worker.step_ns()
@@ -78,5 +79,5 @@ def _measure(title: str, children: Any, budget: Budget, rounds: int) -> Line:
         shares.append(100 * (spent["kvobs"] - spent["stock"]) / STEPS_PER_FLUSH / STEP_NS)
     added = statistics.median(shares) / 100 * STEP_NS / 1e3
     return Line(
-        f"added: {title} ({added:+.1f} us)", "% of 5 ms", statistics.median(shares), tuple(shares), None, budget
+        f"added: {title} ({added:+.1f} us)", "% of 5 ms", statistics.median(shares), tuple(shares), None, scaled(budget)
     )

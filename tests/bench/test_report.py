@@ -1,0 +1,129 @@
+"""The pure parts of the benchmark: quartiles, verdicts, table, picture, and what the rounds on servers add up to."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.bench.endtoend import CONFIGS, Turn, compare, in_turn, lines, noise, prompts
+from tests.bench.plot import draw, panels_of
+from tests.bench.report import Budget, Line, Part, Verdict, number, table
+
+
+def line(*samples: float, **more: Any) -> Line:
+    usual: dict[str, Any] = {"title": "a hook", "unit": "ns", "measured": 50.0, "samples": samples}
+    return Line(**usual | more)
+
+
+def test_quartiles_lie_between_samples_however_few_they_are() -> None:
+    assert (line(3, 1, 2, 5, 4).median, line(3, 1, 2, 5, 4).quartiles) == (3, (2, 4))
+    assert line(1, 2).quartiles == (1.25, 1.75)
+    assert (line(7).median, line(7).quartiles) == (7, (7, 7))
+
+
+@pytest.mark.parametrize(
+    ("budget", "verdict"),
+    [
+        (None, Verdict.NONE),
+        (Budget(3), Verdict.MET),
+        (Budget(2.5), Verdict.IN_NOISE),
+        (Budget(2), Verdict.IN_NOISE),
+        (Budget(1.9), Verdict.MISSED),
+        (Budget(3, at_least=True), Verdict.MET),
+        (Budget(4, at_least=True), Verdict.IN_NOISE),
+        (Budget(4.1, at_least=True), Verdict.MISSED),
+    ],
+)
+def test_a_budget_is_missed_when_even_the_favourable_quartile_misses_it(
+    budget: Budget | None, verdict: Verdict
+) -> None:
+    judged = line(1, 2, 3, 4, 5, budget=budget)
+    assert judged.verdict == verdict
+    assert judged.missed == (verdict == Verdict.MISSED)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.2345, "0.234"), (1, "1.00"), (42.04, "42.0"), (812.4, "812"), (15800, "15,800"), (-1.5, "-1.50")],
+)
+def test_numbers_keep_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def shown(*parts: Part) -> list[str]:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(table(parts))
+    return console.export_text().splitlines()
+
+
+PARTS = (
+    Part("Calls", [line(0.5, 0.5, baseline=100.0, budget=Budget(0.4)), line(90, 90, budget=Budget(80, at_least=True))]),
+    Part("Payload", [line(812, unit="B", title="bytes", measured=812, budget=Budget(1024)), line(3, unit="s")]),
+)
+
+
+def test_the_table_has_a_row_for_each_line_under_its_part() -> None:
+    rows = [[cell.strip() for cell in text.split("│")[1:-1]] for text in shown(*PARTS) if "│" in text]
+    assert [row for row in rows if row[0]] == [
+        ["Calls", "", "", "", "", "", ""],
+        ["a hook", "100 ns", "50.0 ns", "0.500", "0.500 to 0.500", "≤ 0.400", "MISSED"],
+        ["a hook", "", "50.0 ns", "90.0", "90.0 to 90.0", "≥ 80.0", "ok"],
+        ["Payload", "", "", "", "", "", ""],
+        ["bytes", "", "812 B", "812", "812 to 812", "≤ 1,024", "ok"],
+        ["a hook", "", "50.0 s", "3.00", "3.00 to 3.00", "", ""],
+    ]
+
+
+def test_lines_share_a_panel_where_one_axis_can_show_them() -> None:
+    panels = [(panel.axis, len(panel.lines)) for part in PARTS for panel in panels_of(part)]
+    assert panels == [("times the baseline", 1), ("times the budget", 1), ("times the budget", 1), ("s", 1)]
+
+
+def test_the_picture_is_a_png_in_a_folder_made_for_it(tmp_path: Path) -> None:
+    draw(PARTS, tmp_path / "new" / "bench.png")
+    assert (tmp_path / "new" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- servers in turns
+
+
+def test_every_server_is_at_every_place_of_a_round_equally_often() -> None:
+    rounds = [in_turn(list(CONFIGS), number) for number in range(8)]
+    for place in range(4):
+        assert sorted(order[place] for order in rounds) == sorted([*CONFIGS, *CONFIGS])
+
+
+def test_two_prompts_in_three_were_asked_in_the_two_turns_before() -> None:
+    before = {*prompts("alone", 6, 9), *prompts("alone", 5, 9)}
+    now = prompts("alone", 7, 9)
+    assert len(set(now)) == 9
+    assert len(before.intersection(now)) == 6
+
+
+def test_the_noise_is_how_far_like_and_like_are_apart_either_way() -> None:
+    assert noise([1, 1, 1, 1.1, 2]) == pytest.approx(1.1)
+    assert noise([1, 1, 1, 1 / 1.1, 1 / 2]) == pytest.approx(1.1)
+
+
+def turns(*tokens_per_s: float) -> list[Turn]:
+    return [Turn(rate, 1000 / rate, 2000 / rate) for rate in tokens_per_s]
+
+
+def test_kvobs_may_differ_from_stock_as_much_as_stock_does_from_stock() -> None:
+    same = turns(100, 100, 100, 100, 100)
+    noisy = turns(95, 100, 105, 110, 90)
+    for kvobs, verdict in ((turns(96, 99, 100, 104, 94), Verdict.MET), (turns(70, 75, 80, 70, 75), Verdict.MISSED)):
+        judged = {found.title: found for found in lines({"kvobs": kvobs, "stock": same, "stock again": noisy})}
+        assert len(judged) == 6
+        for metric in ("tokens/s", "first token, p50", "first token, p95"):
+            assert judged[f"{metric}, kvobs"].verdict == verdict, metric
+            assert judged[f"{metric}, stock again"].budget is None
+
+
+def test_servers_are_compared_round_by_round() -> None:
+    values = {"kvobs": [110.0, 22.0], "stock": [100.0, 20.0], "stock again": [100.0, 20.0]}
+    kvobs = compare("first token", "ms", values)[0]
+    assert kvobs.samples == pytest.approx((1.1, 1.1))
+    assert (kvobs.measured, kvobs.baseline) == (66, 60)

@@ -1,0 +1,31 @@
+"""How fast this machine is, against the one on which the budgets in microseconds were set."""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+
+from tests.bench.calls import CALLS, CHILDREN, BusyChild, layer_load, rig_of
+from tests.bench.report import Budget, Line, Part
+
+REFERENCE_NS = 135
+"""What stock's `wait_for_layer_load` over three children took there, warm."""
+
+ROUNDS = 21
+
+
+def measure() -> Part:
+    ratios = tuple(ns / REFERENCE_NS for ns in _stock_ns())
+    line = Line("stock's fan-out over 3 children", "ns", statistics.median(_stock_ns()), ratios, baseline=REFERENCE_NS)
+    return Part("This machine; budgets in microseconds and of the step are scaled by it", [line])
+
+
+@cache
+def _stock_ns() -> tuple[float, ...]:
+    stock = layer_load(rig_of("stock", *[BusyChild] * CHILDREN))
+    return tuple(stock.timeit(CALLS) / CALLS for _ in range(ROUNDS))
+
+
+def scaled(limit: float) -> Budget:
+    """Return a budget set on the reference machine, as it is on this one."""
+    return Budget(limit * statistics.median(_stock_ns()) / REFERENCE_NS)
