@@ -82,52 +82,6 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         return self
 
     def reset(self) -> None:
-        self.data = {}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-    def aggregate(self, other: KVConnectorStats) -> RawStats:
-        _add(self.data, as_dict(other))
-        return self
-
-    def reduce(self) -> dict[str, Any]:
-        return {key: value for key, value in self.data.items() if isinstance(value, int | float)}
-
-
-class MultiKVConnectorStats(stock.MultiKVConnectorStats):
-    """The stats of all children, by name, and kvobs's own under ``kvobs``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the payload as plain builtins; what can't be told is left out."""
-        payload = {}
-        for name, stats in self.data.items():
-            try:
-                payload[name] = as_dict(stats)
-            except Exception:
-                faults.contain("merge")
-        return payload
-
-    def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
-        """Merge ``other`` in; it is neither changed nor kept."""
-        begin = perf_counter_ns()
-        try:
-            for name, theirs in other.data.items():
-                mine = self.data.get(name)
-                if mine is None:
-                    self.data[name] = copy.deepcopy(theirs)
-                elif name == RESERVED_NAME:
-                    mine.aggregate(theirs)
-                else:
-                    self.data[name] = _merged(name, mine, theirs)
-            own = self.data.get(RESERVED_NAME)
-            if isinstance(own, KvobsStats):
-                own.spend(_MERGE, perf_counter_ns() - begin)
-        except Exception:
-            faults.contain("merge")
-        return self
-
-    def reset(self) -> None:
         for stats in self.data.values():
             stats.reset()
 
