@@ -119,11 +119,12 @@ def _added_up(packed: list[int]) -> list[int]:
     if not packed:
         return packed
     flat = np.fromiter(packed, np.int64, len(packed))
-    totals = np.bincount(np.cumsum(flat[::2]), weights=flat[1::2])  # floats, exact up to 2**53
-    slots = np.flatnonzero(totals)
-    once = np.zeros(2 * len(slots) + 2, np.int64)  # the last pair leads back to slot 0
-    once[::2] = np.diff(slots, prepend=0, append=0)
-    once[1:-1:2] = totals[slots]
+    totals = np.bincount(flat[::2].cumsum(), weights=flat[1::2])  # floats, exact up to 2**53
+    slots = totals.nonzero()[0]
+    once = np.zeros(2 * len(slots) + 2, np.int64)
+    once[:-2:2] = slots
+    once[2::2] -= slots  # the last pair leads back to slot 0
+    once[1:-2:2] = totals[slots]
     added_up: list[int] = once.tolist()
     return added_up
 

@@ -239,9 +239,14 @@ def _place(child: int, signal: Signal, *values: str) -> int:
 
 def _bucketed(signal: Signal, durations: Durations) -> list[int]:
     """Return how many of the durations fall into each bucket of a histogram, and above the last bound."""
-    bounds = np.left_shift(1, signal.bounds, dtype=np.int64)
+    bounds = _bounds_ns(signal)
     counts: list[int] = np.bincount(np.searchsorted(bounds, durations), minlength=len(bounds) + 1).tolist()
     return counts
+
+
+@cache
+def _bounds_ns(signal: Signal) -> Durations:
+    return np.left_shift(1, signal.bounds, dtype=np.int64)
 
 
 @cache
