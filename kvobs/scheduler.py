@@ -5,7 +5,6 @@ One instance lives in EngineCore. Its methods are vLLM's hooks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +206,8 @@ class SchedulerSide:
         saves_in: set[str],
     ) -> set[str]:
         """Show a child its own part of the output; return which of its saves it leaves as done."""
-        view = copy.copy(output)
+        view: KVConnectorOutput = object.__new__(type(output))
+        vars(view).update(vars(output))  # copy.copy takes ten times as long, for every child and step
         view.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
         events = output.kv_cache_events
         view.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
