@@ -26,6 +26,7 @@ from kvobs.recorder import Taken
 from kvobs.signals import TABLE_DIGEST
 
 VERSION = 2
+LONG = 50_000  # numbers; vLLM's log adds up all payloads of its interval, however long that is
 
 
 def nothing() -> Taken:
@@ -90,6 +91,8 @@ class KvobsStats(KVConnectorStats):
             self.data = copy.deepcopy(theirs.data)
         elif theirs.is_ours and self.is_ours:
             self.data["counts"] += theirs.data["counts"]
+            if len(self.data["counts"]) > LONG:
+                self.data["counts"] = _added_up(self.data["counts"])
             self.data["gauges"].update(theirs.data["gauges"])
             if theirs.data["opened"]:
                 self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])

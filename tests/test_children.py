@@ -8,9 +8,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs.children import specs
+from kvobs.children import Child, specs
 from kvobs.config import ConfigError
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.recorder import Recorder
 from tests.rig import cache_config, child_config, engine_config, transfer_config
 from tests.scripted import Script
 
@@ -90,3 +91,35 @@ def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None
     assert second._kv_transfer_config.kv_connector_extra_config == {"tag": "b"}
     assert first._vllm_config.model_config is config.model_config
     assert config.kv_transfer_config.kv_connector == "MultiConnector"
+
+
+class Bare:
+    """A connector with a hook that does something, one that does not, and one that answers a constant."""
+
+    def wait_for_save(self) -> int:
+        return len("saved")
+
+    def finish_forward(self) -> None:
+        pass
+
+    def get_finished_count(self) -> int:
+        return 3
+
+
+def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
+    recorder = Recorder(1)
+    child = Child(0, "bare", Bare(), True, recorder)
+    assert (child.wait_for_save(), child.finish_forward(), child.get_finished_count()) == (5, None, 3)
+    assert [hook for _, hook in recorder._tallies] == ["wait_for_save"]
+    assert child.wait_for_save is child.wait_for_save, "bound once"
+    assert [child.does(hook) for hook in ("wait_for_save", "finish_forward", "get_finished_count")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
+def test_what_is_no_hook_of_a_child_at_work_is_no_attribute(name: str) -> None:
+    child = Child(0, "bare", Bare(), True, Recorder(1))
+    assert not hasattr(child, name)

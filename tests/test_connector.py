@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 from kvobs.connector import unknown_hooks
+from kvobs.hooks import HOOKS
 from tests.rig import Rig, cache_config, child_config, engine_config, transfer_config
 from tests.scripted import Script, ScriptedConnector
 
@@ -39,6 +40,14 @@ def test_the_start_says_what_is_routed_to(caplog: pytest.LogCaptureFixture) -> N
 def test_children_are_the_real_objects(rig: Rig) -> None:
     assert [type(child) for child in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
     assert rig.connector.sub_connectors == rig.connector._connectors
+
+
+def test_recording_leaves_no_trace_on_the_children(rig: Rig) -> None:
+    rig.add("r")
+    rig.run(3)
+    for wrapper in (rig.connector, *rig.workers):
+        for child in wrapper._connectors:
+            assert not vars(child).keys() & HOOKS.keys()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +127,28 @@ def test_a_running_step_is_left_for_the_next_time(monkeypatch: pytest.MonkeyPatc
     assert fan.layers.spent_in_step() == {0: 3, 1: 4}
     fan.layers.close_step()
     assert [took.tolist() for took in fan.layers.drain().values()] == [[3], [4]]
+
+
+def test_two_threads_lose_nothing_and_mix_nothing_up() -> None:
+    """vLLM's two micro-batches call the same connector."""
+    recorder = Recorder(2)
+    children = [
+        Child(i, f"c{i}", SimpleNamespace(wait_for_layer_load=lambda layer: None), True, recorder) for i in range(2)
+    ]
+    layers = LayerCalls("wait_for_layer_load", children, recorder)
+    begin = time.perf_counter_ns()
+    threads = [threading.Thread(target=lambda: [layers.fan_out("layer") for _ in range(20_000)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = time.perf_counter_ns() - begin
+    layers.close_step()
+    took = layers.drain()
+    for child in range(2):
+        tally = recorder.tally(child, "wait_for_layer_load")
+        assert sum(tally[:SUM]) == 40_000
+        assert 0 < tally[SUM] == took[child].sum() < 2 * whole
 
 
 @each_hook

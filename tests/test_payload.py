@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.payload import VERSION, KvobsStats, as_dict, nothing
+from kvobs.payload import LONG, VERSION, KvobsStats, as_dict, nothing
 from kvobs.recorder import Taken
 from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST
 
@@ -64,6 +64,15 @@ def test_what_was_merged_is_added_up_once(taken: list[dict[int, int]]) -> None:
     assert KvobsStats(data=merged.data).taken().counts == total
     assert len(set(accumulate(once[::2]))) <= len(total) + 1
     assert sum(once[::2]) == 0
+
+
+def test_a_list_of_parts_does_not_grow_without_end() -> None:
+    mine = numbers(nothing())
+    part = numbers(Taken(dict.fromkeys(range(100), 1), [], {}))
+    for _ in range(1000):
+        mine.aggregate(part)
+        assert len(mine.data["counts"]) <= LONG
+    assert mine.taken().counts == dict.fromkeys(range(100), 1000)
 
 
 def test_numbers_that_were_nothing_do_not_grow_those_that_still_are() -> None:
