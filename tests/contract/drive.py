@@ -1,23 +1,27 @@
 """Build kvobs's MultiConnector as vLLM's factory does, in both roles, and take requests through all of its hooks."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvobs.demo.model import make_model
 
@@ -85,6 +89,7 @@ class Drive:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.calls: list[dict[str, Any]] = []
+        self.told: list[Any] = []  # the stats of each step, worker's and scheduler's in one
 
     def __call__(self, side: str, hook: str, *args: Any, when_absent: Any = None) -> Any:
         connector = getattr(self.pair, side)
@@ -157,6 +162,7 @@ def drive(pair: Pair) -> dict[str, Any]:
     call("scheduler", "reset_cache")
     call("scheduler", "shutdown")
     call("worker", "shutdown")
+    seen["told"] = tell(pair, [stats for stats in call.told if stats is not None])
     return {"calls": call.calls, "seen": seen}
 
 
@@ -184,7 +190,10 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
     output.kv_connector_worker_meta = call("worker", "build_connector_worker_meta")
     call("worker", "clear_connector_metadata")
     call("scheduler", "update_connector_output", output)
-    call("scheduler", "get_kv_connector_stats")
+    stats, more = output.kv_connector_stats, call("scheduler", "get_kv_connector_stats")
+    if stats is not None and more is not None and not more.is_empty():
+        stats = stats.aggregate(more)
+    call.told.append(stats)
     call("scheduler", "take_events")
     call("scheduler", "has_pending_block_frees")
     call("scheduler", "has_pending_push_work")
@@ -193,6 +202,33 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
         "received": sorted(output.finished_recving or ()),
         "sent": sorted(output.finished_sending or ()),
         "still bound": call("worker", "has_connector_metadata"),
+    }
+
+
+def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
+    """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
+    registry = CollectorRegistry()
+    kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    cls = type(pair.scheduler)
+    metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
+    logged: Any = None
+    for stats in told:
+        sent = stats.to_dict() if hasattr(stats, "to_dict") and hasattr(KVConnectorStats, "to_dict") else stats.data
+        packed = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=sent))
+        arrived = MsgpackDecoder(SchedulerStats).decode(packed).kv_connector_stats
+        metrics.observe(arrived, 0)
+        rebuilt = cls.build_kv_connector_stats(arrived)
+        logged = rebuilt if logged is None else logged.aggregate(rebuilt)
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {
+        "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
+        "loaded": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_load_tokens_total"},
+        "calls": {
+            s.labels["connector"]: s.value
+            for s in samples
+            if s.name == "kvobs_call_duration_seconds_count" and s.labels["hook"] == "build_connector_meta"
+        },
+        "log": logged.reduce() if logged is not None else None,
     }
 
 

@@ -172,6 +172,14 @@ def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
     assert routed["seen"]["set_xfer_handshake_metadata_pp_aware"] == [["Loader"], ["Saver"]]
 
 
+def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(routed: Report) -> None:
+    told = routed["seen"]["told"]
+    assert told["hits"] == {"Loader": 1, "Saver": 1}
+    assert told["loaded"] == {"Loader": 64}
+    assert told["calls"] == {"Loader": 2, "Saver": 2}
+    assert told["log"]["\n  Loader"].startswith("1 lookups, 1 hits, 1 loads of 64 tokens")
+
+
 def test_the_class_answers_for_its_children(report: Report, routed: Report) -> None:
     """No child needs piecewise graphs or a layout, and all can sleep."""
     answers = routed["seen"]["class"]
