@@ -91,6 +91,8 @@ def test_the_demo_shows_both_children_loading() -> None:
         assert offered >= loaded > 0
     assert rows["disk"][-1] > 0, "the last round offers more on disk than in host memory"
     assert "the same answers, token for token" in output
+    said = " ".join(output.split())
+    assert re.search(r"Time: cpu \d+ ms a load, \d+ ms waited for by steps; disk \d+ ms a load, \d+ ms waited", said)
     assert "--kv-transfer-config '{" in output
 
 

@@ -46,13 +46,22 @@ def test_a_half_made_model_is_made_anew(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").stat().st_size > 1_000_000
 
 
-@given(st.text(max_size=200))
+SPECIAL = ("<s>", "</s>", "<unk>")
+
+
+@given(st.text(max_size=200).filter(lambda text: not any(special in text for special in SPECIAL)))
 @settings(max_examples=200, deadline=None)
 def test_every_byte_is_one_token_and_comes_back(text: str) -> None:
-    """Prompt lengths in tokens are lengths in UTF-8 bytes, for any text."""
+    """Prompt lengths in tokens are lengths in UTF-8 bytes, for any text without a special token's name in it."""
     encoded = TOKENIZER.encode(text, add_special_tokens=False)
     assert [token - model.FIRST_BYTE for token in encoded.ids] == list(text.encode())
     assert TOKENIZER.decode(encoded.ids) == text
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_a_special_tokens_name_is_that_token(special: str) -> None:
+    """As in any model's tokenizer."""
+    assert len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1
 
 
 TOKENIZER = Tokenizer.from_str(json.dumps(model.tokenizer()))
@@ -261,6 +270,11 @@ kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outc
 kvobs_loads_total{connector="cpu",engine="0",mode="sync",model_name="tiny",outcome="ok"} 1.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="aborted"} 2.0
 kvobs_load_tokens_total{connector="cpu",engine="0",model_name="tiny"} 3968.0
+kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="async",model_name="tiny"} 0.06
+kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="sync",model_name="tiny"} 0.02
+kvobs_load_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.5
+kvobs_save_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.25
+kvobs_save_stall_seconds_sum{connector="disk",engine="0",model_name="tiny"} 54.321
 kvobs_load_tokens_created{connector="cpu",engine="0",model_name="tiny"} 1.7e+09
 vllm:kv_offload_load_bytes_total{connector="cpu",engine="0",model_name="tiny"} 99.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 350.0
@@ -280,9 +294,12 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
         forgone=0,
         loads={"ok": 4, "failed": 0, "aborted": 2},
         loaded=3968,
+        load_s=0.08,
+        waited_s=0.75,
     )
+    assert cpu.load_ms == 20
     assert (cpu.asked, disk.asked, disk.offered, disk.forgone, disk.loaded) == (19, 54321, 2048, 64, 0)
-    assert (other.asked, other.offered, other.loaded) == (0, 0, 0)
+    assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
 
 
 def test_the_report_says_where_prompt_tokens_came_from() -> None:
@@ -293,6 +310,13 @@ def test_the_report_says_where_prompt_tokens_came_from() -> None:
         "Of 1,000 prompt tokens: 25 % computed, 50 % in vLLM's own cache, 25 % loaded by the children."
     )
     assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
+
+
+def test_the_report_says_how_long_loads_took_and_what_steps_waited_for() -> None:
+    rows = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    assert report.time_line(rows) == (
+        "Time: cpu 20 ms a load, 750 ms waited for by steps; disk 54,321 ms waited for by steps."
+    )
 
 
 def shown(rows: list[report.Child], width: int = 100) -> str:
@@ -315,7 +339,7 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
 def test_columns_that_nobody_needs_are_left_out() -> None:
     """No "not yet", "timed out" or "failed" where there was none."""
     quiet = [report.Child("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 1, 0,
-                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1)]  # fmt: skip
+                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
     busy = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert "yet" in shown(busy)

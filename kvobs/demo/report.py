@@ -8,7 +8,18 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvobs.signals import ADMITTED_TOKENS, FORGONE_TOKENS, LOAD_TOKENS, LOADS, LOOKUPS, OFFERED_TOKENS, Signal
+from kvobs.signals import (
+    ADMITTED_TOKENS,
+    FORGONE_TOKENS,
+    LOAD_DURATION,
+    LOAD_STALL,
+    LOAD_TOKENS,
+    LOADS,
+    LOOKUPS,
+    OFFERED_TOKENS,
+    SAVE_STALL,
+    Signal,
+)
 
 OUTCOMES = LOOKUPS.labels["outcome"]
 SOURCES = {
@@ -32,6 +43,15 @@ class Child:
     loads: Mapping[str, int]
     """By outcome, over both modes."""
     loaded: int
+    load_s: float
+    """How long all its loads took together, each on the slowest rank."""
+    waited_s: float
+    """How long the engine's steps waited for its loads and saves."""
+
+    @property
+    def load_ms(self) -> float:
+        """How long a load took on average; 0 without any."""
+        return 1e3 * self.load_s / self.loads["ok"] if self.loads["ok"] else 0
 
     @property
     def asked(self) -> int:
@@ -51,6 +71,8 @@ def children(names: Iterable[str], before: Iterable[Sample], after: Iterable[Sam
             forgone=total(grown, FORGONE_TOKENS, connector=name),
             loads={o: total(grown, LOADS, connector=name, outcome=o) for o in LOADS.labels["outcome"]},
             loaded=total(grown, LOAD_TOKENS, connector=name),
+            load_s=seconds(grown, LOAD_DURATION, connector=name),
+            waited_s=seconds(grown, LOAD_STALL, connector=name) + seconds(grown, SAVE_STALL, connector=name),
         )
         for name in names
     ]
@@ -79,9 +101,17 @@ def growth(before: Iterable[Sample], after: Iterable[Sample]) -> dict[Series, fl
 
 
 def total(grown: Mapping[Series, float], signal: Signal, **labels: str) -> int:
-    """Sum the series of a signal that carry these labels, whatever else they carry."""
-    wanted = set(labels.items())
-    return int(sum(value for (name, has), value in grown.items() if name == signal.name and wanted <= has))
+    """Sum the series of a counter that carry these labels, whatever else they carry."""
+    return int(_sum(grown, signal.name, labels))
+
+
+def seconds(grown: Mapping[Series, float], signal: Signal, **labels: str) -> float:
+    """Sum the observations of a histogram's series that carry these labels."""
+    return _sum(grown, f"{signal.name}_sum", labels)
+
+
+def _sum(grown: Mapping[Series, float], wanted_name: str, labels: Mapping[str, str]) -> float:
+    return sum(value for (name, has), value in grown.items() if name == wanted_name and labels.items() <= set(has))
 
 
 # --- for people
@@ -113,6 +143,15 @@ LEGEND = (
     "offered  what the child could have loaded\n"
     "forgone  what it offered beyond the child that loaded"
 )
+
+
+def time_line(rows: Iterable[Child]) -> str:
+    """Say in one line how long each child's loads took, and what the engine's steps spent in its loads and saves."""
+    parts = []
+    for row in rows:
+        loads = f"{row.load_ms:,.0f} ms a load, " if row.loads["ok"] else ""
+        parts.append(f"{row.name} {loads}{1e3 * row.waited_s:,.0f} ms waited for by steps")
+    return f"Time: {'; '.join(parts)}."
 
 
 def source_line(tokens: Mapping[str, int]) -> str:

@@ -73,6 +73,7 @@ class Demo:
         self.console.print(report.table(rows))
         self.console.print(report.LEGEND, style="dim")
         self.console.print(report.source_line(report.sources(before, after)), highlight=False)
+        self.console.print(report.time_line(rows), highlight=False)
         return rows
 
     def look_further(self, server: Server, work: Path) -> None:
