@@ -8,8 +8,8 @@
      "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
      "gauges": {slot: value}}                          # the last one counts
 
-The gaps of a whole list add up to 0, so that two lists merge by being put one after the other; ``to_dict`` adds up,
-once for all ranks. Only plain builtins, safe for pickle and msgpack.
+The gaps of a whole list add up to 0, so that two lists merge by being put one after the other; ``to_dict`` adds them
+up, once for all ranks, where there are many. Only plain builtins, safe for pickle and msgpack.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvobs.recorder import Taken
 from kvobs.signals import TABLE_DIGEST
 
 VERSION = 2
+FEW = 1_000  # numbers, of three parts or four
 LONG = 50_000  # numbers; vLLM's log adds up all payloads of its interval, however long that is
 
 
@@ -52,8 +53,11 @@ class KvobsStats(KVConnectorStats):
         return stats
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the payload with the counts of all merged parts added up."""
-        if self.is_ours:
+        """Return the payload, with the counts of many merged parts added up: of a few the API server's reader does it.
+
+        This runs in EngineCore before a step's outputs go out.
+        """
+        if self.is_ours and len(self.data["counts"]) > FEW:
             self.data["counts"] = _added_up(self.data["counts"])
         return self.data
 

@@ -37,7 +37,8 @@ def main() -> int:
             progress.print(f"{name} ...")
             parts.append(measures[name]())
     finally:  # a part that fails must not take the others' numbers with it
-        console.print(table(parts))
+        if parts:
+            console.print(table(parts))
     draw(parts, options.plot)
     console.print(f"The same as a picture, with every round: {options.plot}")
     return 1 if any(line.missed for part in parts for line in part.lines) else 0

@@ -121,8 +121,8 @@ def draw_line(axes: Axes, y: int, line: Line, left: float, right: float) -> None
     jitter = random.Random(line.title)
     for sample in line.samples:
         x = min(max(sample / scale, left), right)
-        mark = "o" if x == sample / scale else "<" if x == left else ">"
-        axes.plot([x], [y + jitter.uniform(-0.25, 0.25)], mark, color=colour, alpha=0.4, markersize=3, mew=0)
+        mark, size = ("o", 3) if x == sample / scale else ("<" if x == left else ">", 5)
+        axes.plot([x], [y + jitter.uniform(-0.25, 0.25)], mark, color=colour, alpha=0.4, markersize=size, mew=0)
     low, high = line.quartiles
     axes.plot([low / scale, high / scale], [y, y], color=colour, linewidth=5, solid_capstyle="butt")
     axes.plot([line.median / scale], [y], "o", color=colour, markerfacecolor="white", markersize=5.5, markeredgewidth=2)
