@@ -11,9 +11,6 @@ from functools import wraps
 from typing import ParamSpec
 
 from kvobs.notices import once
-from kvobs.signals import INTERNAL_ERRORS
-
-WHERE = INTERNAL_ERRORS.labels["where"]
 
 P = ParamSpec("P")
 
@@ -21,7 +18,10 @@ _counts: Counter[str] = Counter()
 
 
 def contain(where: str) -> None:
-    """Take care of the exception being handled; ``where`` is one of ``WHERE``. To be called in an except block."""
+    """Take care of the exception being handled, in an except block.
+
+    ``where`` is a label value of kvobs_internal_errors_total.
+    """
     _counts[where] += 1
     once(
         f"fault:{where}",

@@ -145,8 +145,8 @@ class Ledger:
 
     def is_async(self, request: str) -> bool:
         """Return whether an async load of this request is open."""
-        entry = self._entries.get(request)
-        return entry is not None and entry.load is not None and entry.load.is_async
+        load = self.load(request)
+        return load is not None and load.is_async
 
     # Reports
 

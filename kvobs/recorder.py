@@ -78,7 +78,7 @@ class Recorder:
     def count(self, child: int, slot: int, n: int = 1) -> None:
         """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
         try:
-            self._add(PROCESS_WIDTH + child * CHILD_WIDTH + slot, n)
+            self._add(_at(child, slot), n)
         except Exception:
             faults.contain("record")
 
@@ -113,7 +113,7 @@ class Recorder:
     def set_gauge(self, child: int, slot: int, value: int) -> None:
         """Set a gauge of this child; it is shipped when it differs from what was shipped before."""
         try:
-            place = PROCESS_WIDTH + child * CHILD_WIDTH + slot
+            place = _at(child, slot)
             if self._gauges.get(place, 0) != value:
                 self._gauges[place] = self._changed_gauges[place] = value
         except Exception:
@@ -233,8 +233,12 @@ class Recorder:
 _RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
 
 
+def _at(child: int, slot: int) -> int:
+    return PROCESS_WIDTH + child * CHILD_WIDTH + slot
+
+
 def _place(child: int, signal: Signal, *values: str) -> int:
-    return PROCESS_WIDTH + child * CHILD_WIDTH + signals.slot(signal, *values)
+    return _at(child, signals.slot(signal, *values))
 
 
 def _bucketed(signal: Signal, durations: Durations) -> list[int]:
