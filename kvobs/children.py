@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from kvobs.config import PATH, ConfigError, Configuration, read
-from kvobs.hooks import HOOKS, is_empty
+from kvobs.hooks import HOOKS, Cadence, is_empty
 from kvobs.notices import log
 from kvobs.recorder import Call, Recorder
 from kvobs.signals import is_timed
@@ -49,12 +49,22 @@ class Child:
     that is provably empty in it is called as it is, or not at all by those who ask ``does``.
     """
 
-    def __init__(self, index: int, name: str, connector: Any, supports_hma: bool, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        connector: Any,
+        supports_hma: bool,
+        recorder: Recorder,
+        *,
+        activated: Callable[[Call], Call] | None = None,
+    ) -> None:
         self.index = index
         self.name = name
         self.connector = connector
         self.supports_hma = supports_hma
         self._recorder = recorder
+        self._activated = activated
 
     def __getattr__(self, name: str) -> Call:
         """Bind a hook's recorded call on first use."""
@@ -64,6 +74,8 @@ class Child:
         call: Call = getattr(self.connector, name)
         if self.does(name):
             call = self._recorder.timed(self.index, name, call)
+            if self._activated is not None and hook.cadence is Cadence.REQUEST:
+                call = self._activated(call)
         setattr(self, name, call)
         return call
 
@@ -114,13 +126,20 @@ def build(
     kv_cache_config: KVCacheConfig,
     of: Sequence[ChildSpec],
     recorder: Recorder,
+    *,
+    activated: Callable[[Call], Call] | None = None,
 ) -> tuple[Child, ...]:
-    """Build the children; when one can't be built, shut down those that were before its error goes on."""
+    """Build the children; when one can't be built, shut down those that were before its error goes on.
+
+    ``activated`` wraps calls about a request, so that the request's trace context is current in them.
+    """
     built: list[Child] = []
     try:
         for spec in of:
             connector = spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
-            built.append(Child(spec.index, spec.name, connector, supports_hma(connector), recorder))
+            built.append(
+                Child(spec.index, spec.name, connector, supports_hma(connector), recorder, activated=activated)
+            )
     except BaseException as error:
         error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         for child in built:

@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+
+from kvobs.hooks import HOOKS
+from kvobs.signals import is_timed
 
 PATH = "kv_connector_extra_config"
 RESERVED_NAME = "kvobs"  # kvobs's own entry in the stats payload
+TIMED_HOOKS = tuple(hook.name for hook in HOOKS.values() if is_timed(hook))
 _SHOWN_AT_MOST = 80  # characters of a wrong value
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
@@ -26,6 +30,35 @@ class ConfigError(ValueError):
         super().__init__(f"kvobs can't start with this --kv-transfer-config: {listed}")
 
 
+def _timed_hook(name: str) -> str:
+    if name not in TIMED_HOOKS:
+        raise ValueError(f"unknown hook, allowed: {', '.join(TIMED_HOOKS)}")
+    return name
+
+
+Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+HookName = Annotated[str, AfterValidator(_timed_hook)]
+
+
+class TracingOptions(BaseModel):
+    """What is traced, where there is an OTLP endpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    level: Literal["off", "requests", "calls"] | None = Field(
+        default=None,
+        description="`requests`: spans of each sampled request, and of all that is slow or fails; `calls`: every call "
+        "into every child too; by default `requests` where there is an OTLP endpoint",
+    )
+    layers: StrictBool = Field(
+        default=False, description="with level `calls`: a span for each layer, not one for all of a step's layers"
+    )
+    propagate: StrictBool = Field(
+        default=False,
+        description="run calls about a request with its trace context current, for children with spans of their own",
+    )
+
+
 class Options(BaseModel):
     """The options of kvobs. Every one has a default: no key at all is a valid configuration."""
 
@@ -37,12 +70,24 @@ class Options(BaseModel):
     load_policy: Literal["first", "longest"] = Field(
         default="first", description="which child loads a request: the first with a hit, or the one with the longest"
     )
-    lookup_timeout_ms: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = Field(
+    lookup_timeout_ms: Milliseconds | None = Field(
         default=None, description="how long a child may answer 'not yet' before others may load in its stead"
     )
-    slow_call_ms: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] = Field(
-        default=100, description="a call into a child that takes longer is counted as slow, and the first is logged"
+    slow_call_ms: Milliseconds = Field(
+        default=100,
+        description="a call into a child that takes longer is counted as slow, traced, and the first logged",
     )
+    slow_call_ms_by_hook: Mapping[HookName, Milliseconds] = Field(
+        default={}, description="the same for single hooks, by vLLM's names of them"
+    )
+    slow_load_ms: Milliseconds = Field(
+        default=1000, description="a load that takes longer is traced, whatever was sampled"
+    )
+    tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
+
+    def slow_ms(self, hook: str) -> float:
+        """Return from which duration on a call of this hook is slow, in ms."""
+        return self.slow_call_ms_by_hook.get(hook, self.slow_call_ms)
 
 
 class Configuration(BaseModel):
@@ -101,9 +146,10 @@ def _options(raw: Any, mistakes: list[str]) -> Options:
         return Options.model_validate(dict(raw))
     except ValidationError as error:
         for detail in error.errors():
-            where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
+            loc = [part for part in detail["loc"] if part != "[key]"]
+            where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
             if detail["type"] == "extra_forbidden":
-                mistakes.append(f"{where}: unknown option, allowed: {_known_options()}")
+                mistakes.append(f"{where}: unknown option, allowed: {_known_options(len(loc) > 1)}")
             else:
                 mistakes.append(f"{where}: found {_show(detail['input'])}, {_allowed(detail['msg'])}")
         return Options()
@@ -130,13 +176,14 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[str])
     return tuple(names)
 
 
-def _known_options() -> str:
-    return ", ".join(repr(name) for name in Options.model_fields)
+def _known_options(of_tracing: bool = False) -> str:
+    return ", ".join(repr(name) for name in (TracingOptions if of_tracing else Options).model_fields)
 
 
 def _allowed(message: str) -> str:
     """Turn pydantic's wording into ours: what is allowed, in lower case."""
-    return message.replace("Input should be", "allowed:").replace("Input should", "should")
+    message = message.replace("Input should be", "allowed:").replace("Input should", "should")
+    return message.removeprefix("Value error, ")
 
 
 def _show(value: Any) -> str:

@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvobs import __version__, children, fanout
+from kvobs import __version__, children, fanout, faults, sampling
+from kvobs.call_spans import CallSpans
 from kvobs.config import Options, read
 from kvobs.hooks import HOOKS, INHERITED, Combine
 from kvobs.layout import CacheLayout
@@ -27,8 +28,10 @@ from kvobs.ledger import Ledger
 from kvobs.metrics import MultiKVConnectorPromMetrics
 from kvobs.notices import log
 from kvobs.recorder import Recorder
+from kvobs.sampling import Tracing, Verdicts
 from kvobs.scheduler import SchedulerSide
 from kvobs.stats import MultiKVConnectorStats, rebuild
+from kvobs.traces import Traces, Untraced
 from kvobs.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -59,8 +62,13 @@ class MultiConnector(stock.MultiConnector):
                 f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
                 "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
             )
-        recorder = Recorder(len(specs), int(configuration.options.slow_call_ms * 1e6), configuration.names)
-        self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder)
+        options = configuration.options
+        slow_ns_of = {hook: int(ms * 1e6) for hook, ms in options.slow_call_ms_by_hook.items()}
+        recorder = Recorder(len(specs), int(options.slow_call_ms * 1e6), configuration.names, slow_ns_of)
+        tracing = Tracing.of(options, vllm_config)
+        traces = _trace(role, recorder, configuration.names, tracing, vllm_config.parallel_config.rank)
+        activated = traces.activated if isinstance(traces, Traces) and tracing and tracing.propagates else None
+        self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
         self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
@@ -72,13 +80,15 @@ class MultiConnector(stock.MultiConnector):
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
                 recorder,
-                configuration.options,
+                options,
                 ranks,
                 CacheLayout.of(groups, ranks),
+                traces=traces,
             )
             self._requests_to_connector = Choices(self._side.ledger)
-            _introduce(specs, configuration.options)
+            _introduce(specs, options)
             children.warn_about(transfer_config, specs)
+            sampling.warn_about(options, tracing)
             _name_unknown_hooks()
         else:
             self._side = WorkerSide(self._children, recorder, vllm_config.parallel_config.rank, len(groups))
@@ -173,6 +183,23 @@ class MultiConnector(stock.MultiConnector):
             of=specs,
             options=configuration.options,
         )
+
+
+def _trace(
+    role: KVConnectorRole, recorder: Recorder, names: Sequence[str], tracing: Tracing | None, rank: int
+) -> Untraced:
+    """Put a tracer behind the recorder, and return the requests' traces: the scheduler's, where anything is traced."""
+    if tracing is None:
+        return Untraced()
+    try:
+        verdicts = Verdicts()
+    except Exception:
+        faults.contain("trace")
+        return Untraced()
+    if role is KVConnectorRole.SCHEDULER:
+        return Traces(names, recorder, tracing, verdicts)
+    recorder.tracer = CallSpans(names, recorder, tracing, verdicts, rank=rank)
+    return Untraced()
 
 
 class Choices(Mapping[str, int]):

@@ -14,11 +14,14 @@ import numpy as np
 
 from kvobs import faults
 from kvobs.children import Child
-from kvobs.recorder import Call, Durations, Recorder
+from kvobs.noticed import Noticed
+from kvobs.recorder import WALL_OFFSET, Call, Durations, Recorder
+from kvobs.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
+NOTICED_AT_MOST = 64  # calls that the tracer is told of at a time: as many spans as a flush takes
 
 
 class LayerCalls:
@@ -34,6 +37,7 @@ class LayerCalls:
         self._recorder = recorder
         self._stamps: list[int] = []  # of the running step, row after row
         self._steps: list[Durations] = []  # the stamps of the steps with calls since the last drain
+        self._subjects: list[Any] = []  # what the tracer is told of each of them
         self.fan_out = self._unrolled()
 
     @property
@@ -82,7 +86,7 @@ class LayerCalls:
             for child, begin, end in zip(self.children, stamps, stamps[1:], strict=False):
                 self._recorder.add_call(child.index, self.hook, end - begin)
             failed = self.children[len(stamps) - 1]
-            self._recorder.failed(failed.index, self.hook, perf_counter_ns() - stamps[-1], error)
+            self._recorder.failed(failed.index, self.hook, stamps[-1], perf_counter_ns() - stamps[-1], error)
         except Exception:
             faults.contain("record")
 
@@ -90,6 +94,11 @@ class LayerCalls:
         """Return what each child has taken of the running step, in ns."""
         sums = [sum(self._stamps[i :: self._width]) for i in range(self._width)]
         return {child.index: sums[i + 1] - sums[i] for i, child in enumerate(self.children)}
+
+    @property
+    def last_ns(self) -> int:
+        """Return when the running step's last call ended, in ns since the epoch; 0 without one."""
+        return self._stamps[-1] + WALL_OFFSET if self._stamps else 0
 
     def close_step(self) -> bool:
         """End the running step; return whether the hook was called in it.
@@ -100,17 +109,53 @@ class LayerCalls:
             return False
         self._steps.append(np.fromiter(self._stamps, np.int64, len(self._stamps)))
         self._stamps.clear()
+        self._subjects.append(self._recorder.tracer.step if self._recorder.tracer is not None else None)
         return True
 
     def drain(self) -> dict[int, Durations]:
         """Count the calls of the steps since the last drain; return what each child took of each step with calls."""
         steps, self._steps = self._steps, []
+        subjects, self._subjects = self._subjects, []
         if not steps:
             return {}
         stamps = np.concatenate(steps).reshape(-1, self._width).T.copy()
         spent = stamps[1:] - stamps[:-1]
         for child, durations in zip(self.children, spent, strict=True):
             self._recorder.add_calls(child.index, self.hook, durations)
-        rows = [len(step) // self._width for step in steps]
-        sums = np.add.reduceat(spent, np.cumsum([0, *rows[:-1]]), axis=1)
+        firsts = np.cumsum([0, *(len(step) // self._width for step in steps)])
+        if self._recorder.tracer is not None:
+            for i, child in enumerate(self.children):
+                self._trace(child, stamps[i], spent[i], firsts, subjects)
+        sums = np.add.reduceat(spent, firsts[:-1], axis=1)
         return {child.index: sums[i] for i, child in enumerate(self.children)}
+
+    def _trace(
+        self, child: Child, starts: Durations, spent: Durations, firsts: Durations, subjects: Sequence[Any]
+    ) -> None:
+        """Tell the tracer of a child's slow calls; of all where it wants that, a step's layers in one or each."""
+        tracer, limit = self._recorder.tracer, self._recorder.slow_ns(self.hook)
+        assert tracer is not None
+        slow = (spent > limit).nonzero()[0]
+        self._recorder.journal.drop(max(0, len(slow) - NOTICED_AT_MOST))
+        # The slow ones first: of the others there may be more than fit.
+        each = (spent <= limit).argsort(kind="stable") if tracer.traces_all and tracer.traces_layers else slow
+        for i in each[:NOTICED_AT_MOST].tolist():
+            step = int(firsts.searchsorted(i, "right")) - 1
+            took, more = int(spent[i]), {LAYER: i - int(firsts[step])}
+            start = int(starts[i]) + WALL_OFFSET
+            tracer.note(Noticed(child.index, self.hook, start, took, took > limit, "", subjects[step], more))
+        if tracer.traces_all and not tracer.traces_layers:
+            for subject, first, end in zip(subjects, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+                tracer.note(self._summary(child, starts[first:end], spent[first:end], subject))
+
+    def _summary(self, child: Child, starts: Durations, spent: Durations, subject: Any) -> Noticed:
+        slowest = int(spent.argmax())
+        more = {
+            LAYERS: len(spent),
+            LAYERS_DURATION: int(spent.sum()) / 1e9,
+            SLOWEST_LAYER: slowest,
+            SLOWEST_LAYER_DURATION: int(spent[slowest]) / 1e9,
+        }
+        took = int(starts[-1] + spent[-1] - starts[0])
+        start = int(starts[0]) + WALL_OFFSET
+        return Noticed(child.index, self.hook, start, took, is_slow=False, subject=subject, more=more, is_many=True)

@@ -13,7 +13,7 @@ The life of one request:
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvobs.layout import Blocks
 from kvobs.reports import Foreign, Kind, Report
@@ -31,13 +31,19 @@ class Load:
     blocks: Blocks = ()  # that it fills
     arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report; what a sync load took there
     lost_tokens: int | None = None  # of a failed load, where it is known that not all are lost
-    failed: bool = False
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> when it began and ended there
+    failed_on: set[int] = field(default_factory=set)  # ranks
+    trace: Any = None  # the tracer's own
     needs_echo: bool = False  # vLLM must be told of the failure through its workers
     aborted: bool = False  # its request ended while it was open
 
     @property
     def is_in(self) -> bool:
         return len(self.arrived) >= self.expected
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failed_on)
 
     @property
     def duration_ns(self) -> int:
@@ -55,6 +61,8 @@ class Save:
     expected: int = 1
     promised_ns: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    trace: Any = None
 
     @property
     def is_in(self) -> bool:
@@ -162,12 +170,13 @@ class Ledger:
                 return None  # kvobs's own report about a request that is gone by now
             return Foreign(report.child, "load" if report.kind is Kind.RECEIVED else "failure", report.request)
         if report.kind not in (Kind.RECEIVED, Kind.SYNC_DONE):
-            load.failed = True
+            load.failed_on.add(report.rank)
             load.needs_echo |= report.kind in (Kind.FAILED, Kind.SPOILED)
         if report.kind in (Kind.SPOILED, Kind.HOLED):
             return None  # says nothing about arrival
         was_in = load.is_in
         load.arrived.setdefault(report.rank, report.spent_ns if is_sync else report.time_ns)
+        load.ranks.setdefault(report.rank, (report.began_ns, report.time_ns))
         if load.is_in and not was_in:
             if load.needs_echo:
                 self._failures.append(report.request)
@@ -187,6 +196,7 @@ class Ledger:
             return Foreign(report.child, "save", report.request)
         was_in = save.promised and save.is_in
         save.arrived.setdefault(report.rank, report.time_ns)
+        save.ranks.setdefault(report.rank, (report.began_ns, report.time_ns))
         if save.promised and save.is_in and not was_in:
             self._saves_in.setdefault(report.child, []).append(report.request)
         return None
@@ -265,6 +275,7 @@ class Ledger:
         if aborted is not None:
             aborted.aborted = True
         early: dict[int, Save] = {}
+        promised: dict[int, Save] = {}
         for child, expected in promises:
             save = entry.saves.setdefault(child, Save())
             save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns
@@ -272,6 +283,7 @@ class Ledger:
                 save.done = True
                 early[child] = save
             else:
+                promised[child] = save
                 self._open_saves.setdefault(child, {})[request] = now_ns
         unpromised = [child for child, save in entry.saves.items() if not save.promised]
         for child in unpromised:
@@ -281,7 +293,7 @@ class Ledger:
         if not entry.is_settled:
             self._entries[request] = entry
         foreign = [Foreign(child, "save", request) for child in unpromised]
-        return Finished(entry.holds, aborted, early, foreign)
+        return Finished(entry.holds, aborted, promised, early, foreign)
 
     def take_received(self) -> set[str]:
         """Return what goes into vLLM's ``finished_recving``: loads in, and releases that vLLM expects there."""
@@ -312,5 +324,6 @@ class Finished(NamedTuple):
 
     holds: bool
     aborted: Load | None  # the load that was still open
+    promised: dict[int, Save]  # by child, saves that are open now
     early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
     foreign: list[Foreign]  # reports of saves that were never promised

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvobs.context import TraceContext
 from kvobs.layout import Blocks
 from kvobs.reports import Report
 
@@ -25,12 +26,13 @@ Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
 class LoadOrder(NamedTuple):
     """A load that vLLM admitted in this step, as the workers need to know it.
 
-    ``blocks`` holds, per KV cache group, the ids of the blocks that the load fills.
+    ``blocks`` holds, per KV cache group, the ids of the blocks that the load fills; ``trace`` is its span, if traced.
     """
 
     child: int
     is_async: bool
     blocks: Blocks
+    trace: TraceContext | None = None
 
 
 @dataclass
@@ -45,6 +47,8 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     closed: tuple[str, ...] = ()  # requests whose load is over: forget their blocks
     failed: tuple[str, ...] = ()  # requests that every rank must report as failed, so that vLLM hears of it
     has_forward: bool = True  # whether tokens are scheduled in this step
+    promised: tuple[tuple[int, str], ...] = ()  # (child, request) of the saves promised since the last step
+    trace: TraceContext | None = None  # the step's own, where every call is traced
     flush: bool = False  # whether the workers hand out their numbers in this step
 
 

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvobs import __version__, faults, signals
+from kvobs import __version__, faults, signals, spans
 from kvobs.config import RESERVED_NAME, Options
 from kvobs.families import Buckets, Families, Sink
 from kvobs.notices import once
 from kvobs.payload import KvobsStats, as_dict
-from kvobs.signals import SIGNALS, Kind, Scope, Series, Signal
+from kvobs.sampling import Tracing
+from kvobs.signals import PROCESS_WIDTH, SIGNALS, Kind, Scope, Series, Signal
+from kvobs.spans import Record, Span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvobs.children import ChildSpec
+    from kvobs.tracing import SpanCutter
 
 LABEL = "connector"
 _OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open}
@@ -60,6 +63,7 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             self._introduce(of, options)
         except Exception:
             faults.contain("apply")
+        self._cutter = self._make_cutter(vllm_config, options)
 
     def _child_metrics(self, vllm_config: VllmConfig, spec: ChildSpec) -> Any:
         """Let a child define its metrics for its own series; None when it has none, or can't."""
@@ -77,6 +81,28 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
                 exc_info=True,
             )
             return None
+
+    def _make_cutter(self, vllm_config: VllmConfig, options: Options) -> SpanCutter | None:
+        """Return what makes spans of records, where anything is traced."""
+        try:
+            tracing = Tracing.of(options, vllm_config)
+            if tracing is None:
+                return None
+            from kvobs.tracing import SpanCutter, make_exporter
+
+            model = vllm_config.model_config.served_model_name
+            name = str(model[0] if isinstance(model, list | tuple) else model)
+            return SpanCutter(make_exporter(tracing.endpoint), {spans.GEN_AI_MODEL: name}, self._drop_spans)
+        except Exception:
+            faults.contain("cut")
+            return None
+
+    def _drop_spans(self, where: str, n: int) -> None:
+        """Count lost spans; the exporter's thread does not know whose, and says so for the first engine."""
+        try:
+            self._labelled(signals.SPANS_DROPPED, min(self.per_engine_labelvalues), None, (where,)).inc(n)
+        except Exception:
+            faults.contain("cut")
 
     def _introduce(self, of: Sequence[ChildSpec], options: Options) -> None:
         """Say what runs and what is configured."""
@@ -138,6 +164,30 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             self._labelled(_OPEN[name], engine, names[child], tuple(values)).inc(n)
         for buckets in self._indirect:
             buckets.flush()
+        if taken.spans and self._cutter is not None:
+            self._cut(self._cutter, taken.spans, engine)
+
+    def _cut(self, cutter: SpanCutter, groups: Sequence[Any], engine: int) -> None:
+        """Export the payload's spans, and put exemplars on the histograms that saw what they tell of."""
+        begin = perf_counter_ns()
+        try:
+            for record in cutter.cut(groups, engine):
+                span = spans.SPANS[record.name]
+                if span.histogram is not None and record.observed_ns:
+                    self._mark(record, span, span.histogram, engine)
+        except Exception:
+            faults.contain("cut")
+        unit = signals.SELF_SECONDS.unit
+        self._labelled(signals.SELF_SECONDS, engine, None, ("cut",)).inc((perf_counter_ns() - begin) * unit)
+
+    def _mark(self, record: Record, span: Span, histogram: Signal, engine: int) -> None:
+        values = [str(record.attributes[label]) for label in span.labels]
+        if span is spans.CALL:
+            values = [signals.hook_label(*values)]
+        series, _, _ = signals.locate(PROCESS_WIDTH + signals.slot(histogram, *values))
+        buckets = self._buckets.get((engine, str(record.attributes[spans.CONNECTOR]), series))
+        if buckets is not None:
+            buckets.mark(record.observed_ns, record.trace_id)
 
     def _sink(self, slot: int, engine: int, names: Sequence[str]) -> Sink:
         """Return what takes the numbers of a slot."""

@@ -32,6 +32,13 @@ class Offer(NamedTuple):
     is_async: bool
 
 
+class Settled(NamedTuple):
+    """A lookup that has led to an allocation: where a load begins, in tokens that vLLM had itself, and all offers."""
+
+    local: int
+    offers: list[Offer]
+
+
 NOTHING = Offer(-1, 0, False)
 
 
@@ -104,15 +111,14 @@ class Offers:
         self._recorder.count(child, _TIMEOUT if is_late else _PENDING)
         return not is_late
 
-    def settle(self, request_id: str, owner: int | None, tokens: int) -> int:
+    def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
         """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
 
-        Returns the number of tokens that vLLM had computed itself, where the load begins. The second allocation call
-        of an async load finds no offers and counts nothing.
+        The second allocation call of an async load finds no offers and counts nothing.
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return 0
+            return Settled(0, [])
         offers, asked.offers = asked.offers, []
         if owner is not None:
             self._recorder.count(owner, _ADMITTED, tokens)
@@ -125,7 +131,7 @@ class Offers:
                     if offer.child != owner:
                         self._recorder.count(offer.child, _UNCLAIMED)
                         self._recorder.count(offer.child, _FORGONE, max(0, offer.tokens - won))
-        return asked.local
+        return Settled(asked.local, offers)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

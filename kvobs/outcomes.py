@@ -12,6 +12,7 @@ from kvobs.ledger import Load, Save
 from kvobs.notices import log, once
 from kvobs.recorder import Recorder
 from kvobs.reports import Foreign
+from kvobs.request_spans import RequestSpans
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -32,12 +33,20 @@ class Outcomes:
         children: the children, by position.
         recorder: where the numbers go.
         bytes_per_token: what a token takes in the KV cache, over all ranks.
+        spans: what writes the spans of requests, where they are traced.
     """
 
-    def __init__(self, children: Sequence[Child], recorder: Recorder, bytes_per_token: float = 0) -> None:
+    def __init__(
+        self,
+        children: Sequence[Child],
+        recorder: Recorder,
+        bytes_per_token: float = 0,
+        spans: RequestSpans | None = None,
+    ) -> None:
         self._children = children
         self._recorder = recorder
         self._bytes_per_token = bytes_per_token
+        self._spans = spans
 
     @contained("record")
     def aborted(self, load: Load) -> None:
@@ -53,6 +62,9 @@ class Outcomes:
     @contained("record")
     def loaded(self, load: Load) -> None:
         """Note that a load is over on every rank."""
+        size = round(load.tokens * self._bytes_per_token)
+        if self._spans is not None:
+            self._spans.loaded(load, "failed" if load.failed else "aborted" if load.aborted else "ok", size)
         if load.aborted:
             return
         if load.failed:
@@ -61,7 +73,7 @@ class Outcomes:
         count, mode = self._recorder.count, _mode(load)
         count(load.child, _LOADS[mode, "ok"])
         count(load.child, _LOAD_TOKENS, load.tokens)
-        count(load.child, _LOAD_BYTES, round(load.tokens * self._bytes_per_token))
+        count(load.child, _LOAD_BYTES, size)
         self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
         self._compare_ranks(load.child, load.arrived, "load")
 
@@ -75,6 +87,8 @@ class Outcomes:
         self._recorder.count(child, _SAVED)
         self._recorder.observe(child, signals.SAVE_HOLD, now_ns - save.promised_ns)
         self._compare_ranks(child, save.arrived, "save")
+        if self._spans is not None:
+            self._spans.saved(child, save, now_ns)
 
     def _compare_ranks(self, child: int, arrived: Mapping[int, int], kind: str) -> None:
         if len(arrived) > 1:

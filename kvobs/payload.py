@@ -2,11 +2,12 @@
 
 ::
 
-    {"v": 2, "table": digest of the slot table,
+    {"v": 3, "table": digest of the slot table,
      "children": {name: "module:Class"},               # in the order of the configuration
      "counts": [gap, n, gap, n, ...],                  # how much was added, by the gaps between slots
      "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
-     "gauges": {slot: value}}                          # the last one counts
+     "gauges": {slot: value},                          # the last one counts
+     "spans": [[record, ...], ...]}                    # see spans.Record; a group is exported whole, or not at all
 
 The gaps of a whole list add up to 0, so that two lists merge by being put one after the other; ``to_dict`` adds them
 up, once for all ranks, where there are many. Only plain builtins, safe for pickle and msgpack.
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvobs.recorder import Taken
 from kvobs.signals import TABLE_DIGEST
 
-VERSION = 2
+VERSION = 3
 FEW = 1_000  # numbers, of three parts or four
 LONG = 50_000  # numbers; vLLM's log adds up all payloads of its interval, however long that is
 
@@ -46,11 +47,19 @@ class KvobsStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Any) -> KvobsStats:
-        """Read what a peer sent: of this version only what is well formed, of another all of it, never to be used."""
+        """Read what a peer sent, for adding up: of this version only what is well formed, of another all of it.
+
+        Spans are left out: they are for who gets the payload itself.
+        """
         stats = cls(data=as_dict(data))
         if stats.is_ours:
-            stats.data = {**stats.data, "children": stats.children, **_wire(stats.taken())}
+            taken = stats.taken()._replace(spans=())
+            stats.data = {**stats.data, "children": stats.children, **_wire(taken)}
         return stats
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvobsStats:
+        """Copy what is ever changed in place: records and rows are not."""
+        return KvobsStats(data={key: copy.copy(value) for key, value in self.data.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the payload, with the counts of many merged parts added up: of a few the API server's reader does it.
@@ -80,7 +89,9 @@ class KvobsStats(KVConnectorStats):
             return nothing()
         opened, gauges = self.data.get("opened"), self.data.get("gauges")
         rows = [row for row in opened if _is_row(row)] if isinstance(opened, list) else []
-        return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges))
+        groups = self.data.get("spans")
+        spans = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
+        return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges), spans)
 
     def reset(self) -> None:
         self.data.update(_wire(nothing()))
@@ -92,12 +103,13 @@ class KvobsStats(KVConnectorStats):
         """Add the numbers of ``other``; those of another version of kvobs can't be, and are left out."""
         theirs = other if isinstance(other, KvobsStats) else KvobsStats.read(other)
         if not self.data:
-            self.data = copy.deepcopy(theirs.data)
+            self.data = copy.deepcopy(theirs).data
         elif theirs.is_ours and self.is_ours:
             self.data["counts"] += theirs.data["counts"]
             if len(self.data["counts"]) > LONG:
                 self.data["counts"] = _added_up(self.data["counts"])
             self.data["gauges"].update(theirs.data["gauges"])
+            self.data["spans"] += theirs.data["spans"]
             if theirs.data["opened"]:
                 self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])
         return self
@@ -109,7 +121,8 @@ class KvobsStats(KVConnectorStats):
 
 
 def _wire(taken: Taken) -> dict[str, Any]:
-    return {"counts": _packed(taken.counts), "opened": taken.opened, "gauges": taken.gauges}
+    packed = _packed(taken.counts)
+    return {"counts": packed, "opened": taken.opened, "gauges": taken.gauges, "spans": list(taken.spans)}
 
 
 def _packed(counts: Mapping[int, int]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from kvobs import faults, signals
 from kvobs.hooks import HOOKS, Cadence
+from kvobs.journal import Group, Journal
+from kvobs.noticed import Noticed, Tracer
 from kvobs.notices import once
 from kvobs.signals import CALL_DURATION, CHILD_WIDTH, PROCESS_WIDTH, Signal
 
@@ -32,7 +34,7 @@ SUM = len(CALL_DURATION.bounds) + 1
 BUCKET = [bisect_left(CALL_DURATION.bounds, bits) for bits in range(65)]
 
 # A wall clock that never jumps: what other processes compare with is fixed once, at start.
-_WALL_OFFSET = time.time_ns() - perf_counter_ns()
+WALL_OFFSET = time.time_ns() - perf_counter_ns()
 
 NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
 
@@ -43,7 +45,7 @@ _NAME_AT_MOST = 64
 
 def wall_ns() -> int:
     """Return the time in ns since the epoch, monotonic within this process."""
-    return perf_counter_ns() + _WALL_OFFSET
+    return perf_counter_ns() + WALL_OFFSET
 
 
 class Taken(NamedTuple):
@@ -52,6 +54,7 @@ class Taken(NamedTuple):
     counts: dict[int, int]  # slot -> how much was added
     opened: list[list[Any]]  # [signal, child, label values..., how much was added], for open sets of label values
     gauges: dict[int, int]  # slot -> value, of gauges that changed
+    spans: Sequence[Group] = ()  # groups of span records, slow and failed ones first
 
 
 class Recorder:
@@ -61,9 +64,18 @@ class Recorder:
         children: how many there are.
         slow_ns: a call that takes longer is counted as slow; hooks called once or on demand are exempt.
         names: the children's names, for the log.
+        slow_ns_of: the same for single hooks, whatever they are.
+
+    ``journal`` takes the process's span records; ``tracer``, if any, is set before the first call is recorded.
     """
 
-    def __init__(self, children: int, slow_ns: int = NEVER, names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        children: int,
+        slow_ns: int = NEVER,
+        names: tuple[str, ...] = (),
+        slow_ns_of: Mapping[str, int] | None = None,
+    ) -> None:
         self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
         self._opened: dict[tuple[str | int, ...], int] = {}
         self._gauges: dict[int, int] = {}
@@ -71,6 +83,9 @@ class Recorder:
         # Tallies are cumulative: a call may be counted by another thread while they are read.
         self._tallies: dict[tuple[int, str], tuple[int, Tally, Tally]] = {}  # first slot, now, when last taken
         self._slow_ns = slow_ns
+        self._slow_ns_of = slow_ns_of or {}
+        self.journal = Journal()
+        self.tracer: Tracer | None = None
         self._names = names or tuple(map(str, range(children)))
 
     # Counting
@@ -81,6 +96,10 @@ class Recorder:
             self._add(_at(child, slot), n)
         except Exception:
             faults.contain("record")
+
+    def count_own(self, slot: int, n: int = 1) -> None:
+        """Add ``n`` to a slot of this process's own."""
+        self._add(slot, n)
 
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
@@ -132,32 +151,47 @@ class Recorder:
             self._tallies[child, label] = (_place(child, CALL_DURATION, label), [0] * (SUM + 1), [0] * (SUM + 1))
         return self._tallies[child, label][1]
 
+    @property
+    def traces_all(self) -> bool:
+        return self.tracer is not None and self.tracer.traces_all
+
     def slow_ns(self, hook: str) -> int:
         """Return from which duration on a call of this hook is slow."""
+        if hook in self._slow_ns_of:
+            return self._slow_ns_of[hook]
         return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
 
     def timed(self, child: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
-        tally, slow_ns = self.tally(child, hook), self.slow_ns(hook)
+        tally = self.tally(child, hook)
+        noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # two thresholds would cost two comparisons
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter_ns()
             try:
                 answer = call(*args, **kwargs)
             except BaseException as error:
-                self.failed(child, hook, perf_counter_ns() - start, error)
+                self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
                 raise
             try:
                 spent = perf_counter_ns() - start
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
                 tally[SUM] += spent
-                if spent > slow_ns:
-                    self.slow(child, hook, spent)
+                if spent > noticed_ns:
+                    self.notice(child, hook, start, spent, *args[:1])
             except Exception:
                 faults.contain("record")
             return answer
 
         return recorded
+
+    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> None:
+        """Count a call that may be slow, and tell the tracer; ``start`` is this process's monotonic time."""
+        is_slow = spent > self.slow_ns(hook)
+        if is_slow:
+            self.slow(child, hook, spent)
+        if self.tracer is not None:
+            self.tracer.note(Noticed(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
 
     def add_call(self, child: int, hook: str, spent: int) -> None:
         """Count a call that took ``spent`` ns."""
@@ -188,10 +222,10 @@ class Recorder:
             self._names[child],
             hook,
             spent / 1e6,
-            self._slow_ns / 1e6,
+            self.slow_ns(hook) / 1e6,
         )
 
-    def failed(self, child: int, hook: str, spent: int, error: BaseException) -> None:
+    def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         try:
             self.add_call(child, hook, spent)
@@ -202,6 +236,9 @@ class Recorder:
             if key not in known and len(known) >= ERROR_TYPES_AT_MOST:
                 kind = OTHER_ERROR
             self.count_open(child, signals.CALL_ERRORS, label, kind)
+            if self.tracer is not None:
+                is_slow = spent > self.slow_ns(hook)
+                self.tracer.note(Noticed(child, hook, start + WALL_OFFSET, spent, is_slow, kind, *subject))
         except Exception:
             faults.contain("record")
 
@@ -210,13 +247,15 @@ class Recorder:
     def take(self) -> Taken:
         """Return what was added since the last call."""
         begin = perf_counter_ns()
+        spans, dropped = self.journal.take()
+        self._add(_DROPPED, dropped)
         self._add(_RECORD, int(self._read_tallies() * cost_of_recording()))
         counts, self._counts = self._counts, {}
         opened = [[*key, n] for key, n in self._opened.items() if n]
         self._opened = dict.fromkeys(self._opened, 0)
         gauges, self._changed_gauges = self._changed_gauges, {}
         self._add(_FLUSH, perf_counter_ns() - begin)  # ships with the next
-        return Taken(counts, opened, gauges)
+        return Taken(counts, opened, gauges, spans)
 
     def _read_tallies(self) -> int:
         """Add what the tallies have grown by; return how many calls that were."""
@@ -231,6 +270,7 @@ class Recorder:
 
 
 _RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
 
 
 def _at(child: int, slot: int) -> int:

@@ -19,8 +19,9 @@ class Kind(IntEnum):
 class Report(NamedTuple):
     """One report of one rank.
 
-    ``time_ns`` is wall-clock time (ns since the epoch). ``spent_ns`` is what a synchronous load took of this rank's
-    step; how long an asynchronous one took is seen from outside.
+    ``began_ns`` is when this rank was told of the load or save (0: unknown), ``time_ns`` when it ended here; both are
+    wall-clock time (ns since the epoch). ``spent_ns`` is what a synchronous load took of this rank's step; how long an
+    asynchronous one took is seen from outside.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Report(NamedTuple):
     child: int
     time_ns: int
     spent_ns: int = 0
+    began_ns: int = 0
 
 
 class Foreign(NamedTuple):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvobs import signals
 from kvobs.children import Child
 from kvobs.config import Options
+from kvobs.context import into_params
 from kvobs.endings import tell_all
 from kvobs.fanout import call_all
 from kvobs.faults import contained
@@ -29,6 +30,7 @@ from kvobs.outcomes import Outcomes
 from kvobs.recorder import Recorder, wall_ns
 from kvobs.reports import Foreign, Kind
 from kvobs.stats import Collector, MultiKVConnectorStats, has_news
+from kvobs.traces import Untraced
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -51,6 +53,7 @@ class SchedulerSide:
         options: kvobs's options.
         world_size: the number of workers whose report completes a load or save, unless a child states its own.
         layout: the KV cache's.
+        traces: what is traced.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class SchedulerSide:
         options: Options,
         world_size: int,
         layout: CacheLayout,
+        *,
+        traces: Untraced,
     ) -> None:
         self.children = children
         self.ledger = Ledger()
         self._recorder = recorder
         self._offers = Offers(children, options, recorder)
-        self._outcomes = Outcomes(children, recorder, layout.bytes_per_token)
+        self._traces = traces
+        self._outcomes = Outcomes(children, recorder, layout.bytes_per_token, traces.request_spans)
         self._collector = Collector(children, recorder)
         self._flush_rule = FlushRule()
         self._flush_is_due = False
@@ -73,6 +79,7 @@ class SchedulerSide:
         self._layout = layout
         self._orders: dict[str, LoadOrder] = {}
         self._closed: list[str] = []
+        self._promised: list[tuple[int, str]] = []
         self._early: dict[int, set[str]] = {}  # saves that were done before vLLM heard of the promise
         self._listening = {child.index for child in children if child.does("update_connector_output")}
 
@@ -85,7 +92,9 @@ class SchedulerSide:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask the children by the load policy; nothing is fixed until vLLM allocates."""
+        began = wall_ns()
         best = self._offers.ask(request, num_computed_tokens)
+        self._traces.looked_up(request, began, wall_ns())
         if best is None:
             self.ledger.propose(request.request_id, None)
             return None, False
@@ -98,12 +107,16 @@ class SchedulerSide:
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
         load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
-        local = self._offers.settle(request_id, owner, num_external_tokens)
+        local, offers = self._offers.settle(request_id, owner, num_external_tokens)
+        tokens_by_child = [(offer.child, offer.tokens) for offer in offers]
+        self._traces.settled(request_id, tokens_by_child, local, owner, num_external_tokens)
         if load is not None:
             if not load.is_async:
                 load.expected = self._world_size  # every worker says so itself when the step is over
             load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
-            self._orders[request_id] = LoadOrder(load.child, load.is_async, load.blocks)
+            opened = load.trace = self._traces.open(request_id)
+            trace = opened.context if opened is not None else None
+            self._orders[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
         for child in self.children:
             child.update_state_after_alloc(request, blocks, num_external_tokens if child.index == owner else 0)
 
@@ -125,12 +138,16 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         orders, self._orders = self._orders, {}
         closed, self._closed = tuple(self._closed), []
+        promised, self._promised = tuple(self._promised), []
+        trace = self._traces.begin_step()
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         return MultiKVConnectorMetadata(
             metadata=tuple(child.build_connector_meta(scheduler_output) for child in self.children),
             loads=orders,
             closed=closed,
             failed=self.ledger.take_failures(),
+            promised=promised,
+            trace=trace,
             has_forward=has_forward,
             flush=self._flush_rule.decide(
                 wall_ns(), has_forward=has_forward, has_finished=bool(scheduler_output.finished_req_ids)
@@ -243,6 +260,8 @@ class SchedulerSide:
             [(index, self._reports_expected(index)) for index in sorted(promised)],
             wall_ns(),
         )
+        self._promised += [(index, request_id) for index in finished.promised]
+        context = self._traces.hand_on(request_id, {**finished.promised, **finished.early})
         self._offers.forget(request_id)
         if finished.aborted is not None:
             self._outcomes.aborted(finished.aborted)
@@ -251,7 +270,8 @@ class SchedulerSide:
             self._outcomes.saved(index, save, save.promised_ns)
         for foreign in finished.foreign:
             self._outcomes.foreign(foreign)
-        return finished.holds, params
+        self._traces.forget(request_id)
+        return finished.holds, into_params(params, context)
 
     # Once
 

@@ -198,13 +198,25 @@ BUILD_INFO = Signal(
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
     "Faults inside kvobs's telemetry, contained: what was being measured is lost, serving is not touched.",
-    {"where": ("record", "flush", "merge", "rebuild", "apply", "summarize", "version")},
+    {"where": ("record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version")},
     scope=Scope.PROCESS,
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
     "Time that kvobs's telemetry takes; of recording calls an estimate: calls times their cost as measured once.",
-    {"where": ("record", "flush", "merge", "apply")},
+    {"where": ("record", "flush", "merge", "apply", "cut")},
+    scope=Scope.PROCESS,
+)
+SPANS_DROPPED = Signal(
+    "kvobs_spans_dropped_total",
+    "Spans lost: more than 64 a flush or 200 a second, the exporter's queue full, or not taken by the collector.",
+    {"where": ("flush", "rate", "queue", "export", "malformed")},
+    scope=Scope.PROCESS,
+)
+MALFORMED_CONTEXTS = Signal(
+    "kvobs_malformed_contexts_total",
+    "Requests with something in the trace headers or in kv_transfer_params.kvobs that is no trace context.",
+    {"source": ("headers", "params")},
     scope=Scope.PROCESS,
 )
 

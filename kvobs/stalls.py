@@ -29,6 +29,12 @@ class Stalls:
         """Return the layer hooks, to be put in place."""
         return self._loads.layers, self._saves.layers
 
+    @property
+    def last_load_ns(self) -> dict[int, int]:
+        """Return when the running step last waited for a layer, in ns since the epoch, by child that has layers."""
+        layers = self._loads.layers
+        return {child.index: layers.last_ns for child in layers.children}
+
     def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
         """End a step; where a synchronous load was due, return what each child's loads took of it, in ns.
 

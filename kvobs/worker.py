@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvobs.children import Child
+from kvobs.context import TraceContext
 from kvobs.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -34,6 +35,10 @@ except ImportError:
     KVConnectorTransferResults = None
 
 
+ENDINGS = (Kind.RECEIVED, Kind.FAILED, Kind.SAVED)
+BEGUN_AT_MOST = 10_000  # what is never reported must not pile up
+
+
 class WorkerSide:
     """Routes a worker's hooks.
 
@@ -50,10 +55,14 @@ class WorkerSide:
         self._ids_are_unique = kv_cache_groups <= 1
         self._collector = Collector(children, recorder)
         self._stalls = Stalls(children, recorder)
+        self._journal = recorder.journal
         self._load_ns: dict[int, int] = {}  # child -> what its sync loads took of this step
+        self._loaded_ns: dict[int, int] = {}  # child -> when its last layer was waited for in this step
         self.layer_calls = self._stalls.layer_calls
         self._meta: MultiKVConnectorMetadata | None = None
+        self._calls = recorder.tracer
         self._loads: dict[str, LoadOrder] = {}  # open loads, to tell whose a bad block is
+        self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank was told of it
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
 
@@ -69,8 +78,23 @@ class WorkerSide:
         for request in meta.closed:
             self._loads.pop(request, None)
         self._loads.update(meta.loads)
+        self._note_begin(meta)
         for child, own in zip(self.children, meta.metadata, strict=True):
             child.bind_connector_metadata(own)
+
+    def _note_begin(self, meta: MultiKVConnectorMetadata) -> None:
+        """Note when this rank heard of loads and saves, until it reports them."""
+        if meta.loads or meta.promised:
+            begun = [*((load.child, request) for request, load in meta.loads.items()), *meta.promised]
+            self._began.update(dict.fromkeys(begun, wall_ns()))
+            while len(self._began) > BEGUN_AT_MOST:
+                del self._began[next(iter(self._began))]
+        if self._calls is not None:
+            loads: dict[int, list[TraceContext]] = {}
+            for load in meta.loads.values():
+                if load.trace is not None:
+                    loads.setdefault(load.child, []).append(load.trace)
+            self._calls.join_step(meta.trace, loads)
 
     # After the forward
 
@@ -143,8 +167,10 @@ class WorkerSide:
         if meta is None:
             return self._collector.collect(is_due=False)
         has_sync_loads = any(not load.is_async for load in meta.loads.values())
+        self._loaded_ns = self._stalls.last_load_ns
         self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        is_due = meta.flush or (not meta.has_forward and bool(self._reports or meta.failed))
+        has_news = bool(self._reports or meta.failed or self._journal.has_urgent)
+        is_due = meta.flush or (not meta.has_forward and has_news)
         if is_due:
             self._stalls.flush()
         return self._collector.collect(is_due=is_due)
@@ -167,7 +193,11 @@ class WorkerSide:
         for request, load in self._meta.loads.items() if self._meta is not None else ():
             if not load.is_async:
                 kind = Kind.SYNC_FAILED if request in self._failed_syncs else Kind.SYNC_DONE
-                self._report(self.children[load.child], kind, (request,), self._load_ns.get(load.child, 0))
+                spent_ns = self._load_ns.get(load.child, 0)
+                began_ns = self._began.pop((load.child, request), 0)
+                # It is complete with the last layer that was waited for, where layers are.
+                ended_ns = max(began_ns + spent_ns, self._loaded_ns.get(load.child, 0))
+                self._reports.append(Report(self._rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
@@ -192,10 +222,11 @@ class WorkerSide:
         handshakes = tuple(child.get_handshake_metadata() for child in self.children)
         return None if all(own is None for own in handshakes) else MultiHandshakeMetadata(handshakes)
 
-    def _report(self, child: Child, kind: Kind, requests: Any, spent_ns: int = 0) -> None:
-        if requests:
-            now = wall_ns()
-            self._reports += [Report(self._rank, kind, request, child.index, now, spent_ns) for request in requests]
+    def _report(self, child: Child, kind: Kind, requests: Any) -> None:
+        now = wall_ns() if requests else 0
+        for request in requests or ():
+            began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
+            self._reports.append(Report(self._rank, kind, request, child.index, now, began_ns=began_ns))
 
 
 def _ours(metadata: KVConnectorMetadata) -> MultiKVConnectorMetadata:

@@ -143,12 +143,19 @@ class Rig:
         self.output: KVConnectorOutput | None = None
         self.stats: list[Any] = []
 
-    def add(self, request_id: str, tokens: int = 4 * BLOCK + 1, max_tokens: int = 2, **params: Any) -> Request:
+    def add(
+        self,
+        request_id: str,
+        tokens: int = 4 * BLOCK + 1,
+        max_tokens: int = 2,
+        trace_headers: Any = None,
+        **params: Any,
+    ) -> Request:
         """Add a request of ``tokens`` prompt tokens, all its own."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         seed = sum(map(ord, request_id)) * 31 % 97 + 3
         prompt = [(seed + i * 7) % 250 for i in range(tokens)]
-        request = Request(request_id, prompt, sampling, None, block_hasher=self.hasher)
+        request = Request(request_id, prompt, sampling, None, block_hasher=self.hasher, trace_headers=trace_headers)
         self.scheduler.add_request(request)
         return request
 

@@ -144,7 +144,7 @@ def test_an_answer_at_once_has_no_delay() -> None:
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
-    assert asker.offers.settle("r", 0, 16) == 48
+    assert asker.offers.settle("r", 0, 16).local == 48
 
 
 @given(st.lists(st.sampled_from([0, 16, 32, 48]), min_size=1, max_size=4), st.data())
@@ -179,4 +179,4 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     asker.offers.forget("r")
     assert len(asker.offers) == 0
-    assert asker.offers.settle("r", None, 0) == 0
+    assert asker.offers.settle("r", None, 0) == (0, [])

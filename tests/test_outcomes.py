@@ -50,7 +50,9 @@ class Counted:
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(is_async: bool, failed: bool) -> None:
     counted = Counted(None, None)
-    counted.outcomes.loaded(Load(1, 32, is_async, 1, failed=failed, opened_ns=100, arrived={0: 107}))
+    counted.outcomes.loaded(
+        Load(1, 32, is_async, 1, failed_on={0} if failed else set(), opened_ns=100, arrived={0: 107})
+    )
     mode = "async" if is_async else "sync"
     assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if failed else "ok"): 1} | (
         {(1, "kvobs_recomputed_tokens_total"): 32}
@@ -92,7 +94,7 @@ def test_a_save_is_held_from_the_promise_to_now() -> None:
 
 def test_of_a_load_with_holes_only_what_is_lost_is_computed_again() -> None:
     counted = Counted(None)
-    counted.outcomes.loaded(Load(0, 48, True, 1, failed=True, lost_tokens=16))
+    counted.outcomes.loaded(Load(0, 48, True, 1, failed_on={0}, lost_tokens=16))
     assert counted.counts()[0, "kvobs_recomputed_tokens_total"] == 16
 
 

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from kvobs.config import Options, read
 from kvobs.signals import CALL_DURATION, SIGNALS
+from kvobs.spans import ATTRIBUTES, SPANS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,12 +23,32 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
+def options(model: type[BaseModel], prefix: str = "") -> list[list[str]]:
+    """Return the rows of a model's fields, those of a model within it one by one."""
+    found = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            found += options(type(field.default), f"{name}.")
+        else:
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            found.append([f"`{prefix}{name}`", f"`{json.dumps(default)}`", str(field.description)])
+    return found
+
+
 def test_the_table_of_options_is_complete_and_true() -> None:
+    assert rows("Options") == options(Options)
+
+
+def test_the_table_of_spans_is_complete_and_true() -> None:
     expected = []
-    for name, field in Options.model_fields.items():
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        expected.append([f"`{name}`", f"`{json.dumps(default)}`", field.description])
-    assert rows("Options") == expected
+    for span in SPANS.values():
+        subject = f" {{{span.subject.removeprefix('kv_transfer.')}}}" if span.subject else ""
+        expected.append([f"`{span.name}{subject}`", span.process, span.covers])
+    assert rows("Traces") == expected
+
+
+def test_the_table_of_attributes_is_complete_and_true() -> None:
+    assert rows("Attributes") == [[f"`{name}`", says] for name, says in ATTRIBUTES.items()]
 
 
 def test_the_table_of_metrics_is_complete_and_true() -> None:

@@ -24,7 +24,7 @@ def test_a_busy_child_in_one_line() -> None:
             recorder.observe(1, signals.LOAD_DURATION, 3_000_000, mode)
     recorder.count(1, slot(signals.LOADS, "async", "failed"))
     recorder.count(1, slot(signals.LOAD_TOKENS), 640)
-    recorder.failed(1, "wait_for_save", 5, OSError())
+    recorder.failed(1, "wait_for_save", 0, 5, OSError())
     recorder.observe(1, signals.LOAD_STALL, 12_400_000)
     recorder.observe(1, signals.SAVE_STALL, 400_000)
     assert lines(recorder, "idle", "busy") == {
