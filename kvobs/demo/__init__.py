@@ -7,6 +7,8 @@ server.py         start it, wait for it, talk to it, end it with all its childre
 processes.py      find and end every process of a session
 serverlog.py      what vLLM's log says now, and the exception behind a failure
 load.py           questions about a few documents, in rounds that make each child serve
+collector.py      receive OpenTelemetry spans, over HTTP or gRPC
+tree.py           one trace as a tree in the terminal
 report.py         what each child was asked, offered and loaded, out of two readings of /metrics
 run.py            all of it, in order, in view
 

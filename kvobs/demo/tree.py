@@ -1,0 +1,147 @@
+"""One trace as a tree in the terminal: what caused what, when, for how long."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from kvobs.demo.collector import Span
+
+BAR = 16
+"""Characters that stand for the whole trace."""
+GUIDE = 4
+"""Characters by which rich indents each level of a tree."""
+CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
+
+
+@dataclass(frozen=True)
+class Row:
+    """A span at its place in the tree."""
+
+    span: Span
+    depth: int
+    title: str
+
+
+def tree(spans: Sequence[Span]) -> Tree:
+    """Lay out the spans of one trace, parents above children in order of start; errors are red.
+
+    A line says when the span began, in milliseconds since the first of all, how long it took, where that lies in the
+    whole, and what matters about it. A span whose parent is not among them is a root.
+    """
+    known = {span.span_id: span for span in spans}  # once each: a sender that heard no answer sends again
+    children = defaultdict(list)
+    for span in sorted(known.values(), key=lambda span: span.start_ns):
+        children[span.parent_id if span.parent_id in known else ""].append(span)
+    rows = list(rows_under(None, children))
+    out = Tree(heading(known.values()), guide_style="dim")
+    branches = [out]
+    for row, line in zip(rows, lines(rows), strict=True):
+        del branches[row.depth :]
+        branches.append(branches[-1].add(line))
+    return out
+
+
+def rows_under(parent: Span | None, children: Mapping[str, Sequence[Span]], depth: int = 1) -> Iterator[Row]:
+    """Yield the spans under one, each followed by those under it."""
+    for span in children.get(parent.span_id if parent else "", ()):
+        yield Row(span, depth, title(span, parent))
+        yield from rows_under(span, children, depth + 1)
+
+
+# --- words
+
+
+def heading(spans: Iterable[Span]) -> Text:
+    """Say which trace it is, and which requests are in it."""
+    traces = dict.fromkeys(span.trace_id for span in spans)
+    requests = dict.fromkeys(str(span.attributes.get("gen_ai.request.id", "")) for span in spans)
+    return Text.assemble(("trace ", "dim"), ", ".join(traces), "  ", (", ".join(filter(None, requests)), "bold"))
+
+
+def title(span: Span, parent: Span | None) -> str:
+    """Return a span's name, with its connector and rank unless the name or its parent says so."""
+    words, above = span.name, parent.attributes if parent else {}
+    connector, rank = (span.attributes.get(key, "") for key in (CONNECTOR, RANK))
+    if words.endswith(".rank"):
+        words, rank = f"{words} {rank}", ""
+    if connector not in (*words.split(), "", above.get(CONNECTOR)):
+        words += f" {connector}"
+    return words if rank in ("", above.get(RANK)) else f"{words} rank {rank}"
+
+
+def details(span: Span) -> Iterator[str]:
+    """Yield what matters about a span, and is not in its title."""
+    has = {key.removeprefix("kv_transfer."): value for key, value in span.attributes.items()}
+    if offers := {key.removeprefix(OFFERED): n for key, n in span.attributes.items() if key.startswith(OFFERED)}:
+        yield "offered: " + " ".join(f"{name} {tokens:,}" for name, tokens in offers.items())
+    if "tokens" in has:
+        yield f"{has['tokens']:,} tokens"
+    if "bytes" in has:
+        yield decimal(has["bytes"])
+    for key in ("mode", "outcome", "error.type"):
+        if key in has:
+            yield str(has[key])
+    if "slowest_rank" in has:
+        behind = f" by {1e3 * has['rank_skew']:,.1f} ms" if "rank_skew" in has else ""
+        yield f"rank {has['slowest_rank']} last{behind}"
+    if has.get("sampling.reason", "parent") != "parent":  # what the client asked for needs no reason
+        yield f"sampled: {has['sampling.reason']}"
+    for trace_id, _span_id in span.links:
+        if trace_id != span.trace_id:
+            yield f"linked to trace {trace_id[:8]}"
+
+
+def service(span: Span) -> str:
+    """Return the name of the service that a span comes from."""
+    return str(span.resource.get("service.name", ""))
+
+
+# --- lines
+
+
+def lines(rows: Sequence[Row]) -> Iterator[Table]:
+    """Yield each row as a line whose columns stand below those of the row before, however deep each is."""
+    if not rows:
+        return
+    begin, end = min(row.span.start_ns for row in rows), max(row.span.end_ns for row in rows)
+    width = max(GUIDE * row.depth + cell_len(row.title) for row in rows)
+    digits = len(milliseconds(end - begin))
+    several = len({service(row.span) for row in rows}) > 1
+    for row in rows:
+        span = row.span
+        start, stop = span.start_ns - begin, span.end_ns - begin
+        words = [service(span), *details(span)] if several else details(span)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_column(width=width - GUIDE * row.depth, no_wrap=True)
+        line.add_column(width=digits, justify="right", no_wrap=True, style="dim")
+        line.add_column(width=digits + len(" ms"), justify="right", no_wrap=True)
+        line.add_column(width=BAR, no_wrap=True, style="" if span.error else "cyan")
+        line.add_column(overflow="fold")
+        line.add_row(
+            Text(row.title),
+            milliseconds(start),
+            f"{milliseconds(stop - start)} ms",
+            bar(start, stop, end - begin),
+            Text(", ".join(filter(None, words))),
+            style="red" if span.error else "",
+        )
+        yield line
+
+
+def milliseconds(ns: int) -> str:
+    """Return a time with as many digits as tell short calls apart."""
+    return f"{ns / 1e6:,.2f}"
+
+
+def bar(begin: int, end: int, whole: int) -> str:
+    """Return a bar from begin to end in a line that stands for the whole; never empty."""
+    scale = BAR / (whole or 1)
+    first = min(int(begin * scale), BAR - 1)
+    last = max(first + 1, round(end * scale))
+    return " " * first + "█" * (last - first)
