@@ -1,12 +1,14 @@
 """Build kvobs's MultiConnector as vLLM's factory does, in both roles, and take requests through all of its hooks."""
 
 import inspect
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -23,11 +25,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvobs import tracing
 from kvobs.demo.model import make_model
 
 from .members import hooks, parameters
 
 MODULE = "kvobs"
+SPAN = "cd" * 8  # of the requests' client
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"  # so that requests are traced
 BLOCK_SIZE = 16
 REQUEST_TOKENS = 100
 
@@ -209,7 +214,8 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
     """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
     registry = CollectorRegistry()
     kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    cls = type(pair.scheduler)
+    cls, exported = type(pair.scheduler), InMemorySpanExporter()
+    tracing.make_exporter = lambda _endpoint: exported
     metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
     logged: Any = None
     for stats in told:
@@ -219,6 +225,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
         metrics.observe(arrived, 0)
         rebuilt = cls.build_kv_connector_stats(arrived)
         logged = rebuilt if logged is None else logged.aggregate(rebuilt)
+    metrics._cutter.close()
     samples = [sample for family in registry.collect() for sample in family.samples]
     return {
         "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
@@ -228,6 +235,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
             for s in samples
             if s.name == "kvobs_call_duration_seconds_count" and s.labels["hook"] == "build_connector_meta"
         },
+        "spans": sorted(span.name for span in exported.get_finished_spans() if span.parent.span_id == int(SPAN, 16)),
         "log": logged.reduce() if logged is not None else None,
     }
 
@@ -250,7 +258,8 @@ def on_the_class(pair: Pair) -> dict[str, Any]:
 
 def a_request(request_id: str) -> Any:
     """Return vLLM's own request object."""
-    return Request(request_id, list(range(REQUEST_TOKENS)), SamplingParams(max_tokens=1), None)
+    headers = {"traceparent": f"00-{'ab' * 16}-{SPAN}-01"}
+    return Request(request_id, list(range(REQUEST_TOKENS)), SamplingParams(max_tokens=1), None, trace_headers=headers)
 
 
 def _properties(pair: Pair) -> dict[str, list[Any]]:

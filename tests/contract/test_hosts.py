@@ -157,7 +157,10 @@ def test_only_the_child_that_offered_is_given_tokens_to_load(routed: Report) -> 
 
 def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Report) -> None:
     assert (routed["seen"]["after load"]["received"], routed["seen"]["after load"]["sent"]) == (["r1"], [])
-    assert routed["seen"]["finished"] == [True, {"saver": "was here"}]
+    promised, params = routed["seen"]["finished"]
+    assert promised
+    assert params.pop("kvobs").keys() == {"traceparent"}
+    assert params == {"saver": "was here"}
     assert (routed["seen"]["after save"]["received"], routed["seen"]["after save"]["sent"]) == ([], ["r1"])
 
 
@@ -177,6 +180,7 @@ def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(rout
     assert told["hits"] == {"Loader": 1, "Saver": 1}
     assert told["loaded"] == {"Loader": 64}
     assert told["calls"] == {"Loader": 2, "Saver": 2}
+    assert told["spans"] == ["kv.load Loader", "kv.lookup", "kv.save Saver"]
     assert told["log"]["\n  Loader"].startswith("1 lookups, 1 hits, 1 loads of 64 tokens")
 
 

@@ -1,0 +1,86 @@
+"""A prefill and a decode engine on this machine: NixlConnector inside kvobs on both sides, blocks over loopback.
+
+Each worker of NIXL spins on a core, even while nothing is to do: whoever has a pair keeps it for a short time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvobs.demo.run import child, multi_connector
+from kvobs.demo.server import Completion, Server, claim_port, cores
+from tests.engine.serving import TOKENS, serve
+
+# NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
+NIXL = {**child("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
+LOOPBACK_ONLY = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a proxy asks a prefill engine for, as vLLM's `toy_proxy_server.py` does."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode engine, up."""
+
+    prefill: Server
+    decode: Server
+
+
+@contextmanager
+def pair(
+    model: Path,
+    folder: Path,
+    *args: str,
+    kvobs: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Iterator[Pair]:
+    """Run both, with these options of kvobs, variables and arguments of `vllm serve`, each with a core for its worker.
+
+    Their logs are in the folders `prefill` and `decode`.
+    """
+    config = multi_connector(NIXL, names=["nixl"])
+    config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
+
+    def own(core: int) -> dict[str, str]:
+        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
+        return {**LOOPBACK_ONLY, **side_channel, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})}
+
+    one, other = cores(2)
+    with (
+        serve(model, folder / "prefill", config, *args, env=own(one), **more) as prefill,
+        serve(model, folder / "decode", config, *args, env=own(other), **more) as decode,
+    ):
+        yield Pair(prefill, decode)
+
+
+def hand_over(
+    pair: Pair,
+    prompt: str,
+    tokens: int = TOKENS,
+    *,
+    headers_to_prefill: Mapping[str, str] | None = None,
+    headers_to_decode: Mapping[str, str] | None = None,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda params: params,
+) -> tuple[dict[str, Any], Completion]:
+    """Play the proxy: have a prompt prefilled by the one and completed by the other.
+
+    Returns the params that the prefill engine returned, and the decode engine's answer. `change` makes of the former
+    what the latter gets.
+    """
+    prefilled = pair.prefill.complete(prompt, 1, headers=headers_to_prefill, kv_transfer_params=PREFILL)
+    params: dict[str, Any] = prefilled.raw["kv_transfer_params"]
+    answer = pair.decode.complete(prompt, tokens, headers=headers_to_decode, kv_transfer_params=change(params))
+    return params, answer

@@ -1,0 +1,107 @@
+"""A request that one engine prefills and another one decodes, kvobs on both sides, seen as one story."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.collector import Collector, Span
+from tests.engine.pair import Pair, hand_over, pair
+from tests.engine.readings import Growth
+from tests.engine.serving import TOKENS, eventually, prompt
+
+pytestmark = pytest.mark.engine
+
+
+OF_PREFILL, OF_DECODE = ({"traceparent": f"00-{trace * 16}-{'cd' * 8}-01"} for trace in ("aa", "bb"))
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    with pair(model, folder, "--otlp-traces-endpoint", collector.endpoint, env=collector.env, timeout=400) as engines:
+        yield engines
+
+
+def of_request(collector: Collector, name: str, request: str) -> Span:
+    """Wait for the span of this name about a request, as a client knows it."""
+
+    def found() -> list[Span]:
+        return [s for s in collector.spans if s.name == name and s.attributes["gen_ai.request.id"].startswith(request)]
+
+    assert eventually(lambda: bool(found()), 30), (name, request, [s.name for s in collector.spans])
+    (span,) = found()
+    return span
+
+
+def test_the_decode_engine_loads_what_the_prefill_engine_computed(engines: Pair) -> None:
+    text = prompt("hand over")
+    with Growth(engines.prefill, connector="nixl") as at_prefill, Growth(engines.decode, connector="nixl") as at_decode:
+        params, answer = hand_over(engines, text)
+    assert params["do_remote_prefill"] is True
+    assert params["remote_block_ids"]
+    assert at_decode("kvobs_loads_total", mode="async", outcome="ok") == at_decode("kvobs_loads_total") == 1
+    assert at_decode("kvobs_load_tokens_total") == answer.prompt_tokens
+    assert at_decode("vllm:nixl_bytes_transferred_sum", connector="nixl") > 0
+    assert at_prefill("kvobs_saves_total", outcome="ok") == at_prefill("kvobs_saves_total") == 1
+    assert at_prefill("kvobs_loads_total") == 0
+    engines.decode.reset_prefix_cache()
+    assert engines.decode.complete(text, TOKENS).tokens == answer.tokens
+
+
+def test_the_decode_engines_trace_links_to_the_prefill_engines(engines: Pair, collector: Collector) -> None:
+    before = {"X-Request-Id": "links"}
+    params, _ = hand_over(
+        engines, prompt("link"), headers_to_prefill=OF_PREFILL | before, headers_to_decode=OF_DECODE | before
+    )
+    load, save = (of_request(collector, name, "cmpl-links") for name in ("kv.load nixl", "kv.save nixl"))
+    assert params["kvobs"] == {"traceparent": f"00-{save.trace_id}-{save.span_id}-01"}
+    assert (save.trace_id, load.trace_id) == ("aa" * 16, "bb" * 16)
+    assert load.links == ((save.trace_id, save.span_id),)
+    assert load.parent_id == "cd" * 8
+    assert load.attributes["kv_transfer.outcome"] == "ok"
+    ranks = [s for s in collector.trace(load.trace_id) if s.name == "kv.load.rank"]
+    assert [s.parent_id for s in ranks] == [load.span_id]
+
+
+def test_behind_a_proxy_that_forwards_no_headers_both_are_one_trace(engines: Pair, collector: Collector) -> None:
+    request = {"X-Request-Id": "proxied"}
+    hand_over(engines, prompt("proxy"), headers_to_prefill=request, headers_to_decode=request)
+    load, save = (of_request(collector, name, "cmpl-proxied") for name in ("kv.load nixl", "kv.save nixl"))
+    assert load.trace_id == save.trace_id
+    assert load.parent_id == save.span_id
+    assert load.start_ns < save.end_ns, "the prefill engine holds its blocks until they are read"
+    lookups = [s for s in collector.trace(load.trace_id) if s.name == "kv.lookup"]
+    assert len(lookups) == 2
+    assert {s.resource["vllm.process_id"] for s in (load, save)} == {s.resource["vllm.process_id"] for s in lookups}
+
+
+def without_ours(params: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key != "kvobs"}
+
+
+def made_up(params: dict[str, Any]) -> dict[str, Any]:
+    return {**params, "kvobs": {"traceparent": 7}}
+
+
+@pytest.mark.parametrize("change", [without_ours, made_up])
+def test_a_transfer_works_without_the_added_parameter(change: Any, engines: Pair, collector: Collector) -> None:
+    request = {"X-Request-Id": change.__name__}
+    with Growth(engines.decode) as grown:
+        _, answer = hand_over(
+            engines, prompt(request), change=change, headers_to_prefill=request, headers_to_decode=OF_DECODE | request
+        )
+    assert len(answer.tokens) == TOKENS
+    assert grown("kvobs_loads_total", connector="nixl", outcome="ok") == 1
+    assert grown("kvobs_malformed_contexts_total", source="params") == (change is made_up)
+    load = of_request(collector, "kv.load nixl", f"cmpl-{change.__name__}")
+    assert (load.trace_id, load.links) == ("bb" * 16, ())

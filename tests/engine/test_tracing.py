@@ -1,0 +1,236 @@
+"""Spans of real servers, as a real collector receives them, by both protocols."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.collector import Collector, Span
+from kvobs.demo.run import host_memory
+from kvobs.demo.server import Server
+from tests.engine.metered import ASYNC, SYNC, configuration
+from tests.engine.readings import Growth
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, ask_all, eventually, of_tests, prompt, serve, total
+
+pytestmark = pytest.mark.engine
+
+CLIENT_SPAN = "cd" * 8
+CLOCK_NS = 5_000_000  # by how much clocks of two processes on one machine may differ, and then some
+ONE_PERCENT = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
+WHOLE = ["kv.load steered", "kv.load.rank", "kv.load.rank", "kv.lookup"]
+
+_traces = count(1)
+
+
+def traced(**tracing: Any) -> dict[str, Any]:
+    """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
+    config = configuration(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])
+    config["kv_connector_extra_config"]["kvobs"] |= {
+        "slow_call_ms": 5000,
+        "slow_call_ms_by_hook": {"start_load_kv": 100},
+        "slow_load_ms": 5000,
+        "tracing": tracing,
+    }
+    return config
+
+
+def traceparent(flags: str = "01") -> dict[str, str]:
+    """Return the headers of a client with a trace of its own, as every client here."""
+    return {"traceparent": f"00-{next(_traces):032x}-{CLIENT_SPAN}-{flags}"}
+
+
+def trace_id(headers: Mapping[str, str]) -> str:
+    return headers["traceparent"].split("-")[1]
+
+
+def ask(server: Server, text: str, plan: Any = None, *, headers: Mapping[str, str] | None = None, **params: Any) -> Any:
+    params = {**({"steer": {"steered": plan}} if plan else {}), **params}
+    return server.complete(text, TOKENS, kv_transfer_params=params or None, headers=headers)
+
+
+def arrived(collector: Collector, trace: str, *names: str) -> list[Span]:
+    """Wait for spans of these names in a trace, and return all of it."""
+    eventually(lambda: set(names) <= {span.name for span in collector.trace(trace)})
+    return collector.trace(trace)
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+def of(span: Span, attribute: str) -> Any:
+    return span.attributes[f"kv_transfer.{attribute}"]
+
+
+def kvobs_spans(collector: Collector) -> list[Span]:
+    return [span for span in collector.spans if span.scope == "kvobs"]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector("grpc") as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+    """Two ranks; of the traces that begin here one in a hundred is sampled, the clients' as they say."""
+    args = ("--otlp-traces-endpoint", collector.endpoint)
+    env = {**collector.env, **ONE_PERCENT, **BOTH_RANKS_ON_ONE_CORE, "OTEL_SERVICE_NAME": "kv-under-test"}
+    folder = tmp_path_factory.mktemp("traced")
+    with serve(model, folder, traced(), *args, tensor_parallel=2, timeout=360, env=env) as server:
+        ask(server, prompt("warm"), headers=traceparent("00"))
+        yield server
+
+
+def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Server, collector: Collector) -> None:
+    headers = traceparent("03")  # as SDKs send it: sampled, and the ids are random
+    ask(server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 200}}, headers=headers)
+    spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
+    (request,), (lookup,), (load,) = (named(spans, name) for name in ("llm_request", "kv.lookup", "kv.load steered"))
+    ranks = named(spans, "kv.load.rank")
+    assert len(spans) == 5
+    assert len({span.span_id for span in spans}) == 5
+    assert {span.parent_id for span in (request, lookup, load)} == {CLIENT_SPAN}
+    assert {span.parent_id for span in ranks} == {load.span_id}
+    assert sorted(of(span, "rank") for span in ranks) == [0, 1]
+    for span in ranks:
+        assert load.start_ns - CLOCK_NS <= span.start_ns < span.end_ns <= load.end_ns + CLOCK_NS
+    for span in (lookup, load):
+        assert request.start_ns - CLOCK_NS <= span.start_ns <= span.end_ns <= request.end_ns + CLOCK_NS
+    assert lookup.end_ns <= load.start_ns
+    assert 0.2e9 <= load.end_ns - load.start_ns < 2e9
+    assert (of(load, "slowest_rank"), of(load, "mode"), of(load, "outcome")) == (1, "async", "ok")
+    assert of(load, "tokens") == of(lookup, "tokens") == of(lookup, "offered_tokens.steered") == 64
+    assert of(lookup, "offered_tokens.cpu") == 0
+    assert load.attributes["gen_ai.request.id"] == request.attributes["gen_ai.request.id"]
+    assert of(load, "request.id").startswith(load.attributes["gen_ai.request.id"])
+    assert load.attributes["gen_ai.request.model"]
+    assert {of(span, "sampling.reason") for span in (lookup, load, *ranks)} == {"parent"}
+    assert load.resource == request.resource
+    assert load.resource["service.name"] == "kv-under-test"
+
+
+def test_an_exemplar_leads_from_the_histogram_to_the_trace(server: Server, collector: Collector) -> None:
+    headers = traceparent()
+    ask(server, prompt("exemplar"), ASYNC, headers=headers)
+    (load,) = named(arrived(collector, trace_id(headers), "kv.load steered"), "kv.load steered")
+    text = server.request("/metrics/", headers={"accept": "application/openmetrics-text; version=1.0.0"}).decode()
+    marked = [line for line in text.splitlines() if f'trace_id="{load.trace_id}"' in line]
+    (line,) = (line for line in marked if line.startswith("kvobs_load_duration_seconds_bucket"))
+    assert 'connector="steered"' in line
+    assert float(line.split("} ")[2].split()[0]) == pytest.approx((load.end_ns - load.start_ns) / 1e9, rel=1e-6)
+
+
+def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Collector) -> None:
+    headers = traceparent()
+    ask(server, prompt("save"), {"promise": True, "save_ms": {"0": 20, "1": 100}}, headers=headers)
+    spans = arrived(collector, trace_id(headers), "kv.save steered")
+    (save,), ranks = named(spans, "kv.save steered"), named(spans, "kv.save.rank")
+    assert 0.1e9 <= save.end_ns - save.start_ns < 2e9
+    assert sorted(of(span, "rank") for span in ranks) == [0, 1]
+    for span in ranks:
+        assert span.parent_id == save.span_id
+        assert save.start_ns - CLOCK_NS <= span.start_ns < span.end_ns <= save.end_ns + CLOCK_NS
+
+
+def test_a_client_that_is_not_sampled_gets_no_spans(server: Server, collector: Collector) -> None:
+    headers, sampled = traceparent("00"), traceparent()
+    ask(server, prompt("silent"), {**ASYNC, "promise": True}, headers=headers)
+    ask(server, prompt("heard"), ASYNC, headers=sampled)
+    assert arrived(collector, trace_id(sampled), "kv.load steered")
+    assert collector.trace(trace_id(headers)) == []
+
+
+def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
+    headers = traceparent("00")
+    with Growth(server, connector="steered") as grown:
+        ask(server, prompt("slow"), {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 200}}, headers=headers)
+    assert grown("kvobs_slowest_rank_total", rank="1") == grown("kvobs_slowest_rank_total") == 1
+    assert grown("kvobs_slow_calls_total", hook="start_load_kv") == grown("kvobs_slow_calls_total") == 1
+    spans = arrived(collector, trace_id(headers), "kv.load steered", "kv.call start_load_kv")
+    assert sorted(s.name for s in spans) == ["kv.call start_load_kv", "kv.load steered", "kv.load.rank", "kv.load.rank"]
+    (load,), (call,) = named(spans, "kv.load steered"), named(spans, "kv.call start_load_kv")
+    assert of(load, "slowest_rank") == of(call, "rank") == 1
+    assert (load.parent_id, call.parent_id) == (CLIENT_SPAN, load.span_id)
+    assert {of(span, "sampling.reason") for span in spans} == {"slow"}
+    assert 0.2e9 <= call.end_ns - call.start_ns < 2e9
+
+
+def test_a_failed_load_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
+    headers = traceparent("00")
+    ask(server, prompt("failed"), {**ASYNC, "fail": "recv", "fail_ranks": [1]}, headers=headers)
+    spans = arrived(collector, trace_id(headers), "kv.load steered")
+    (load,) = named(spans, "kv.load steered")
+    assert (load.error, of(load, "outcome"), of(load, "recomputed_tokens")) == (True, "failed", 64)
+    assert [of(span, "rank") for span in named(spans, "kv.load.rank") if span.error] == [1]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"kvobs": 7},
+    {"kvobs": {"traceparent": 7}},
+    {"kvobs": {"traceparent": "00-" + "ab" * 16}},
+    {"kvobs": {"traceparent": "0" * 100_000}},
+    {"kvobs": {"traceparent": f"ff-{'ab' * 16}-{'cd' * 8}-01"}},
+    {"kvobs": {"traceparent": f"00-{'0' * 32}-{'cd' * 8}-01"}},
+    {"kvobs": {"traceparent": f"00-{'AB' * 16}-{'cd' * 8}-01"}},
+    {"kvobs": {"traceparent": "x\n" * 50}},
+    {"kvobs": [[[[]]]], "other": {"deep": [{"er": None}] * 100}},
+]
+
+
+def test_what_a_client_makes_up_is_served_and_counted_and_leaves_no_span(server: Server, collector: Collector) -> None:
+    headers = ({"traceparent": "garbage"}, {"traceparent": "00-" + "é" * 30}, {"traceparent": f"00-{'f' * 6000}-01"})
+    texts = [prompt("hostile", i) for i in range(len(HOSTILE) + len(headers))]
+    expected = ask_all(server, texts)
+    time.sleep(2)  # one of those may be sampled
+    before = len(kvobs_spans(collector))
+    with Growth(server) as grown:
+        for text, made_up in zip(texts, HOSTILE, strict=False):
+            assert ask(server, text, headers=None, **made_up).tokens == expected[text]
+        for text, own in zip(texts[len(HOSTILE) :], headers, strict=True):
+            assert ask(server, text, headers=own).tokens == expected[text]
+    assert grown("kvobs_malformed_contexts_total", source="params") == len(HOSTILE)
+    assert grown("kvobs_malformed_contexts_total", source="headers") == len(headers)
+    assert grown("kvobs_internal_errors_total") == 0
+    time.sleep(2)
+    assert len(kvobs_spans(collector)) == before
+
+
+def assert_a_percent_is_whole(collector: Collector, server: Server, requests: int, whole: list[str]) -> None:
+    """Send requests without a context; about one in a hundred must be traced, each with all its spans."""
+    before = {span.trace_id for span in kvobs_spans(collector)}
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda i: ask(server, prompt("share", whole, i), {**ASYNC, "load_ms": 2}), range(requests)))
+    time.sleep(4)
+    traces = defaultdict(list)
+    for span in kvobs_spans(collector):
+        if span.trace_id not in before and of(span, "sampling.reason") == "level":
+            traces[span.trace_id].append(span.name)
+    # A share of 1 % of 600 is 6 on average; outside of these lies one run in 300,000.
+    assert 0 < len(traces) <= 6 * 3 + 2
+    assert [sorted(names) for names in traces.values()] == [whole] * len(traces)
+    assert total(server, "kvobs_spans_dropped_total") == 0
+
+
+def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:
+    assert_a_percent_is_whole(collector, server, 600, WHOLE)
+
+
+def test_with_two_api_servers_a_trace_is_whole_too(model: Path, tmp_path: Path) -> None:
+    with Collector() as collector:
+        args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
+        env = {**collector.env, **ONE_PERCENT}
+        with serve(model, tmp_path, traced(), *args, timeout=360, env=env) as server:
+            headers = traceparent()
+            ask(server, prompt("two"), ASYNC, headers=headers)
+            spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
+            assert sorted(s.name for s in spans) == ["kv.load steered", "kv.load.rank", "kv.lookup", "llm_request"]
+            assert_a_percent_is_whole(collector, server, 600, ["kv.load steered", "kv.load.rank", "kv.lookup"])
