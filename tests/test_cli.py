@@ -94,6 +94,8 @@ def test_the_demo_shows_both_children_loading() -> None:
     said = " ".join(output.split())
     assert re.search(r"Time: cpu \d+ ms a load, \d+ ms waited for by steps; disk \d+ ms a load, \d+ ms waited", said)
     assert "--kv-transfer-config '{" in output
+    shown = output.split("The slowest load, as its trace tells it", 1)[1]
+    assert re.search(r"llm_request .*kv\.lookup (cpu|disk) .*kv\.load \1 .*kv\.load\.rank 0 ", shown, re.DOTALL), shown
 
 
 @pytest.mark.engine

@@ -14,13 +14,21 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from kvobs.context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from kvobs.demo import load, report
+from kvobs.demo.collector import Collector, Span
 from kvobs.demo.model import make_model
-from kvobs.demo.server import Server, ServerError
+from kvobs.demo.server import Completion, Server, ServerError
+from kvobs.demo.tree import tree
+from kvobs.spans import LOAD
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"
 HOST_MEMORY = 64 * 1024 * 1024
+ARRIVE_S = 5.0
+"""Time for spans to reach the collector, at most."""
+REQUEST = "llm_request"
+"""vLLM's own span of a request."""
 SETTLE_S = 0.5
 """Time for the last step's numbers to reach /metrics."""
 
@@ -44,11 +52,15 @@ class Demo:
                 make_model(work / "model")
                 done("a Llama with random weights and one token a byte")
             config = multi_connector(host_memory(), files(work / "disk"))
+            collector = stack.enter_context(Collector())
             with self.step("server") as done:
-                server = Server(work / "model", work / LOG, config, self.port, on_progress=done.starting)
+                args = ("--otlp-traces-endpoint", collector.endpoint)
+                env = {**collector.env, "OTEL_BSP_SCHEDULE_DELAY": "500"}  # vLLM's own spans would take 5 s
+                server = Server(work / "model", work / LOG, config, self.port, args, env, on_progress=done.starting)
                 stack.enter_context(server)
                 done(f"vLLM with kvobs is up on {server.url}")
             rows = self.measure(server)
+            self.show_slowest_load(collector)
             self.look_further(server, work)
             if self.keep:
                 self.wait_for_ctrl_c(server)
@@ -59,7 +71,7 @@ class Demo:
         before = server.metrics()
         results = []
         with self.step("load") as done:
-            for result in load.run_rounds(server, self.requests, on_answer=done.progress):
+            for result in load.run_rounds(TracingClient(server), self.requests, on_answer=done.progress):
                 results.append(result)
                 what = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
                 done.note(f"{what}  {result.round.says}")
@@ -75,6 +87,21 @@ class Demo:
         self.console.print(report.source_line(report.sources(before, after)), highlight=False)
         self.console.print(report.time_line(rows), highlight=False)
         return rows
+
+    def show_slowest_load(self, collector: Collector) -> None:
+        """Show the trace of the request whose load took longest."""
+        deadline = time.monotonic() + ARRIVE_S
+        spans: Sequence[Span] = ()
+        while REQUEST not in [span.name for span in spans] and time.monotonic() < deadline:
+            time.sleep(0.5)
+            loads = [span for span in collector.spans if span.name.startswith(f"{LOAD.name} ")]
+            slowest = max(loads, key=lambda span: span.end_ns - span.start_ns, default=None)
+            spans = collector.trace(slowest.trace_id) if slowest else ()
+        if spans:
+            self.console.print(
+                "\nThe slowest load, as its trace tells it (milliseconds since the trace began, duration):"
+            )
+            self.console.print(tree(spans))
 
     def look_further(self, server: Server, work: Path) -> None:
         """Say how to see more, in lines that can be copied whole."""
@@ -111,6 +138,22 @@ class Demo:
             yield step
         finally:
             step.end()
+
+
+@dataclass(frozen=True)
+class TracingClient:
+    """Begins a trace with every request, as an instrumented client does."""
+
+    server: Server
+
+    def complete(self, prompt: str, max_tokens: int) -> Completion:
+        """Answer a prompt greedily."""
+        context = TraceContext(new_trace_id(), new_span_id(), is_sampled=True)
+        return self.server.complete(prompt, max_tokens, headers={TRACEPARENT: context.traceparent})
+
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Empty vLLM's own cache, and the connectors' too."""
+        self.server.reset_prefix_cache(external=external)
 
 
 class Step:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from rich.filesize import decimal
@@ -26,6 +27,8 @@ class Row:
     span: Span
     depth: int
     title: str
+    above: Mapping[str, Any]
+    """Its parent's attributes."""
 
 
 def tree(spans: Sequence[Span]) -> Tree:
@@ -50,7 +53,8 @@ def tree(spans: Sequence[Span]) -> Tree:
 def rows_under(parent: Span | None, children: Mapping[str, Sequence[Span]], depth: int = 1) -> Iterator[Row]:
     """Yield the spans under one, each followed by those under it."""
     for span in children.get(parent.span_id if parent else "", ()):
-        yield Row(span, depth, title(span, parent))
+        above = parent.attributes if parent else {}
+        yield Row(span, depth, title(span, above), above)
         yield from rows_under(span, children, depth + 1)
 
 
@@ -64,9 +68,9 @@ def heading(spans: Iterable[Span]) -> Text:
     return Text.assemble(("trace ", "dim"), ", ".join(traces), "  ", (", ".join(filter(None, requests)), "bold"))
 
 
-def title(span: Span, parent: Span | None) -> str:
+def title(span: Span, above: Mapping[str, Any]) -> str:
     """Return a span's name, with its connector and rank unless the name or its parent says so."""
-    words, above = span.name, parent.attributes if parent else {}
+    words = span.name
     connector, rank = (span.attributes.get(key, "") for key in (CONNECTOR, RANK))
     if words.endswith(".rank"):
         words, rank = f"{words} {rank}", ""
@@ -75,9 +79,10 @@ def title(span: Span, parent: Span | None) -> str:
     return words if rank in ("", above.get(RANK)) else f"{words} rank {rank}"
 
 
-def details(span: Span) -> Iterator[str]:
-    """Yield what matters about a span, and is not in its title."""
-    has = {key.removeprefix("kv_transfer."): value for key, value in span.attributes.items()}
+def details(span: Span, above: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what matters about a span, and is neither in its title nor said of its parent."""
+    own = {key: value for key, value in span.attributes.items() if above.get(key) != value}
+    has = {key.removeprefix("kv_transfer."): value for key, value in own.items()}
     if offers := {key.removeprefix(OFFERED): n for key, n in span.attributes.items() if key.startswith(OFFERED)}:
         yield "offered: " + " ".join(f"{name} {tokens:,}" for name, tokens in offers.items())
     if "tokens" in has:
@@ -116,7 +121,7 @@ def lines(rows: Sequence[Row]) -> Iterator[Table]:
     for row in rows:
         span = row.span
         start, stop = span.start_ns - begin, span.end_ns - begin
-        words = [service(span), *details(span)] if several else details(span)
+        words = [service(span), *details(span, row.above)] if several else details(span, row.above)
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(width=width - GUIDE * row.depth, no_wrap=True)
         line.add_column(width=digits, justify="right", no_wrap=True, style="dim")
