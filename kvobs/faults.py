@@ -8,11 +8,12 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from kvobs.notices import once
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _counts: Counter[str] = Counter()
 
@@ -35,16 +36,17 @@ def contain(where: str) -> None:
         raise  # noqa: PLE0704 - the exception that the caller is handling
 
 
-def contained(where: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return a decorator that contains what a function without an answer raises."""
+def contained(where: str) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """Return a decorator that contains what a function raises: its answer is None then."""
 
-    def decorate(function: Callable[P, None]) -> Callable[P, None]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
             try:
-                function(*args, **kwargs)
+                return function(*args, **kwargs)
             except Exception:
                 contain(where)
+                return None
 
         return call
 

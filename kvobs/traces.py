@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvobs import context, faults, signals
+from kvobs import context, signals
 from kvobs.call_spans import CallSpans, Place
 from kvobs.context import MalformedContextError, TraceContext, new_span_id
 from kvobs.faults import contained
@@ -114,16 +114,13 @@ class Traces(Untraced):
         """Return a call about a request with that request's context active in it."""
         return context.activated(call, self._active)
 
+    @contained("trace")
     def _active(self, request: Request) -> Any:
-        try:
-            trace = self.of(request)
-            if trace.active is None:
-                above = TraceContext(trace.trace_id, trace.above or trace.lookup_id, trace.is_sampled)
-                trace.active = context.as_otel(above)
-            return trace.active
-        except Exception:
-            faults.contain("trace")
-            return None
+        trace = self.of(request)
+        if trace.active is None:
+            above = TraceContext(trace.trace_id, trace.above or trace.lookup_id, trace.is_sampled)
+            trace.active = context.as_otel(above)
+        return trace.active
 
     def place(self, noticed: Noticed) -> Place:
         """Return where the span of a call about a request belongs."""
@@ -134,6 +131,7 @@ class Traces(Untraced):
             trace.is_slow |= noticed.is_slow or bool(noticed.error)  # whoever sees the call, sees the lookup
         return Place(trace.trace_id, above, trace.is_sampled, trace.labels)
 
+    @contained("trace")
     def begin_step(self) -> TraceContext | None:
         """Begin the next step's trace, where every call is traced."""
         return self._calls.begin_step()
@@ -167,21 +165,20 @@ class Traces(Untraced):
             outcome = "miss" if owner is None else "hit"
             self._request_spans.looked_up(trace, outcome, offers, local=local, owner=owner, tokens=tokens)
 
+    @contained("trace")
     def open(self, request_id: str) -> Opened | None:
         """Begin a span of this request."""
         trace = self._traces.get(request_id)
         return Opened(trace, new_span_id(), trace.above) if trace is not None else None
 
+    @contained("trace")
     def hand_on(self, request_id: str, saves: Mapping[int, Save]) -> TraceContext | None:
         """Begin the spans of the promised saves; return the context of what a decode engine is to link to."""
-        try:
-            for save in saves.values():
-                save.trace = self.open(request_id)
-            trace = self._traces.get(request_id)
-            if trace is None:
-                return None
-            span_id = next((save.trace.span_id for save in saves.values()), trace.above or trace.lookup_id)
-            return TraceContext(trace.trace_id, span_id, trace.is_sampled)
-        except Exception:
-            faults.contain("trace")
+        for save in saves.values():
+            save.trace = self.open(request_id)
+        trace = self._traces.get(request_id)
+        if trace is None:
             return None
+        opened = [save.trace for save in saves.values() if save.trace is not None]
+        span_id = opened[0].span_id if opened else trace.above or trace.lookup_id
+        return TraceContext(trace.trace_id, span_id, trace.is_sampled)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvobs.children import Child
 from kvobs.context import TraceContext
+from kvobs.faults import contained
 from kvobs.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -82,6 +83,7 @@ class WorkerSide:
         for child, own in zip(self.children, meta.metadata, strict=True):
             child.bind_connector_metadata(own)
 
+    @contained("trace")
     def _note_begin(self, meta: MultiKVConnectorMetadata) -> None:
         """Note when this rank heard of loads and saves, until it reports them."""
         if meta.loads or meta.promised:

@@ -35,6 +35,7 @@ from kvobs import signals
 from kvobs.demo.model import make_model
 from kvobs.payload import KvobsStats
 from kvobs.recorder import Recorder
+from kvobs.traces import Traces
 from tests.scripted import Script
 
 BLOCK = 16
@@ -261,4 +262,5 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
     assert (len(side.ledger), len(side._offers), side._orders) == (0, 0, {})
+    assert not isinstance(side._traces, Traces) or len(side._traces) == 0
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)

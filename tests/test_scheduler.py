@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.rig import BLOCK, Rig, assert_nothing_is_left
 from tests.scripted import Script
 
 RANKS = 2
+HEADERS = (None, *({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-{flags}"} for flags in ("00", "01", "no")))
 KV_OFFERS = st.sampled_from([(0, False), (BLOCK, True), (3 * BLOCK, True), (2 * BLOCK, False), (None, False)])
 request_ids = st.sampled_from([f"r{i}" for i in range(5)])
 actions = st.one_of(
@@ -30,9 +32,12 @@ actions = st.one_of(
 class Life:
     """Runs actions; whatever a child does beyond them is what a correct child must do in the end."""
 
-    def __init__(self, policy: str, blocks: int, lag: int) -> None:
+    def __init__(self, policy: str, blocks: int, lag: int, level: str) -> None:
         self.scripts = (Script("a"), Script("b"))
-        self.rig = Rig("kvobs", *self.scripts, ranks=RANKS, kvobs={"load_policy": policy}, blocks=blocks, lag=lag)
+        kvobs = {"load_policy": policy, "tracing": {"level": level}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+            self.rig = Rig("kvobs", *self.scripts, ranks=RANKS, kvobs=kvobs, blocks=blocks, lag=lag)
         self.ids: dict[str, str] = {}  # by a request's name in the plan; vLLM never uses an id twice
 
     def act(self, action: Any) -> None:
@@ -45,7 +50,7 @@ class Life:
                     script.offers[request_id] = [offers[i], (0, False)] if offers[i][0] is None else offers[i]
                     script.promises -= {request_id}
                     script.promises |= {request_id} if i in promises else set()
-                self.rig.add(request_id, max_tokens=3)
+                self.rig.add(request_id, max_tokens=3, trace_headers=HEADERS[len(self.ids) % len(HEADERS)])
             case ("abort", name):
                 self.rig.abort(self.ids.get(name, name))
             case ("say", child, rank, word, name):
@@ -71,13 +76,16 @@ class Life:
     st.sampled_from(["first", "longest"]),
     st.sampled_from([14, 64]),
     st.sampled_from([0, 1]),
+    st.sampled_from(["off", "requests", "calls"]),
 )
-def test_whatever_children_report_and_clients_abort(plan: list[Any], policy: str, blocks: int, lag: int) -> None:
+def test_whatever_children_report_and_clients_abort(
+    plan: list[Any], policy: str, blocks: int, lag: int, level: str
+) -> None:
     """Foreign, early, late and double reports, failures, aborts in any state, a pool so small that it preempts.
 
     With lag 1 it is vLLM's async scheduler, one step ahead of the workers.
     """
-    life = Life(policy, blocks, lag)
+    life = Life(policy, blocks, lag, level)
     for action in plan:
         life.act(action)
     life.end()

@@ -215,7 +215,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
     registry = CollectorRegistry()
     kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     cls, exported = type(pair.scheduler), InMemorySpanExporter()
-    tracing.make_exporter = lambda _endpoint: exported
+    tracing.make_exporter = lambda endpoint: exported
     metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
     logged: Any = None
     for stats in told:
@@ -226,6 +226,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
         rebuilt = cls.build_kv_connector_stats(arrived)
         logged = rebuilt if logged is None else logged.aggregate(rebuilt)
     metrics._cutter.close()
+    spans = exported.get_finished_spans()
     samples = [sample for family in registry.collect() for sample in family.samples]
     return {
         "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
@@ -235,7 +236,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
             for s in samples
             if s.name == "kvobs_call_duration_seconds_count" and s.labels["hook"] == "build_connector_meta"
         },
-        "spans": sorted(span.name for span in exported.get_finished_spans() if span.parent.span_id == int(SPAN, 16)),
+        "spans": sorted(s.name for s in spans if s.parent and s.parent.span_id == int(SPAN, 16)),
         "log": logged.reduce() if logged is not None else None,
     }
 

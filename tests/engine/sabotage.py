@@ -24,10 +24,12 @@ EVERY = 3
 # A function inside each contained place, by the name that its caller finds it under.
 FAULTS = {
     "record": "kvobs.recorder:_bucketed",
+    "trace": "kvobs.traces:new_span_id",
     "flush": "kvobs.recorder:Recorder.take",
     "merge": "kvobs.payload:KvobsStats.aggregate",
     "rebuild": "kvobs.stats:_rebuild_child",
     "apply": "kvobs.metrics:MultiKVConnectorPromMetrics._observe_own",
+    "cut": "kvobs.tracing:SpanCutter._span",
     "summarize": "kvobs.stats:summarize",
 }
 

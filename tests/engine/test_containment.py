@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from kvobs.signals import INTERNAL_ERRORS
@@ -33,7 +34,12 @@ def test_faults_in_every_place_of_the_telemetry_change_no_answer(
     broken = {**of_tests("StatsChild"), "kv_connector_module_path": "tests.engine.sabotage"}
     config = multi_connector(host_memory(), broken, names=["cpu", "broken"])
     env = {SWITCH: str(switch), "VLLM_LOG_STATS_INTERVAL": "1"}  # in seconds: each time, the stats are summed up
-    with serve(model, tmp_path, config, env=env) as server:
+    with (
+        Collector() as collector,
+        serve(
+            model, tmp_path, config, "--otlp-traces-endpoint", collector.endpoint, env={**env, **collector.env}
+        ) as server,
+    ):
 
         def faults() -> dict[str, float]:
             told = [s for s in server.metrics() if s.name == "kvobs_internal_errors_total"]
