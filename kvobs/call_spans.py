@@ -88,11 +88,11 @@ class CallSpans:
     def note(self, noticed: Noticed) -> None:
         """Write the record of a call, if it is to be seen."""
         is_urgent = bool(noticed.error) or noticed.is_slow
-        if not is_urgent and self._journal.is_full:
-            self._journal.drop()
-            return
         place = self._place(noticed)
         if not is_urgent and not (self.traces_all and place.is_sampled):
+            return
+        if not is_urgent and self._journal.is_full:
+            self._journal.drop()
             return
         reason = Reason.ERROR if noticed.error else Reason.SLOW if noticed.is_slow else Reason.LEVEL
         attributes: dict[str, Value] = {spans.CONNECTOR: self._names[noticed.child], spans.HOOK: noticed.hook}

@@ -151,7 +151,7 @@ def _options(raw: Any, mistakes: list[str]) -> Options:
             if detail["type"] == "extra_forbidden":
                 mistakes.append(f"{where}: unknown option, allowed: {_known_options(len(loc) > 1)}")
             else:
-                mistakes.append(f"{where}: found {_show(detail['input'])}, {_allowed(detail['msg'])}")
+                mistakes.append(f"{where}: found {_show(detail['input'])}, {_allowed(detail['type'], detail['msg'])}")
         return Options()
 
 
@@ -180,8 +180,10 @@ def _known_options(of_tracing: bool = False) -> str:
     return ", ".join(repr(name) for name in (TracingOptions if of_tracing else Options).model_fields)
 
 
-def _allowed(message: str) -> str:
+def _allowed(kind: str, message: str) -> str:
     """Turn pydantic's wording into ours: what is allowed, in lower case."""
+    if kind in ("model_type", "mapping_type", "dict_type"):
+        return "allowed: an object"
     message = message.replace("Input should be", "allowed:").replace("Input should", "should")
     return message.removeprefix("Value error, ")
 

@@ -46,7 +46,8 @@ class Journal:
 
     def drop(self, n: int = 1) -> None:
         """Count spans that were not even written."""
-        self._dropped += n
+        with self._lock:
+            self._dropped += n
 
     def _drop(self, size: int) -> None:
         self._size -= size

@@ -18,10 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvobs import __version__, faults, signals, spans
 from kvobs.config import RESERVED_NAME, Options
 from kvobs.families import Buckets, Families, Sink
+from kvobs.hooks import HOOKS
 from kvobs.notices import once
 from kvobs.payload import KvobsStats, as_dict
 from kvobs.sampling import Tracing
-from kvobs.signals import PROCESS_WIDTH, SIGNALS, Kind, Scope, Series, Signal
+from kvobs.signals import SIGNALS, Kind, Scope, Series, Signal
 from kvobs.spans import Record, Span
 
 if TYPE_CHECKING:
@@ -181,11 +182,11 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         self._labelled(signals.SELF_SECONDS, engine, None, ("cut",)).inc((perf_counter_ns() - begin) * unit)
 
     def _mark(self, record: Record, span: Span, histogram: Signal, engine: int) -> None:
-        values = [str(record.attributes[label]) for label in span.labels]
-        if span is spans.CALL:
+        values = [str(record.attributes.get(label)) for label in span.labels]
+        if span is spans.CALL and values[0] in HOOKS:
             values = [signals.hook_label(*values)]
-        series, _, _ = signals.locate(PROCESS_WIDTH + signals.slot(histogram, *values))
-        buckets = self._buckets.get((engine, str(record.attributes[spans.CONNECTOR]), series))
+        series = signals.find(histogram, *values)
+        buckets = self._buckets.get((engine, str(record.attributes.get(spans.CONNECTOR)), series)) if series else None
         if buckets is not None:
             buckets.mark(record.observed_ns, record.trace_id)
 

@@ -49,7 +49,7 @@ class Tracing:
             slow_load_ns=int(options.slow_load_ms * 1e6),
             # A step waits for it, as for a call.
             slow_sync_load_ns=int(min(options.slow_load_ms, options.slow_ms("start_load_kv")) * 1e6),
-            endpoint=endpoint,
+            endpoint=endpoint or None,
         )
 
 

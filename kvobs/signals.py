@@ -255,7 +255,7 @@ SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in Sc
 # In a payload the process's slots come first, then those of each child in the order of the configuration.
 PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
 
-_FIRST = {(s.signal.name, *s.values): s.first for table in SERIES.values() for s in table}
+_BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
 
 # Two peers with the same digest mean the same thing by a slot.
 TABLE_DIGEST: int = zlib.crc32(
@@ -265,7 +265,12 @@ TABLE_DIGEST: int = zlib.crc32(
 
 def slot(signal: Signal, *values: str) -> int:
     """Return the first slot of ``signal`` with these label values; KeyError when the table has no such series."""
-    return _FIRST[(signal.name, *values)]
+    return _BY_VALUES[(signal.name, *values)].first
+
+
+def find(signal: Signal, *values: str) -> Series | None:
+    """Return the series of ``signal`` with these label values, if there is one."""
+    return _BY_VALUES.get((signal.name, *values))
 
 
 _FIRSTS = {scope: [series.first for series in table] for scope, table in SERIES.items()}

@@ -131,7 +131,6 @@ class Traces(Untraced):
             trace.is_slow |= noticed.is_slow or bool(noticed.error)  # whoever sees the call, sees the lookup
         return Place(trace.trace_id, above, trace.is_sampled, trace.labels)
 
-    @contained("trace")
     def begin_step(self) -> TraceContext | None:
         """Begin the next step's trace, where every call is traced."""
         return self._calls.begin_step()

@@ -126,9 +126,14 @@ class SpanCutter:
         """Send what is left, for a few seconds at most; to be called once."""
         atexit.unregister(self.close)
         # A collector that is gone would hold the process for as long as the exporter tries again.
-        closing = Thread(target=self._processor.shutdown, name="kvobs-closing", daemon=True)
-        closing.start()
-        closing.join(CLOSING_S)
+        shutdown: Callable[[], None] = self._processor.shutdown
+        closing = Thread(target=shutdown, name="kvobs-closing", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread any more at this time
+            shutdown()
+        else:
+            closing.join(CLOSING_S)
 
 
 class CountingExporter(SpanExporter):

@@ -252,7 +252,7 @@ def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
 
 
 def _place(child: int, metric: str, *labels: str) -> int:
-    return signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals._FIRST[(metric, *labels)]
+    return signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals._BY_VALUES[(metric, *labels)].first
 
 
 def assert_nothing_is_left(rig: Rig) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from opentelemetry import trace
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import kvobs
 from kvobs.children import Child, specs
 from kvobs.config import ConfigError
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.hooks import HOOKS, Cadence
 from kvobs.recorder import Recorder
+from kvobs.signals import is_timed
+from tests.contexts import no_otel_variables, request
 from tests.rig import cache_config, child_config, engine_config, transfer_config
 from tests.scripted import Script
 
@@ -123,3 +129,77 @@ def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
 def test_what_is_no_hook_of_a_child_at_work_is_no_attribute(name: str) -> None:
     child = Child(0, "bare", Bare(), True, Recorder(1))
     assert not hasattr(child, name)
+
+
+# --- calls about a request
+
+ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST]
+
+
+@pytest.mark.parametrize("name", ABOUT_A_REQUEST)
+def test_a_hook_about_a_request_has_it_first(name: str) -> None:
+    """So that the call's context and place can be told from it."""
+    declared = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
+    assert list(inspect.signature(declared).parameters)[:2] == ["self", "request"]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_calls_about_a_request_and_no_others_are_activated_around_what_is_recorded(is_on: bool) -> None:
+    told: list[str] = []
+
+    def activated(call: Any) -> Any:
+        def active(*args: Any) -> Any:
+            told.append("begin")
+            try:
+                return call(*args)
+            finally:
+                told.append("end")
+
+        return active
+
+    class Real:
+        def __getattr__(self, name: str) -> Any:
+            def hook(*args: Any) -> Any:
+                told.append(name)
+                return args
+
+            return hook
+
+    recorder = Recorder(1)
+    recorder.notice = lambda *args, **kwargs: told.append("recorded")  # type: ignore[method-assign]
+    recorder.slow_ns = lambda hook: -1  # type: ignore[method-assign]
+    child = Child(0, "real", Real(), True, recorder, activated=activated if is_on else None)
+    for hook in HOOKS.values():
+        if is_timed(hook):
+            told.clear()
+            assert getattr(child, hook.name)("subject", 1) == ("subject", 1)
+            inner = [hook.name, "recorded"]
+            assert told == (["begin", *inner, "end"] if is_on and hook.name in ABOUT_A_REQUEST else inner)
+
+
+def test_an_empty_hook_needs_no_context() -> None:
+    class Quiet:
+        def on_new_request(self, request: Any) -> None:
+            pass
+
+    def activated(call: Any) -> Any:
+        raise AssertionError("not to be called")
+
+    assert Child(0, "quiet", Quiet(), True, Recorder(1), activated=activated).on_new_request("r") is None
+
+
+@pytest.mark.parametrize("propagates", [True, False])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
+def test_children_see_the_requests_context_where_that_is_wanted_and_traced(
+    propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_otel_variables(monkeypatch)
+    script = Script("a")
+    config = config_of(child_config(script), tracing={"propagate": propagates})
+    config.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
+    connector = build(config)
+    seen: list[bool] = []
+    child = connector._children[0].connector
+    child.on_new_request = lambda request: seen.append(trace.get_current_span().get_span_context().is_valid)
+    connector.on_new_request(request("r"))
+    assert seen == [propagates and endpoint is not None]

@@ -8,7 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.config import ConfigError, Options, read
+from kvobs.config import ConfigError, Options, TracingOptions, read
+from kvobs.hooks import HOOKS
+from kvobs.signals import is_timed
 
 TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]
 THREE = [*TWO, {"kv_connector": "NixlConnector"}]
@@ -123,3 +125,75 @@ def test_any_value_is_accepted_or_named(value: Any) -> None:
             read({"connectors": TWO, "kvobs": {option: value}})
         except ConfigError as error:
             assert all(m.startswith(f"kv_connector_extra_config.kvobs.{option}") for m in error.mistakes)
+
+
+# --- tracing
+
+
+def test_what_is_traced_without_a_word_about_it() -> None:
+    options = read({"connectors": TWO}).options
+    assert options.tracing == TracingOptions(level=None, layers=False, propagate=False)
+    assert (options.slow_load_ms, options.slow_call_ms_by_hook) == (1000, {})
+
+
+@pytest.mark.parametrize("level", ["off", "requests", "calls", None])
+def test_every_level_is_accepted(level: str | None) -> None:
+    options = read(
+        {"connectors": TWO, "kvobs": {"tracing": {"level": level, "layers": True, "propagate": True}}}
+    ).options
+    assert (options.tracing.level, options.tracing.layers, options.tracing.propagate) == (level, True, True)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_timed_hook_has_a_limit_of_its_own_and_others_have_none(hook: str) -> None:
+    given = {"slow_call_ms": 50, "slow_call_ms_by_hook": {hook: 2.5}}
+    if is_timed(HOOKS[hook]):
+        options = read({"connectors": TWO, "kvobs": given}).options
+        assert [options.slow_ms(other) for other in (hook, "nothing")] == [2.5, 50]
+    else:
+        (mistake,) = mistakes(**given)
+        assert mistake.startswith(
+            f"kv_connector_extra_config.kvobs.slow_call_ms_by_hook.{hook}: found {hook!r}, unknown hook, allowed: "
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tracing": {"levle": "off"}},
+            "kv_connector_extra_config.kvobs.tracing.levle: unknown option, allowed: 'level', 'layers', 'propagate'",
+        ),
+        ({"tracing": {"level": "all"}}, "kvobs.tracing.level: found 'all', allowed: 'off', 'requests' or 'calls'"),
+        ({"tracing": {"level": True}}, "kvobs.tracing.level: found True, allowed: 'off', 'requests' or 'calls'"),
+        ({"tracing": {"layers": 1}}, "kvobs.tracing.layers: found 1, allowed: a valid boolean"),
+        ({"tracing": {"propagate": "yes"}}, "kvobs.tracing.propagate: found 'yes', allowed: a valid boolean"),
+        ({"tracing": "calls"}, "kvobs.tracing: found 'calls', allowed: an object"),
+        ({"tracing": None}, "kvobs.tracing: found None, allowed: an object"),
+        ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
+        ({"slow_load_ms": "1"}, "kvobs.slow_load_ms: found '1', allowed: a valid number"),
+        ({"slow_load_ms": None}, "kvobs.slow_load_ms: found None, allowed: a valid number"),
+        ({"slow_call_ms_by_hook": 5}, "kvobs.slow_call_ms_by_hook: found 5, allowed: an object"),
+        (
+            {"slow_call_ms_by_hook": {"start_load": 5}},
+            "kvobs.slow_call_ms_by_hook.start_load: found 'start_load', unknown hook, allowed: ",
+        ),
+        (
+            {"slow_call_ms_by_hook": {"start_load_kv": -1}},
+            "kvobs.slow_call_ms_by_hook.start_load_kv: found -1, allowed: greater than 0",
+        ),
+        (
+            {"slow_call_ms_by_hook": {"start_load_kv": float("nan")}},
+            "kvobs.slow_call_ms_by_hook.start_load_kv: found nan, allowed: a finite number",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_options_of_tracing_are_named(options: dict[str, Any], message: str) -> None:
+    (mistake,) = mistakes(**options)
+    assert message in mistake
+
+
+def test_all_mistakes_about_tracing_are_reported_at_once() -> None:
+    found = mistakes(tracing={"level": "all", "x": 1}, slow_call_ms_by_hook={"a": 1, "wait_for_save": 0})
+    assert len(found) == 4

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.openmetrics import exposition, parser
+from prometheus_client.utils import floatToGoString
 
 from kvobs.families import Buckets, Families, spread
-from kvobs.signals import IN_FLIGHT, LOAD_DURATION, LOOKUPS
+from kvobs.signals import CALL_DURATION, IN_FLIGHT, LOAD_DURATION, LOOKUPS, SAVE_HOLD, Signal
 
 TYPES = {kind: kind for kind in (Counter, Gauge, Histogram)}
 
@@ -82,3 +85,50 @@ def test_slots_go_where_they_belong(is_direct: bool) -> None:
         assert registry.get_sample_value("h_sum") == pytest.approx(0.003)
     else:
         assert histogram.seen == pytest.approx([0.00075] * 4)
+
+
+# --- exemplars
+
+
+def read_back(registry: CollectorRegistry) -> list[Any]:
+    """Return the samples of the only family, as who scrapes OpenMetrics reads them."""
+    expose, parse = cast("Any", exposition.generate_latest), cast("Any", parser.text_string_to_metric_families)
+    (family,) = parse(expose(registry).decode())
+    return list(family.samples)
+
+
+histograms = st.sampled_from([LOAD_DURATION, SAVE_HOLD, CALL_DURATION])
+
+
+@given(histograms, st.integers(1, 2**40))
+def test_an_exemplar_is_on_the_bucket_that_its_duration_fell_into(signal: Signal, ns: int) -> None:
+    """As Prometheus reads it; what else is exposed does not change."""
+    registry = CollectorRegistry()
+    histogram = Histogram("h", "H.", buckets=signal.buckets, registry=registry)
+    buckets = Buckets(histogram, signal)
+    bucket = next((i for i, k in enumerate(signal.bounds) if ns <= 2**k), len(signal.bounds))
+    buckets.sinks[bucket](1)
+    buckets.sinks[-1](ns)
+    plain = generate_latest(registry)
+    buckets.mark(ns, "1" * 32)
+    assert generate_latest(registry) == plain
+    (sample,) = [sample for sample in read_back(registry) if sample.exemplar]
+    assert sample.labels["le"] == [*map(floatToGoString, signal.buckets), "+Inf"][bucket]
+    assert sample.value == 1
+    assert sample.exemplar.labels == {"trace_id": "1" * 32}
+    assert sample.exemplar.value == pytest.approx(ns / 1e9)
+    assert float(sample.exemplar.timestamp) == pytest.approx(time.time(), abs=60)
+
+
+def test_of_several_exemplars_in_a_bucket_the_last_one_is_shown() -> None:
+    registry = CollectorRegistry()
+    buckets = Buckets(Histogram("h", "H.", buckets=LOAD_DURATION.buckets, registry=registry), LOAD_DURATION)
+    for ns, trace_id in ((1, "a"), (2**20, "b"), (2**20 + 1, "c")):
+        buckets.mark(ns, trace_id)
+    assert [s.exemplar.labels["trace_id"] for s in read_back(registry) if s.exemplar] == ["b", "c"]
+
+
+def test_a_histogram_without_buckets_of_its_own_takes_no_exemplars() -> None:
+    single = Single()
+    Buckets(single, LOAD_DURATION).mark(5, "1" * 32)
+    assert single.seen == []

@@ -16,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs import faults
 from kvobs.children import Child
 from kvobs.hooks import HOOKS, Cadence
-from kvobs.layer_calls import ARGUMENTS, LayerCalls
-from kvobs.recorder import SUM, Recorder
+from kvobs.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls
+from kvobs.noticed import Noticed
+from kvobs.recorder import SUM, WALL_OFFSET, Recorder
+from kvobs.signals import SPANS_DROPPED, slot
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "wait_for_layer_load": [(("layer",), {})],
@@ -217,3 +219,116 @@ def test_children_with_an_empty_hook_are_left_out() -> None:
     assert heard == ["layer"]
     layers.close_step()
     assert list(layers.drain()) == [1]
+
+
+# --- what the tracer is told
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self, traces_all: bool = False, traces_layers: bool = False) -> None:
+        self.traces_all, self.traces_layers = traces_all, traces_layers
+        self.step: Any = None
+        self.noticed: list[Noticed] = []
+
+    def note(self, noticed: Noticed) -> None:
+        self.noticed.append(noticed)
+
+    def join_step(self, trace: Any, loads: Any) -> None: ...
+
+
+SLOW_NS = 1_000
+traced_steps = st.lists(
+    st.lists(st.lists(st.integers(0, 2 * SLOW_NS), min_size=2, max_size=2), min_size=1, max_size=4), max_size=4
+)
+
+
+@given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans(), st.booleans())
+def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
+    hook: str, plan: list[list[list[int]]], traces_all: bool, traces_layers: bool
+) -> None:
+    """The plan: by step, by layer, what each child takes."""
+    tracer = Told(traces_all, traces_layers)
+    expected: list[Noticed] = []
+    with pytest.MonkeyPatch.context() as patch:
+        fan = Fan(patch, hook, 2, SLOW_NS)
+        fan.recorder.tracer = tracer
+        for number, layers in enumerate(plan):
+            tracer.step = f"step {number}"
+            step_began = fan.now
+            for layer, takes in enumerate(layers):
+                for child, took in enumerate(takes):
+                    is_slow = took > SLOW_NS
+                    if is_slow or (traces_all and traces_layers):
+                        start = fan.now + sum(takes[:child]) + WALL_OFFSET
+                        more = {"kv_transfer.layer": layer}
+                        expected.append(Noticed(child, hook, start, took, is_slow, "", tracer.step, more))
+                fan(*takes)
+            for child in range(2 if traces_all and not traces_layers else 0):
+                each = [takes[child] for takes in layers]
+                first = step_began + (layers[0][0] if child else 0)
+                last = fan.now - (0 if child else layers[-1][1])
+                summary = {
+                    "kv_transfer.layers": len(layers),
+                    "kv_transfer.layers_duration": sum(each) / 1e9,
+                    "kv_transfer.slowest_layer": each.index(max(each)),
+                    "kv_transfer.slowest_layer_duration": max(each) / 1e9,
+                }
+                expected.append(
+                    Noticed(child, hook, first + WALL_OFFSET, last - first, False, "", tracer.step, summary, True)
+                )
+            assert fan.layers.last_ns == fan.now + WALL_OFFSET
+            fan.layers.close_step()
+            assert fan.layers.last_ns == 0
+        tracer.step = "a later one"
+        fan.layers.drain()
+        fan.layers.drain()
+    assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
+    for noticed in tracer.noticed:
+        told = (*noticed[2:4], *noticed.more.values())
+        assert all(type(number) in (int, float) for number in told), "builtins only, for the wire"
+
+
+@each_hook
+def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_first(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = Told(traces_all=True, traces_layers=True)
+    fan = Fan(monkeypatch, hook, 1, SLOW_NS)
+    fan.recorder.tracer = tracer
+    for layer in range(200):
+        fan(SLOW_NS + 1 if layer in (3, 150) else 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    layers = [noticed.more["kv_transfer.layer"] for noticed in tracer.noticed]
+    assert layers == [3, 150, 0, 1, 2, *range(4, NOTICED_AT_MOST + 1)][:NOTICED_AT_MOST]
+    assert [noticed.is_slow for noticed in tracer.noticed].count(True) == 2
+
+
+@each_hook
+@pytest.mark.parametrize("traces_all", [True, False])
+def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
+    hook: str, traces_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = Told(traces_all, traces_all)
+    fan = Fan(monkeypatch, hook, 1, SLOW_NS)
+    fan.recorder.tracer = tracer
+    for _ in range(NOTICED_AT_MOST + 7):
+        fan(SLOW_NS + 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    assert len(tracer.noticed) == NOTICED_AT_MOST
+    assert fan.recorder.take().counts[slot(SPANS_DROPPED, "flush")] == 7
+
+
+@each_hook
+def test_the_tracer_is_told_at_once_of_a_call_that_failed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Told()
+    fan = Fan(monkeypatch, hook, 3)
+    fan.recorder.tracer = tracer
+    fan.raises[1] = OSError("x")
+    began = fan.now
+    with pytest.raises(OSError, match="x"):
+        fan(5, 7)
+    assert tracer.noticed == [Noticed(1, hook, began + 5 + WALL_OFFSET, 7, False, "OSError")]

@@ -14,15 +14,19 @@ from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs import payload
+from kvobs.journal import Group
 from kvobs.payload import LONG, VERSION, KvobsStats, as_dict, nothing
 from kvobs.recorder import Taken
 from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST
+from kvobs.spans import Record
+from tests.contexts import json_values, record
+from tests.test_spans import records
 
 CHILDREN = {"a": "m:C", "b": "m:C"}
 counts = st.dictionaries(st.integers(0, PROCESS_WIDTH + 2 * CHILD_WIDTH - 1), st.integers(1, 10**15), max_size=8)
 rows = st.tuples(st.sampled_from(["kvobs_call_errors_total", "kvobs_slowest_rank_total"]), st.integers(0, 1))
 opened = st.dictionaries(rows, st.integers(1, 5)).map(lambda d: [[*key, "x", n] for key, n in d.items()])
-parts = st.builds(Taken, counts, opened, st.just({}))
+parts = st.builds(Taken, counts, opened, st.just({}), st.just([]))
 
 
 def numbers(taken: Taken) -> KvobsStats:
@@ -84,7 +88,7 @@ def test_numbers_that_were_nothing_do_not_grow_those_that_still_are() -> None:
         mine = numbers(nothing())
         mine.aggregate(numbers(Taken({1: 1}, [["s", 0, 1]], {1: 1})))
         mine.spend(3, 4)
-        assert mine.taken() == Taken({1: 1, 3: 4}, [["s", 0, 1]], {1: 1})
+        assert mine.taken() == Taken({1: 1, 3: 4}, [["s", 0, 1]], {1: 1}, [])
     assert numbers(nothing()).is_empty()
 
 
@@ -101,7 +105,7 @@ def test_merging_neither_changes_nor_keeps_its_argument() -> None:
     mine.spend(5, 7)
     mine.aggregate(numbers(Taken({1: 9}, [["s", 0, 1]], {3: 9})))
     assert theirs.data == before
-    assert mine.taken() == Taken({1: 11, 5: 7}, [["s", 0, 2]], {3: 9})
+    assert mine.taken() == Taken({1: 11, 5: 7}, [["s", 0, 2]], {3: 9}, [])
 
 
 def test_another_versions_numbers_are_kept_and_never_mixed_with_ours() -> None:
@@ -138,7 +142,12 @@ def test_only_what_is_well_formed_is_read(key: str, sent: Any, read: Any) -> Non
 
 def test_emptiness_and_reset() -> None:
     assert numbers(nothing()).is_empty()
-    for some in (Taken({1: 1}, [], {}), Taken({}, [["s", 0, 1]], {}), Taken({}, [], {1: 0})):
+    for some in (
+        Taken({1: 1}, [], {}),
+        Taken({}, [["s", 0, 1]], {}),
+        Taken({}, [], {1: 0}),
+        Taken({}, [], {}, [[record()]]),
+    ):
         stats = numbers(some)
         assert not stats.is_empty()
         stats.reset()
@@ -154,3 +163,50 @@ def test_as_dict_reads_every_form() -> None:
     assert as_dict(Plain(data={"n": 1})) == as_dict({"data": {"n": 1}}) == as_dict({"n": 1}) == {"n": 1}
     assert as_dict({"data": 1}) == {"data": 1}
     assert as_dict(7) == {"value": 7}
+
+
+# --- spans
+
+groups = st.lists(st.lists(records, min_size=1, max_size=2), max_size=3)
+
+
+@given(st.lists(groups, min_size=1, max_size=4))
+def test_spans_survive_every_hop_group_by_group_and_merge_in_order(sent: list[list[Group]]) -> None:
+    first, *others = [pickle.loads(pickle.dumps(numbers(Taken({}, [], {}, part)))) for part in sent]
+    for other in others:
+        first.aggregate(other)
+    whole = [group for part in sent for group in part]
+    assert first.is_empty() is (not whole)
+    arrived = KvobsStats(data=as_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(first.to_dict()))))
+    read = [[Record.read(row) for row in group] for group in arrived.taken().spans]
+    assert [[one and one._replace(links=tuple(one.links)) for one in group] for group in read] == whole
+
+
+def test_spans_are_for_who_gets_the_payload_itself() -> None:
+    """vLLM's log adds up all payloads of its interval."""
+    mine = numbers(Taken({1: 2}, [], {}, [[record()]]))
+    before = copy.deepcopy(mine.data)
+    log = KvobsStats.read(mine.data)
+    for _ in range(3):
+        log.aggregate(KvobsStats.read(mine))
+    assert (log.data["spans"], log.taken().counts) == ([], {1: 8})
+    assert mine.data == before
+
+
+def test_merging_spans_neither_changes_nor_keeps_its_argument() -> None:
+    mine, theirs = KvobsStats(), numbers(Taken({}, [], {}, [[record()]]))
+    for _ in range(3):
+        mine.aggregate(theirs)
+    assert len(mine.taken().spans) == 3
+    assert len(theirs.taken().spans) == 1
+    mine.reset()
+    assert (mine.is_empty(), len(theirs.taken().spans)) == (True, 1)
+
+
+@given(json_values)
+def test_spans_are_groups_in_a_list_or_nothing(sent: Any) -> None:
+    stats = KvobsStats(data={"v": VERSION, "table": TABLE_DIGEST, "children": {}, "counts": [], "spans": sent})
+    assert stats.taken().spans == [
+        group for group in (sent if isinstance(sent, list) else []) if isinstance(group, list)
+    ]
+    assert KvobsStats.read(stats).data["spans"] == []

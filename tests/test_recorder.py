@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 
 from kvobs import faults, recorder, signals
+from kvobs.noticed import Noticed
 from kvobs.recorder import ERROR_TYPES_AT_MOST, OTHER_ERROR, SUM, Recorder, cost_of_recording, wall_ns
 from kvobs.signals import CALL_DURATION, CHILD_WIDTH, LOAD_DURATION, PROCESS_WIDTH, Signal, locate, slot
+from tests.contexts import record
 
 HOOK = "wait_for_save"
 
@@ -77,8 +80,8 @@ def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException
 def test_classes_of_errors_without_end_are_counted_under_one_name() -> None:
     mine = Recorder(1)
     for i in range(ERROR_TYPES_AT_MOST + 5):
-        mine.failed(0, HOOK, 1, type(f"Error{i}", (Exception,), {})())
-    mine.failed(0, HOOK, 1, type("E" * 1000, (Exception,), {})())
+        mine.failed(0, HOOK, 0, 1, type(f"Error{i}", (Exception,), {})())
+    mine.failed(0, HOOK, 0, 1, type("E" * 1000, (Exception,), {})())
     opened = mine.take().opened
     assert len(opened) == ERROR_TYPES_AT_MOST + 1
     assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_ERROR, 6]
@@ -250,3 +253,108 @@ def test_a_fault_while_recording_is_contained_counted_and_costs_the_call_nothing
 def test_the_wall_clock_is_near_the_real_one() -> None:
     assert abs(wall_ns() - time.time_ns()) < 10**9
     assert wall_ns() <= wall_ns()
+
+
+# --- who is told
+
+
+class Told:
+    """Keeps what it is told."""
+
+    traces_layers, step = False, None
+
+    def __init__(self, traces_all: bool = False) -> None:
+        self.traces_all = traces_all
+        self.noticed: list[Noticed] = []
+
+    def note(self, noticed: Noticed) -> None:
+        self.noticed.append(noticed)
+
+    def join_step(self, trace: Any, loads: Any) -> None: ...
+
+
+@given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
+def test_the_tracer_is_told_of_slow_and_failed_calls_or_of_each(
+    spent: int, slow_ns: int, fails: bool, traces_all: bool
+) -> None:
+    def child(subject: str) -> None:
+        if fails:
+            raise LookupError(subject)
+
+    mine, tracer = Recorder(2, slow_ns), Told(traces_all)
+    mine.tracer = tracer
+    call = mine.timed(1, HOOK, child)
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + spent)
+        with suppress(LookupError):
+            call("request")
+    is_slow = spent > slow_ns
+    expected = Noticed(
+        1, HOOK, 1000 + recorder.WALL_OFFSET, spent, is_slow, "LookupError" if fails else "", subject="request"
+    )
+    assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
+    slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
+    assert slow == int(is_slow), "what is slow is counted whatever is traced"
+
+
+def test_without_arguments_a_call_is_about_nothing() -> None:
+    mine, tracer = Recorder(1), Told(traces_all=True)
+    mine.tracer = tracer
+    mine.timed(0, HOOK, lambda: None)()
+    with pytest.raises(TypeError):
+        mine.timed(0, HOOK, {}.__getitem__)()
+    assert [noticed.subject for noticed in tracer.noticed] == [None, None]
+
+
+def test_classes_of_errors_without_end_reach_the_tracer_under_one_name_too() -> None:
+    mine, tracer = Recorder(1), Told()
+    mine.tracer = tracer
+    for i in range(ERROR_TYPES_AT_MOST + 5):
+        mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
+    kinds = [noticed.error for noticed in tracer.noticed]
+    assert len(set(kinds)) == ERROR_TYPES_AT_MOST + 1
+    assert (kinds[-1], max(map(len, kinds))) == (OTHER_ERROR, 64)
+
+
+@pytest.mark.parametrize(
+    ("hook", "limit"), [("wait_for_save", 5), ("register_kv_caches", 7), ("start_load_kv", 100), ("reset_cache", 2**63)]
+)
+def test_single_hooks_have_limits_of_their_own(
+    hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that are exempt otherwise: called once or on demand."""
+    mine, tracer = Recorder(1, 100, ("disk",), {"wait_for_save": 5, "register_kv_caches": 7}), Told()
+    mine.tracer = tracer
+    assert mine.slow_ns(hook) == limit
+    call = mine.timed(0, hook, lambda: None)
+    for ns in (limit, limit + 1):
+        Clock(monkeypatch, 0, min(ns, 2**62))
+        call()
+    is_ever_slow = limit < 2**62
+    assert [noticed.spent_ns for noticed in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
+    assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
+
+
+def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted() -> None:
+    mine = Recorder(1)
+    assert mine.take().spans == []
+    group = [record()]
+    mine.journal.add(group)
+    mine.journal.drop()
+    taken = mine.take()
+    assert taken.spans == [group]
+    assert taken.counts[slot(signals.SPANS_DROPPED, "flush")] == 1
+    again = mine.take()
+    assert again.spans == []
+    assert slot(signals.SPANS_DROPPED, "flush") not in again.counts
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_tracer_that_fails_costs_the_call_nothing() -> None:
+    mine: Any = Recorder(1)
+    mine.tracer = Told(traces_all=True)
+    del mine.tracer.noticed
+    assert mine.timed(0, HOOK, lambda: "answer")() == "answer"
+    with pytest.raises(KeyError, match="x"):
+        mine.timed(0, HOOK, {}.__getitem__)("x")
+    assert faults.take() == {"record": 2}
