@@ -6,6 +6,7 @@ The server needs the repository root on its ``PYTHONPATH``; its workers inherit 
 from .children_counting import CountingChild, calls_counted
 from .children_stats import CallStats, IdleChild, SilentStatsChild, StatsChild
 from .children_steered import SteeredChild, SteeredMetadata
+from .children_tracing import TracingChild
 
 __all__ = [
     "CallStats",
@@ -15,5 +16,6 @@ __all__ = [
     "StatsChild",
     "SteeredChild",
     "SteeredMetadata",
+    "TracingChild",
     "calls_counted",
 ]

@@ -15,6 +15,7 @@ import pytest
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
+from tests.engine.children_tracing import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.readings import Growth
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, ask_all, eventually, of_tests, prompt, serve, total
@@ -29,9 +30,9 @@ WHOLE = ["kv.load steered", "kv.load.rank", "kv.load.rank", "kv.lookup"]
 _traces = count(1)
 
 
-def traced(**tracing: Any) -> dict[str, Any]:
+def traced(child: str, **tracing: Any) -> dict[str, Any]:
     """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
-    config = configuration(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])
+    config = configuration(of_tests(child), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {
         "slow_call_ms": 5000,
         "slow_call_ms_by_hook": {"start_load_kv": 100},
@@ -84,8 +85,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Col
     """Two ranks; of the traces that begin here one in a hundred is sampled, the clients' as they say."""
     args = ("--otlp-traces-endpoint", collector.endpoint)
     env = {**collector.env, **ONE_PERCENT, **BOTH_RANKS_ON_ONE_CORE, "OTEL_SERVICE_NAME": "kv-under-test"}
+    env["OTEL_BSP_SCHEDULE_DELAY"] = "500"  # vLLM's own exporters would take 5 s
     folder = tmp_path_factory.mktemp("traced")
-    with serve(model, folder, traced(), *args, tensor_parallel=2, timeout=360, env=env) as server:
+    with serve(
+        model, folder, traced("TracingChild", propagate=True), *args, tensor_parallel=2, timeout=360, env=env
+    ) as server:
         ask(server, prompt("warm"), headers=traceparent("00"))
         yield server
 
@@ -93,12 +97,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Col
 def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Server, collector: Collector) -> None:
     headers = traceparent("03")  # as SDKs send it: sampled, and the ids are random
     ask(server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 200}}, headers=headers)
-    spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
+    spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered", OF_CHILD)
+    own = named(spans, OF_CHILD)
+    spans = [span for span in spans if span not in own]
     (request,), (lookup,), (load,) = (named(spans, name) for name in ("llm_request", "kv.lookup", "kv.load steered"))
     ranks = named(spans, "kv.load.rank")
     assert len(spans) == 5
     assert len({span.span_id for span in spans}) == 5
-    assert {span.parent_id for span in (request, lookup, load)} == {CLIENT_SPAN}
+    assert {span.parent_id for span in (request, lookup, load, *own)} == {CLIENT_SPAN}
     assert {span.parent_id for span in ranks} == {load.span_id}
     assert sorted(of(span, "rank") for span in ranks) == [0, 1]
     for span in ranks:
@@ -228,7 +234,7 @@ def test_with_two_api_servers_a_trace_is_whole_too(model: Path, tmp_path: Path) 
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, **ONE_PERCENT}
-        with serve(model, tmp_path, traced(), *args, timeout=360, env=env) as server:
+        with serve(model, tmp_path, traced("SteeredChild"), *args, timeout=360, env=env) as server:
             headers = traceparent()
             ask(server, prompt("two"), ASYNC, headers=headers)
             spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
