@@ -145,7 +145,11 @@ class LayerCalls:
             start = int(starts[i]) + WALL_OFFSET
             tracer.note(Noticed(child.index, self.hook, start, took, took > limit, "", subjects[step], more))
         if tracer.traces_all and not tracer.traces_layers:
-            for subject, first, end in zip(subjects, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            ranges = zip(subjects, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
+            for n, (subject, first, end) in enumerate(ranges):
+                if self._recorder.journal.is_full:  # summing up for nothing is a third of what this level costs
+                    self._recorder.journal.drop(len(subjects) - n)
+                    break
                 tracer.note(self._summary(child, starts[first:end], spent[first:end], subject))
 
     def _summary(self, child: Child, starts: Durations, spent: Durations, subject: Any) -> Noticed:

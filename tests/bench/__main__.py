@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench import calls, endtoend, payload, steps, yardstick
+from tests.bench import calls, endtoend, payload, steps, traced, tracing, yardstick
 from tests.bench.plot import draw
 from tests.bench.report import Part, table
 
@@ -21,12 +21,15 @@ def main() -> int:
         "calls": calls.measure,
         "steps": steps.measure,
         "payload": payload.measure,
-        "endtoend": lambda: endtoend.measure(options.rounds, progress.print),
+        "tracing": tracing.measure,
+        "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
+        "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
     }
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=endtoend.ROUNDS, help="rounds of endtoend (%(default)s)")
+    rounds = f"of the parts on real servers ({endtoend.ROUNDS} of endtoend, {traced.ROUNDS} of traced)"
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")

@@ -12,18 +12,19 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from http.client import HTTPConnection
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvobs.demo.model import NAME, make_model
 from kvobs.demo.processes import session_members
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, cores
 from tests.bench.report import Budget, Line, Part
+from tests.engine.serving import importing_tests
 
 ROUNDS = 14
 WARM_UP = 2
@@ -53,6 +54,9 @@ METRICS = {
 }
 """What a turn measures: title and unit."""
 
+LIMITS = {"kvobs": 1.0}
+"""Nothing but the noise."""
+
 Say = Callable[[str], None]
 
 
@@ -67,7 +71,7 @@ class Turn(NamedTuple):
 
 def measure(rounds: int, say: Say) -> Part:
     """Load all servers in turns, and compare each with stock round by round."""
-    with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder, running(Path(folder), say) as servers:
+    with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder, running(Path(folder), CONFIGS, say) as servers:
         turns: dict[str, list[Turn]] = {name: [] for name in servers}
         begin = time.monotonic()
         for number in range(WARM_UP + rounds):
@@ -94,10 +98,17 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 
 
 @contextmanager
-def running(folder: Path, say: Say) -> Iterator[dict[str, Server]]:
+def running(
+    folder: Path, configs: Mapping[str, dict[str, Any] | None], say: Say, args: Sequence[str] = ()
+) -> Iterator[dict[str, Server]]:
     """Run all servers, started at once; the workers share one core, all other processes and we have the others."""
     model = make_model(folder / "model")
-    servers = {name: Server(model, folder / f"{name}.log", config) for name, config in CONFIGS.items()}
+    servers = {
+        name: Server(
+            model, folder / f"{name}.log", config, args=args, env={**importing_tests(), "OTEL_SERVICE_NAME": name}
+        )
+        for name, config in configs.items()
+    }
     say(f"{len(servers)} servers start, a minute or two")
     # A server ends with the thread that started it: the pool outlives the servers.
     with ThreadPoolExecutor(len(servers)) as starters, ExitStack() as stack:
@@ -166,19 +177,31 @@ def prompt(*parts: object) -> str:
 
 
 def ask(server: Server, text: str, tokens: int) -> float:
-    """Have a prompt completed, as a stream; return the seconds to the first token."""
-    body = {"model": NAME, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    """Have a prompt completed; return the seconds to the first token."""
     begin = time.perf_counter()
-    connection = HTTPConnection(HOST, server.port, timeout=120)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    first = answer.readline()
-    seconds = time.perf_counter() - begin
-    rest = answer.read()
-    connection.close()
-    if not rest.rstrip().endswith(b"[DONE]"):
-        raise ServerError(f"A completion was not finished: {(first + rest)[:500]!r}")
+    with completing(server, text, tokens) as answer:
+        first = answer.readline()
+        seconds = time.perf_counter() - begin
+        check_end(first + answer.read())
     return seconds
+
+
+@contextmanager
+def completing(
+    server: Server, text: str, tokens: int, headers: Mapping[str, str] | None = None
+) -> Iterator[HTTPResponse]:
+    """Have a prompt completed, as a stream."""
+    body = {"model": NAME, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    with closing(HTTPConnection(HOST, server.port, timeout=120)) as connection:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json", **(headers or {})}
+        )
+        yield connection.getresponse()
+
+
+def check_end(answer: bytes) -> None:
+    if not answer.rstrip().endswith(b"[DONE]"):
+        raise ServerError(f"A completion was not finished: {answer[:500]!r}")
 
 
 # --- result
@@ -192,23 +215,40 @@ def lines(turns: dict[str, list[Turn]]) -> list[Line]:
     ]
 
 
-def compare(title: str, unit: str, values: dict[str, list[float]]) -> list[Line]:
-    """Compare each server's values with stock's, round by round; the budget of kvobs is the noise."""
-    stock = values["stock"]
+def compare(
+    title: str,
+    unit: str,
+    values: dict[str, list[float]],
+    *,
+    baseline: str = "stock",
+    limits: Mapping[str, float] = LIMITS,
+) -> list[Line]:
+    """Compare each server's values with the baseline's, round by round.
+
+    Args:
+        title: the metric's.
+        unit: and its unit.
+        values: each server's, round by round; one of them is the baseline, and one the same "again".
+        baseline: its name.
+        limits: which servers have a budget, and by which factor they may be worse; more if the noise is more.
+    """
+    others = values[baseline]
     ratios = {
-        name: tuple(mine / theirs for mine, theirs in zip(values[name], stock, strict=True))
+        name: tuple(mine / other for mine, other in zip(values[name], others, strict=True))
         for name in values
-        if name != "stock"
+        if name != baseline
     }
-    apart = noise(ratios["stock again"])
-    budgets = {"kvobs": Budget(1 / apart, at_least=True) if unit == MORE_IS_BETTER else Budget(apart)}
+    apart = noise(ratios[f"{baseline} again"])
+    allowed = {name: max(limit, apart) for name, limit in limits.items()}
+    more_is_better = unit == MORE_IS_BETTER
+    budgets = {name: Budget(1 / by if more_is_better else by, at_least=more_is_better) for name, by in allowed.items()}
     return [
         Line(
             f"{title}, {name}",
             unit,
             statistics.median(values[name]),
             ratios[name],
-            baseline=statistics.median(stock),
+            baseline=statistics.median(others),
             budget=budgets.get(name),
         )
         for name in ratios

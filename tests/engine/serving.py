@@ -25,10 +25,15 @@ BOTH_RANKS_ON_ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for co
 seconds (Linux 6.18), and what is to happen during the transfer happens after it."""
 
 
+def importing_tests() -> dict[str, str]:
+    """Return what lets a server import the tests' connectors."""
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 @contextmanager
 def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
     """Run a server that can import the tests' connectors."""
-    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more.pop("env", {})}
+    env = {**importing_tests(), **more.pop("env", {})}
     with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
         yield server
 

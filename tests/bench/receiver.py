@@ -1,0 +1,72 @@
+"""Receive spans in a process of its own, by OTLP over gRPC, and tell of them when asked: ``python -m``, see ``traced``.
+
+What arrives is only kept: decoding would take the servers' core while they are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from kvobs.demo.collector import GrpcListener, decode
+from kvobs.demo.server import HOST, claim_port, cores
+
+
+class Received(NamedTuple):
+    """One of kvobs's spans."""
+
+    server: str
+    name: str
+    end_ns: int
+
+
+class Receiver:
+    """The process, as those see it who started it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin
+        assert process.stdout
+        self._questions, self._answers = process.stdin, process.stdout
+        self.endpoint = f"http://{HOST}:{int(self._answers.readline())}"
+
+    def take(self) -> list[Received]:
+        """Return kvobs's spans since the last call; a server is its OTEL_SERVICE_NAME."""
+        self._questions.write("?\n")
+        self._questions.flush()
+        return [Received(*row) for row in json.loads(self._answers.readline())]
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    """Run a receiver; it ends when it has no one to ask it."""
+    command = [sys.executable, "-m", __name__]
+    # In a session of its own: a Ctrl-C in the terminal reaches us, and only us.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        yield Receiver(process)
+
+
+def main() -> None:
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, ours - set(cores(1)) or ours)  # that one is for the servers' workers
+    bodies: list[bytes] = []
+    port = claim_port(0)
+    listener = GrpcListener(port, bodies.append)
+    print(port, flush=True)
+    for _ in sys.stdin:
+        number = len(bodies)
+        spans = [span for body in bodies[:number] for span in decode(body) if span.scope == "kvobs"]
+        del bodies[:number]
+        print(json.dumps([(span.resource["service.name"], span.name, span.end_ns) for span in spans]), flush=True)
+    listener.cut()
+    listener.join()
+
+
+if __name__ == "__main__":
+    main()
