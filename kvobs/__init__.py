@@ -12,6 +12,7 @@ The files are the stations of the flow, in import order (a test keeps it one-way
     config      the options under ``kv_connector_extra_config.kvobs``
     layout      which blocks hold which tokens, and how many bytes they take
     reports     what workers report about loads and saves
+    transfers   one load, one promised save, rank by rank
     ledger      who owes what: load owners, promised saves, ranks heard from
     noticed     calls that are more than a number: slow, failed, or wanted
     recorder    the hot path: every call timed and counted

@@ -121,12 +121,17 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             if name != RESERVED_NAME and name in self._children:
                 self._observe_child(name, value, engine_idx)
         begin = perf_counter_ns()
+        stats = None
         try:
             if RESERVED_NAME in transfer_stats_data:
-                self._observe_own(KvobsStats(data=as_dict(transfer_stats_data[RESERVED_NAME])), engine_idx)
+                stats = KvobsStats(data=as_dict(transfer_stats_data[RESERVED_NAME]))
+                self._observe_own(stats, engine_idx)
         except Exception:
             faults.contain("apply")
-        self._observe_self(engine_idx, perf_counter_ns() - begin)
+        applied = perf_counter_ns()
+        if stats is not None and self._cutter is not None:
+            self._cut(self._cutter, stats, engine_idx)
+        self._observe_self(engine_idx, {"apply": applied - begin, "cut": perf_counter_ns() - applied})
 
     def _observe_child(self, name: str, value: Any, engine: int) -> None:
         try:
@@ -165,21 +170,16 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             self._labelled(_OPEN[name], engine, names[child], tuple(values)).inc(n)
         for buckets in self._indirect:
             buckets.flush()
-        if taken.spans and self._cutter is not None:
-            self._cut(self._cutter, taken.spans, engine)
 
-    def _cut(self, cutter: SpanCutter, groups: Sequence[Any], engine: int) -> None:
+    def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
         """Export the payload's spans, and put exemplars on the histograms that saw what they tell of."""
-        begin = perf_counter_ns()
         try:
-            for record in cutter.cut(groups, engine):
+            for record in cutter.cut(stats.spans(), engine):
                 span = spans.SPANS[record.name]
                 if span.histogram is not None and record.observed_ns:
                     self._mark(record, span, span.histogram, engine)
         except Exception:
             faults.contain("cut")
-        unit = signals.SELF_SECONDS.unit
-        self._labelled(signals.SELF_SECONDS, engine, None, ("cut",)).inc((perf_counter_ns() - begin) * unit)
 
     def _mark(self, record: Record, span: Span, histogram: Signal, engine: int) -> None:
         values = [str(record.attributes.get(label)) for label in span.labels]
@@ -209,10 +209,11 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine]
         return self._own[signal.name].labels(*labels, *([] if child is None else [child]), *values)
 
-    def _observe_self(self, engine: int, spent_ns: int) -> None:
+    def _observe_self(self, engine: int, spent_ns: Mapping[str, int]) -> None:
         """Record what this process itself costs, and its faults; the engine is the one whose payload was in hand."""
         try:
-            self._labelled(signals.SELF_SECONDS, engine, None, ("apply",)).inc(spent_ns * signals.SELF_SECONDS.unit)
+            for where, ns in spent_ns.items():
+                self._labelled(signals.SELF_SECONDS, engine, None, (where,)).inc(ns * signals.SELF_SECONDS.unit)
             for where, n in faults.take().items():
                 self._labelled(signals.INTERNAL_ERRORS, engine, None, (where,)).inc(n)
         except Exception:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvobs import signals
 from kvobs.children import Child
 from kvobs.faults import contained
-from kvobs.ledger import Load, Save
 from kvobs.notices import log, once
 from kvobs.recorder import Recorder
 from kvobs.reports import Foreign
 from kvobs.request_spans import RequestSpans
+from kvobs.transfers import Load, Save, Slowest
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -75,7 +75,7 @@ class Outcomes:
         count(load.child, _LOAD_TOKENS, load.tokens)
         count(load.child, _LOAD_BYTES, size)
         self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
-        self._compare_ranks(load.child, load.arrived, "load")
+        self._compare_ranks(load.child, load.slowest, "load")
 
     def _failed(self, load: Load) -> None:
         self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
@@ -86,15 +86,14 @@ class Outcomes:
         """Note that a promised save is done on every rank: its blocks were held from the promise until now."""
         self._recorder.count(child, _SAVED)
         self._recorder.observe(child, signals.SAVE_HOLD, now_ns - save.promised_ns)
-        self._compare_ranks(child, save.arrived, "save")
+        self._compare_ranks(child, save.slowest, "save")
         if self._spans is not None:
             self._spans.saved(child, save, now_ns)
 
-    def _compare_ranks(self, child: int, arrived: Mapping[int, int], kind: str) -> None:
-        if len(arrived) > 1:
-            slowest = max(arrived, key=arrived.__getitem__)
-            self._recorder.observe(child, signals.RANK_SKEW, arrived[slowest] - min(arrived.values()), kind)
-            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest))
+    def _compare_ranks(self, child: int, slowest: Slowest | None, kind: str) -> None:
+        if slowest is not None:
+            self._recorder.observe(child, signals.RANK_SKEW, slowest.skew_ns, kind)
+            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest.rank))
 
     @contained("record")
     def foreign(self, report: Foreign) -> None:

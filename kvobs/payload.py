@@ -89,9 +89,12 @@ class KvobsStats(KVConnectorStats):
             return nothing()
         opened, gauges = self.data.get("opened"), self.data.get("gauges")
         rows = [row for row in opened if _is_row(row)] if isinstance(opened, list) else []
-        groups = self.data.get("spans")
-        spans = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
-        return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges), spans)
+        return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges), self.spans())
+
+    def spans(self) -> list[Any]:
+        """Return the groups of span records; none when another version of kvobs wrote them."""
+        groups = self.data.get("spans") if self.is_ours else None
+        return [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
 
     def reset(self) -> None:
         self.data.update(_wire(nothing()))

@@ -15,9 +15,9 @@ from kvobs import spans
 from kvobs.context import TraceContext, external_id, new_span_id
 from kvobs.faults import contained
 from kvobs.journal import AT_MOST, Journal
-from kvobs.ledger import Load, Save
 from kvobs.sampling import Tracing
 from kvobs.spans import Reason, Record, Span, Value
+from kvobs.transfers import Load, Save
 
 LOAD_FAILED = "load_failed"
 ID_AT_MOST = 256  # characters; a client may choose its request's id
@@ -213,9 +213,5 @@ class RequestSpans:
 
 
 def _compared(transfer: Load | Save) -> dict[str, Value]:
-    """Return which rank was last, and by how much, where there are several."""
-    arrived = transfer.arrived
-    if len(arrived) <= 1:
-        return {}
-    slowest = max(arrived, key=arrived.__getitem__)
-    return {spans.SLOWEST_RANK: slowest, spans.RANK_SKEW: (arrived[slowest] - min(arrived.values())) / 1e9}
+    slowest = transfer.slowest
+    return {} if slowest is None else {spans.SLOWEST_RANK: slowest.rank, spans.RANK_SKEW: slowest.skew_ns / 1e9}

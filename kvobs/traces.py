@@ -9,12 +9,12 @@ from kvobs import context, signals
 from kvobs.call_spans import CallSpans, Place
 from kvobs.context import MalformedContextError, TraceContext, new_span_id
 from kvobs.faults import contained
-from kvobs.ledger import Save
 from kvobs.noticed import Noticed
 from kvobs.recorder import Recorder
 from kvobs.request_spans import Opened, RequestSpans, Trace
 from kvobs.sampling import Tracing, Verdicts
 from kvobs.spans import Reason
+from kvobs.transfers import Save
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -22,6 +22,7 @@ NEEDS_NO_VLLM = (
     "config",
     "layout",
     "reports",
+    "transfers",
     "ledger",
     "noticed",
     "recorder",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvobs.children import Child
-from kvobs.ledger import Load, Save
 from kvobs.outcomes import Outcomes
 from kvobs.recorder import Recorder
 from kvobs.reports import Foreign
 from kvobs.signals import SELF_SECONDS, Kind, locate
+from kvobs.transfers import Load, Save
 
 
 class Counted:

@@ -12,10 +12,10 @@ from hypothesis import given
 from kvobs import faults
 from kvobs.context import TraceContext
 from kvobs.journal import AT_MOST, Group
-from kvobs.ledger import Load, Save
 from kvobs.recorder import Recorder
 from kvobs.request_spans import Opened, RequestSpans, Trace
 from kvobs.spans import Reason, Record
+from kvobs.transfers import Load, Save
 from tests.contexts import SAMPLED, TRACING, UNSAMPLED, groups_of
 
 MS = 1_000_000

@@ -468,6 +468,7 @@ def test_histograms_have_exemplars_of_exported_spans_only(patch: pytest.MonkeyPa
     assert key == ("kvobs_load_duration_seconds_bucket", "async")
     assert exemplar.labels == {"trace_id": CLIENT_TRACE}
     assert exemplar.value == pytest.approx(3 * STEP_S)
+    assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
 
 
 def test_a_child_that_traces_itself_finds_the_requests_context(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

@@ -15,12 +15,12 @@ from opentelemetry import trace as otel
 
 from kvobs import faults, signals
 from kvobs.context import TraceContext
-from kvobs.ledger import Save
 from kvobs.noticed import Noticed
 from kvobs.recorder import Recorder
 from kvobs.request_spans import Trace
 from kvobs.spans import Reason, Record
 from kvobs.traces import Traces, Untraced
+from kvobs.transfers import Save
 from tests.contexts import (
     SAMPLED,
     TRACING,

@@ -28,13 +28,13 @@ from vllm.v1.request import Request
 from kvobs import signals, spans
 from kvobs.call_spans import CallSpans
 from kvobs.flush import FlushRule
-from kvobs.ledger import Load
 from kvobs.noticed import Noticed
 from kvobs.payload import KvobsStats
 from kvobs.recorder import Recorder
 from kvobs.sampling import Tracing, Verdicts
 from kvobs.traces import Traces
 from kvobs.tracing import SpanCutter
+from kvobs.transfers import Load
 from tests.bench.calls import BusyChild
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import LAYERS, STEP_NS
