@@ -453,9 +453,16 @@ def test_spans_beyond_a_flush_are_counted(patch: pytest.MonkeyPatch, a: Script, 
 
 def test_histograms_have_exemplars_of_exported_spans_only(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = a.offers["q"] = KV
-    engine = Traced(patch, a, b)
-    load(engine, "q", trace_headers=NOT_SAMPLED)
-    load(engine, "r", trace_headers=SAMPLED)
+    a.promises |= {"r", "q"}
+    engine = Traced(patch, a, b, slow_call_ms_by_hook={"reset_cache": 1e-6})
+    for request, headers in (("q", NOT_SAMPLED), ("r", SAMPLED)):
+        load(engine, request, trace_headers=headers)
+        a.say(0, saved=request)
+        a.say(1, saved=request)
+        engine.step(2)
+    engine.rig.connector.reset_cache()
+    engine.rig.add("s", trace_headers=NOT_SAMPLED)
+    engine.step(2)
     engine.spans()
     exemplars = {}
     generate: Any = generate_latest
@@ -463,11 +470,18 @@ def test_histograms_have_exemplars_of_exported_spans_only(patch: pytest.MonkeyPa
     for family in parse(generate(engine.front.registry).decode()):
         for sample in family.samples:
             if sample.exemplar is not None:
-                exemplars[sample.name, sample.labels["mode"]] = sample.exemplar
-    ((key, exemplar),) = exemplars.items()
-    assert key == ("kvobs_load_duration_seconds_bucket", "async")
-    assert exemplar.labels == {"trace_id": CLIENT_TRACE}
-    assert exemplar.value == pytest.approx(3 * STEP_S)
+                exemplars[sample.name.removesuffix("_bucket"), sample.labels["connector"]] = sample
+    loaded = exemplars.pop(("kvobs_load_duration_seconds", "one"))
+    held = exemplars.pop(("kvobs_save_hold_seconds", "one"))
+    for sample in (loaded, held):
+        assert sample.exemplar.labels == {"trace_id": CLIENT_TRACE}
+    assert loaded.labels["mode"] == "async"
+    assert loaded.exemplar.value == pytest.approx(3 * STEP_S)
+    assert held.exemplar.value == pytest.approx(engine.value("kvobs_save_hold_seconds_sum") / 2)
+    called = {f"{ids(span)[0]}" for span in engine.spans("kv.call reset_cache")}
+    assert exemplars.keys() == {("kvobs_call_duration_seconds", name) for name in ("one", "two")}
+    assert {sample.exemplar.labels["trace_id"] for sample in exemplars.values()} == called
+    assert {sample.labels["hook"] for sample in exemplars.values()} == {"other"}
     assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,20 +15,35 @@ import pytest
 
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server
+from kvobs.demo.server import HOST, Server
 from tests.engine.children_tracing import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
+from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, ask_all, eventually, of_tests, prompt, serve, total
+from tests.engine.serving import (
+    BOTH_RANKS_ON_ONE_CORE,
+    ROOT,
+    TOKENS,
+    ask_all,
+    eventually,
+    of_tests,
+    prompt,
+    serve,
+    total,
+)
 
 pytestmark = pytest.mark.engine
 
 CLIENT_SPAN = "cd" * 8
 CLOCK_NS = 5_000_000  # by how much clocks of two processes on one machine may differ, and then some
-ONE_PERCENT = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
 WHOLE = ["kv.load steered", "kv.load.rank", "kv.load.rank", "kv.lookup"]
 
 _traces = count(1)
+
+
+def sampled(share: float) -> dict[str, str]:
+    """Return an environment in which so many of the traces that begin here are sampled, the clients' as they say."""
+    return {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": str(share)}
 
 
 def traced(child: str, **tracing: Any) -> dict[str, Any]:
@@ -84,7 +100,7 @@ def collector() -> Iterator[Collector]:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
     """Two ranks; of the traces that begin here one in a hundred is sampled, the clients' as they say."""
     args = ("--otlp-traces-endpoint", collector.endpoint)
-    env = {**collector.env, **ONE_PERCENT, **BOTH_RANKS_ON_ONE_CORE, "OTEL_SERVICE_NAME": "kv-under-test"}
+    env = {**collector.env, **sampled(0.01), **BOTH_RANKS_ON_ONE_CORE, "OTEL_SERVICE_NAME": "kv-under-test"}
     env["OTEL_BSP_SCHEDULE_DELAY"] = "500"  # vLLM's own exporters would take 5 s
     folder = tmp_path_factory.mktemp("traced")
     with serve(
@@ -133,6 +149,26 @@ def test_an_exemplar_leads_from_the_histogram_to_the_trace(server: Server, colle
     (line,) = (line for line in marked if line.startswith("kvobs_load_duration_seconds_bucket"))
     assert 'connector="steered"' in line
     assert float(line.split("} ")[2].split()[0]) == pytest.approx((load.end_ns - load.start_ns) / 1e9, rel=1e-6)
+
+
+def test_prometheus_keeps_it_with_the_jobs_of_the_readme(server: Server, collector: Collector, tmp_path: Path) -> None:
+    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    jobs = jobs.replace("localhost:8000", f"{HOST}:{server.port}")
+    with scraping(tmp_path, jobs, "--enable-feature=exemplar-storage") as prometheus:
+        headers = traceparent()
+        ask(server, prompt("scraped"), ASYNC, headers=headers)
+        assert arrived(collector, trace_id(headers), "kv.load steered")
+
+        def kept() -> set[str]:
+            found = prometheus.api(
+                "query_exemplars", query="kvobs_load_duration_seconds_bucket", start=time.time() - 60, end=time.time()
+            )
+            return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+
+        assert eventually(lambda: trace_id(headers) in kept(), 20)
+        assert prometheus.value('count({__name__=~"vllm:.*"})')
+        assert prometheus.value('count({__name__=~"vllm_.*"})') is None
+        assert prometheus.value("count(kvobs_build_info) by (job)") == 1
 
 
 def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Collector) -> None:
@@ -210,33 +246,41 @@ def test_what_a_client_makes_up_is_served_and_counted_and_leaves_no_span(server:
     assert len(kvobs_spans(collector)) == before
 
 
-def assert_a_percent_is_whole(collector: Collector, server: Server, requests: int, whole: list[str]) -> None:
-    """Send requests without a context; about one in a hundred must be traced, each with all its spans."""
+def assert_share_is_whole(
+    collector: Collector, server: Server, requests: int, share: tuple[int, int], whole: list[str]
+) -> None:
+    """Send requests without a context; a share of them must be traced, each with all its spans."""
     before = {span.trace_id for span in kvobs_spans(collector)}
+    plan = {"steer": {"steered": {**ASYNC, "load_ms": 2}}}
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda i: ask(server, prompt("share", whole, i), {**ASYNC, "load_ms": 2}), range(requests)))
+        texts = [prompt("share", whole, i) for i in range(requests)]
+        list(pool.map(lambda text: server.complete(text, 1, kv_transfer_params=plan), texts))
     time.sleep(4)
     traces = defaultdict(list)
     for span in kvobs_spans(collector):
         if span.trace_id not in before and of(span, "sampling.reason") == "level":
             traces[span.trace_id].append(span.name)
-    # A share of 1 % of 600 is 6 on average; outside of these lies one run in 300,000.
-    assert 0 < len(traces) <= 6 * 3 + 2
+    assert share[0] <= len(traces) <= share[1]
     assert [sorted(names) for names in traces.values()] == [whole] * len(traces)
     assert total(server, "kvobs_spans_dropped_total") == 0
 
 
 def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:
-    assert_a_percent_is_whole(collector, server, 600, WHOLE)
+    """Of 1,000 at 1 % there are none, or more than 27, once in 20,000 runs."""
+    assert_share_is_whole(collector, server, 1000, (1, 27), WHOLE)
 
 
 def test_with_two_api_servers_a_trace_is_whole_too(model: Path, tmp_path: Path) -> None:
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
-        env = {**collector.env, **ONE_PERCENT}
+        env = {**collector.env, **sampled(0.1)}
         with serve(model, tmp_path, traced("SteeredChild"), *args, timeout=360, env=env) as server:
             headers = traceparent()
             ask(server, prompt("two"), ASYNC, headers=headers)
             spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
             assert sorted(s.name for s in spans) == ["kv.load steered", "kv.load.rank", "kv.lookup", "llm_request"]
-            assert_a_percent_is_whole(collector, server, 600, ["kv.load steered", "kv.load.rank", "kv.lookup"])
+            ((load,), (rank,)) = (named(spans, name) for name in ("kv.load steered", "kv.load.rank"))
+            assert {s.parent_id for s in spans if s is not rank} == {CLIENT_SPAN}
+            assert rank.parent_id == load.span_id
+            # Of 300 at 10 % there are less than 8, or more than 60, once in 500,000 runs.
+            assert_share_is_whole(collector, server, 300, (8, 60), ["kv.load steered", "kv.load.rank", "kv.lookup"])

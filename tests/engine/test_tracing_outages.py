@@ -50,18 +50,19 @@ def serve_some(server: Server, about: str, requests: int = 120) -> float:
         return statistics.median(pool.map(ask, range(requests)))
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_serving_is_untouched_whatever_the_collector_does(protocol: Any, model: Path, tmp_path: Path) -> None:
-    """Down from the start, there, dying midway, hanging, and there again; vLLM's own exporter is off."""
+def test_serving_is_untouched_whatever_the_collector_does(model: Path, tmp_path: Path) -> None:
+    """Down from the start, there, dying midway, hanging, and there again; vLLM's own exporter is off.
+
+    By gRPC; what the exporter for HTTP does is much the same, see ``tests/test_tracing.py``.
+    """
     config = configuration(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])
-    level = "calls" if protocol == "grpc" else "requests"
     config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 5000, "slow_load_ms": 5000, "tracing": {"level": level}
+        "slow_call_ms": 5000, "slow_load_ms": 5000, "tracing": {"level": "calls"}
     }  # fmt: skip
-    with Collector(protocol) as collector:
+    with Collector("grpc") as collector:
         collector.stop()  # its port is known now
         # Not the variable for traces, which vLLM's own exporters read too.
-        env = {**collector.env, **BATCHES, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint.removesuffix("/v1/traces")}
+        env = {**collector.env, **BATCHES, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
         with serve(model, tmp_path, config, env=env) as server:
             serve_some(server, "warm")
             down_s = serve_some(server, "down")
@@ -70,7 +71,7 @@ def test_serving_is_untouched_whatever_the_collector_does(protocol: Any, model: 
             assert eventually(lambda: served_and_seen(server, collector), 40)
             up_s = serve_some(server, "up")
             assert eventually(lambda: drained(server, collector), 20)
-            assert any(span.name.startswith("kv.call") for span in collector.spans) == (level == "calls")
+            assert any(span.name.startswith("kv.call") for span in collector.spans)
             before = lost(server, "export")
             collector.stop()
             serve_some(server, "dead", 20)
