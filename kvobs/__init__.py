@@ -11,6 +11,8 @@ The files are the stations of the flow, in import order (a test keeps it one-way
     journal     a process's span records until the next flush
     config      the options under ``kv_connector_extra_config.kvobs``
     layout      which blocks hold which tokens, and how many bytes they take
+    topology    which decode rank reads which KV heads from which prefill ranks
+    blocks      blocks copied between two caches in host memory
     reports     what workers report about loads and saves
     transfers   one load, one promised save, rank by rank
     ledger      who owes what: load owners, promised saves, ranks heard from

@@ -21,6 +21,7 @@ NEEDS_NO_VLLM = (
     "journal",
     "config",
     "layout",
+    "topology",
     "reports",
     "transfers",
     "ledger",
