@@ -166,7 +166,9 @@ def test_prometheus_keeps_it_with_the_jobs_of_the_readme(server: Server, collect
             return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
 
         assert eventually(lambda: trace_id(headers) in kept(), 20)
-        assert prometheus.value('count({__name__=~"vllm:.*"})')
+        targets = prometheus.api("targets")["activeTargets"]
+        assert {target["scrapePool"]: target["lastError"] for target in targets} == {"vllm": "", "kvobs": ""}
+        assert eventually(lambda: bool(prometheus.value('count({__name__=~"vllm:.*"})'))), targets
         assert prometheus.value('count({__name__=~"vllm_.*"})') is None
         assert prometheus.value("count(kvobs_build_info) by (job)") == 1
 
