@@ -16,7 +16,7 @@ _LONG = 512  # characters; version 00 has 55, a later one may have more behind
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1  # bit 0 of the flags; others may be set too
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_ID_AT_MOST = 256  # characters; a client may choose its request's id
+ID_AT_MOST = 256  # characters; a client may choose its request's id
 
 
 class TraceContext(NamedTuple):
@@ -98,7 +98,7 @@ def new_span_id() -> str:
 
 def external_id(request_id: str) -> str:
     """Return the request's id as vLLM's ``llm_request`` span has it: without the 8 random digits that vLLM appends."""
-    return _SUFFIX.sub("", request_id)[:_ID_AT_MOST]
+    return _SUFFIX.sub("", request_id)[:ID_AT_MOST]
 
 
 def activated(call: Callable[..., Any], context_of: Callable[[Any], Any]) -> Callable[..., Any]:

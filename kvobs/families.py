@@ -6,7 +6,6 @@ vLLM hands over prometheus_client's classes, or its own in front of Ray's, which
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -92,9 +91,8 @@ class Buckets:
     def mark(self, ns: int, trace_id: str) -> None:
         """Put an exemplar on a duration's bucket; it is lost where there are none, and with several API servers."""
         if self.is_direct:
-            bucket = bisect_left(self._signal.bounds, (ns - 1).bit_length())
             exemplar = Exemplar({"trace_id": trace_id}, ns * self._signal.unit, time.time())
-            self._histogram._buckets[bucket].set_exemplar(exemplar)
+            self._histogram._buckets[self._signal.bucket(ns)].set_exemplar(exemplar)
 
     def _keep(self, bucket: int, n: int) -> None:
         self._counts[bucket] = self._counts.get(bucket, 0) + n

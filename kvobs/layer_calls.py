@@ -14,6 +14,7 @@ import numpy as np
 
 from kvobs import faults
 from kvobs.children import Child
+from kvobs.journal import AT_MOST
 from kvobs.noticed import Noticed
 from kvobs.recorder import WALL_OFFSET, Call, Durations, Recorder
 from kvobs.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
@@ -21,7 +22,7 @@ from kvobs.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_L
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
-NOTICED_AT_MOST = 64  # calls that the tracer is told of at a time: as many spans as a flush takes
+NOTICED_AT_MOST = AT_MOST  # calls that the tracer is told of at a time: as many spans as a flush takes
 
 
 class LayerCalls:

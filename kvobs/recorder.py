@@ -106,7 +106,7 @@ class Recorder:
         try:
             place = _place(child, signal, *values)
             ns = max(0, ns)
-            self._add(place + bisect_left(signal.bounds, (ns - 1).bit_length() if ns else 0), 1)
+            self._add(place + signal.bucket(ns), 1)
             self._add(place + len(signal.bounds) + 1, ns)
         except Exception:
             faults.contain("record")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvobs import spans
-from kvobs.context import TraceContext, external_id, new_span_id
+from kvobs.context import ID_AT_MOST, TraceContext, external_id, new_span_id
 from kvobs.faults import contained
 from kvobs.journal import AT_MOST, Journal
 from kvobs.sampling import Tracing
@@ -20,7 +20,6 @@ from kvobs.spans import Reason, Record, Span, Value
 from kvobs.transfers import Load, Save
 
 LOAD_FAILED = "load_failed"
-ID_AT_MOST = 256  # characters; a client may choose its request's id
 
 
 @dataclass(slots=True)

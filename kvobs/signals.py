@@ -6,7 +6,7 @@ child's name, on those of a child. Durations are nanoseconds inside kvobs and on
 """
 
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
@@ -60,6 +60,10 @@ class Signal:
     def buckets(self) -> list[float]:
         """Return a histogram's upper bounds as Prometheus wants them."""
         return [2**k * self.unit for k in self.bounds]
+
+    def bucket(self, ns: int) -> int:
+        """Return which of a histogram's buckets a duration falls into; the last is above all bounds."""
+        return bisect_left(self.bounds, (ns - 1).bit_length() if ns else 0)
 
 
 def is_timed(hook: Hook) -> bool:

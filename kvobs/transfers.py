@@ -1,6 +1,5 @@
 """One load, one promised save: what is known of it, rank by rank."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,16 +13,29 @@ class Slowest(NamedTuple):
     skew_ns: int
 
 
-def _slowest(arrived: Mapping[int, int]) -> Slowest | None:
-    """Compare the ranks; None where there is one only."""
-    if len(arrived) <= 1:
-        return None
-    rank = max(arrived, key=arrived.__getitem__)
-    return Slowest(rank, arrived[rank] - min(arrived.values()))
+class _OnRanks:
+    """What a load and a save have in common: ranks that report, and when they did."""
+
+    __slots__ = ()
+
+    expected: int
+    arrived: dict[int, int]
+
+    @property
+    def is_in(self) -> bool:
+        return len(self.arrived) >= self.expected
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """Compare the ranks; None where there is one only."""
+        if len(self.arrived) <= 1:
+            return None
+        rank = max(self.arrived, key=self.arrived.__getitem__)
+        return Slowest(rank, self.arrived[rank] - min(self.arrived.values()))
 
 
 @dataclass(slots=True)
-class Load:
+class Load(_OnRanks):
     """A load that vLLM admitted: ``tokens`` from child ``child``."""
 
     child: int
@@ -41,14 +53,6 @@ class Load:
     aborted: bool = False  # its request ended while it was open
 
     @property
-    def slowest(self) -> Slowest | None:
-        return _slowest(self.arrived)
-
-    @property
-    def is_in(self) -> bool:
-        return len(self.arrived) >= self.expected
-
-    @property
     def failed(self) -> bool:
         return bool(self.failed_on)
 
@@ -60,7 +64,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Save:
+class Save(_OnRanks):
     """What is known of one child's save of one request. Reports may come before the promise (async scheduling)."""
 
     promised: bool = False
@@ -70,11 +74,3 @@ class Save:
     arrived: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
     trace: Any = None
-
-    @property
-    def slowest(self) -> Slowest | None:
-        return _slowest(self.arrived)
-
-    @property
-    def is_in(self) -> bool:
-        return len(self.arrived) >= self.expected
