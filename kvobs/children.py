@@ -8,15 +8,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from kvobs.config import PATH, ConfigError, Configuration, read
+from kvobs.gates import Gate
 from kvobs.hooks import HOOKS, Cadence, is_empty
-from kvobs.notices import log
+from kvobs.notices import line, log
 from kvobs.recorder import Call, Recorder
 from kvobs.signals import is_timed
+
+# vLLM before 0.30 has no such results: there a child reports bad blocks, or nothing, when a load fails.
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    KVConnectorTransferResults = None
+TransferResults: Any = KVConnectorTransferResults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +43,7 @@ class ChildSpec:
     name: str
     connector_class: type[KVConnectorBase_V1]
     transfer_config: KVTransferConfig
+    is_isolated: bool = False
 
     def vllm_config(self, parent: VllmConfig) -> VllmConfig:
         """Return vLLM's configuration as this child is to see it: with its own transfer configuration."""
@@ -58,6 +68,7 @@ class Child:
         recorder: Recorder,
         *,
         activated: Callable[[Call], Call] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -65,6 +76,7 @@ class Child:
         self.supports_hma = supports_hma
         self._recorder = recorder
         self._activated = activated
+        self.gate = gate
 
     def __getattr__(self, name: str) -> Call:
         """Bind a hook's recorded call on first use."""
@@ -76,8 +88,15 @@ class Child:
             call = self._recorder.timed(self.index, name, call)
             if self._activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self._activated(call)
+        if self.gate is not None:
+            call = self.gate.guard(name, call)
         setattr(self, name, call)
         return call
+
+    def layer_call(self, hook: str) -> Call:
+        """Return the call of a layer hook, which ``layer_calls`` counts."""
+        call: Call = getattr(self.connector, hook)
+        return call if self.gate is None else self.gate.guard_layer(hook, call)
 
     def does(self, hook: str) -> bool:
         """Return whether the child's hook can have any effect, or an answer that is not a constant."""
@@ -97,15 +116,26 @@ def specs_of(parent: KVTransferConfig, configuration: Configuration) -> tuple[Ch
     """Do the same where the configuration has been read already."""
     found: list[ChildSpec] = []
     mistakes: list[str] = []
+    isolated = configuration.options.isolate
+    policy = getattr(parent, "kv_load_failure_policy", None)
+    if isolated and policy != "recompute":
+        mistakes.append(
+            f"kv_load_failure_policy: found {policy!r}, needs 'recompute' beside kv_connector at the top level, since "
+            f"{PATH}.kvobs.isolate names connectors whose loads may fail"
+        )
     entries = parent.kv_connector_extra_config["connectors"]
     for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=True)):
         try:
             transfer_config = KVTransferConfig(**{**entry, "engine_id": _engine_id(parent, entry)})
             connector_class = KVConnectorFactory.get_connector_class(transfer_config)
+        except ValidationError as error:
+            details = error.errors(include_input=False, include_url=False)  # what was given may be a secret
+            says = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
+            mistakes.append(f"{PATH}.connectors[{i}] ({name}): {line(says)}")
         except Exception as error:
             mistakes.append(f"{PATH}.connectors[{i}] ({name}): {type(error).__name__}: {error}")
         else:
-            found.append(ChildSpec(i, name, connector_class, transfer_config))
+            found.append(ChildSpec(i, name, connector_class, transfer_config, name in isolated))
     if mistakes:
         raise ConfigError(mistakes)
     return tuple(found)
@@ -137,11 +167,14 @@ def build(
     try:
         for spec in of:
             connector = spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
-            built.append(
-                Child(spec.index, spec.name, connector, supports_hma(connector), recorder, activated=activated)
-            )
+            gate = Gate(spec.index, recorder, **no_results()) if spec.is_isolated else None
+            supports = supports_hma(connector)
+            built.append(Child(spec.index, spec.name, connector, supports, recorder, activated=activated, gate=gate))
+        for child in built:
+            _refuse_isolation_of_what_must_deliver(child)
     except BaseException as error:
-        error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
+        if len(built) < len(of):
+            error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         for child in built:
             try:
                 child.connector.shutdown()
@@ -149,6 +182,20 @@ def build(
                 log.exception("connector %r failed to shut down after a sibling could not be built", child.name)
         raise
     return tuple(built)
+
+
+def no_results() -> dict[str, Callable[[], Any]]:
+    """Return what stands for "no results" in this vLLM."""
+    return {} if TransferResults is None else {"get_transfer_results": TransferResults}
+
+
+def _refuse_isolation_of_what_must_deliver(child: Child) -> None:
+    if child.gate is not None and getattr(child.connector, "requires_kv_delivery", False):
+        raise ConfigError([
+            f"{PATH}.kvobs.isolate: found {child.name!r}, which must deliver what it saves (requires_kv_delivery) and "
+            "can't be left out. That is so with kv_role kv_producer or kv_both, unless its class says otherwise; "
+            "allowed: best-effort caches, or kv_role kv_consumer"
+        ])  # fmt: skip
 
 
 def all_support_hma(of: Iterable[ChildSpec]) -> bool:

@@ -1,12 +1,17 @@
 """The command `kvobs`."""
 
+import json
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from kvobs.check_command import KvHeads, Mla, ModelDir, check
+from kvobs.demo.faults import FAULTS
 
 app = typer.Typer(
     name="kvobs",
@@ -17,6 +22,10 @@ app = typer.Typer(
 )
 
 
+dashboards = typer.Typer(no_args_is_help=True, help="What shows kvobs's metrics and traces, and tells of trouble.")
+app.add_typer(dashboards, name="dashboards")
+
+
 @app.callback()
 def main() -> None:
     """See which KV connector served a vLLM request, and why a load was slow."""
@@ -24,22 +33,32 @@ def main() -> None:
 
 @app.command()
 def demo(
+    *,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 takes any free one.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the server up until Ctrl-C, and its folder.")] = False,
     requests: Annotated[int, typer.Option(min=16, max=10_000, help="Requests to send, about.")] = 96,
+    host: Annotated[str, typer.Option(help="Where the server listens: this address, or 0.0.0.0.")] = "127.0.0.1",
+    repeat: Annotated[bool, typer.Option("--repeat", help="With --keep: send the load again and again.")] = False,
+    fault: Annotated[str | None, typer.Option(help=f"Put one in: {', '.join(FAULTS)}.", show_default=False)] = None,
 ) -> None:
     """Run a real vLLM server on this CPU with two KV connectors, and see which of them does what."""
     console, errors = Console(), Console(stderr=True)
+    if fault is not None and fault not in FAULTS:
+        raise typer.BadParameter(f"{fault!r} is none; allowed: {', '.join(FAULTS)}", param_hint="--fault")
+    if host not in ("127.0.0.1", "0.0.0.0"):
+        raise typer.BadParameter(f"{host!r} is none; allowed: 127.0.0.1, 0.0.0.0", param_hint="--host")
+    if repeat and not keep:
+        raise typer.BadParameter("is for --keep: allowed is both, or none", param_hint="--repeat")
     # A plain kill must end the server as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
     if find_spec("vllm") is None:
-        errors.print("kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)", style="bold red", markup=False)
-        raise typer.Exit(1)
+        raise _fail("kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)")
     from kvobs.demo.run import Demo
     from kvobs.demo.server import ServerError
 
     try:
-        Demo(console, port=port, keep=keep, requests=requests).run()
+        put_in = FAULTS.get(fault or "")
+        Demo(console, port=port, keep=keep, requests=requests, fault=put_in, host=host, repeat=repeat).run()
     except KeyboardInterrupt:
         errors.print("\nStopped. Nothing is left running.", style="yellow")
         raise typer.Exit(130) from None
@@ -48,6 +67,136 @@ def demo(
         errors.print(headline, style="bold red", markup=False, soft_wrap=True)
         errors.print(rest, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.", show_default=False)]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")]
+
+
+@app.command()
+def topology(
+    *,
+    prefill_tp: TpSize,
+    decode_tp: TpSize,
+    prefill_block_size: BlockSize = 16,
+    decode_block_size: BlockSize = 16,
+    kv_heads: KvHeads = None,
+    mla: Mla = False,
+    model: ModelDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, ranges as their first and last.")] = False,
+) -> None:
+    """Print which decode rank reads which KV heads from which prefill ranks."""
+    from kvobs import readers
+    from kvobs.topology import Engine, who_reads
+
+    if (model is None) == (kv_heads is None and not mla):
+        raise typer.BadParameter("allowed are the first two, or the last", param_hint="--kv-heads, --mla, --model")
+    prefill, decode = Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size)
+    try:
+        heads, is_mla = readers.read_model(model) if model else (kv_heads or 1, mla)
+    except ValueError as error:
+        raise _fail(f"--model: {error}") from None
+    heads_option = "--model" if model else "--kv-heads"
+    # Each check has in it what the ones before it let pass, so that it is about two options only.
+    checks = {
+        f"--prefill-tp and {heads_option}": (prefill, prefill),
+        f"--decode-tp and {heads_option}": (decode, decode),
+        "--prefill-tp and --decode-tp": (prefill, Engine(decode_tp, prefill_block_size)),
+        "--prefill-block-size and --decode-block-size": (prefill, decode),
+    }
+    for options, pair in checks.items():
+        try:
+            who_reads(*pair, heads, is_mla=is_mla)
+        except ValueError as error:
+            raise _fail(f"{options}: {error}") from None
+    if as_json:
+        typer.echo(json.dumps(readers.as_dict(prefill, decode, heads, is_mla=is_mla)))
+    else:
+        Console().print(readers.lay_out(prefill, decode, heads, is_mla=is_mla))
+
+
+@app.command()
+def top(
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="As localhost:8000.", show_default=False)],
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, print what was between, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
+) -> None:
+    """Watch what each child of running servers does: hits, loads, waits, errors, and the cost of seeing it."""
+    from kvobs.top.live import Top
+    from kvobs.top.servers import Watch, url_of
+
+    if as_json and not once:
+        raise typer.BadParameter("is for --once: allowed is both, or none", param_hint="--json")
+    try:
+        watches = [Watch(url, interval) for url in dict.fromkeys(map(url_of, urls))]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="URL") from None
+    # A plain kill must give the terminal back as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _interrupt)
+    view = Top(Console(highlight=False), watches, interval)
+    try:
+        if not once:
+            view.run()
+        elif not view.once(as_json=as_json):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130 if once else 0) from None
+
+
+app.command()(check)
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What kvobs.timeline.dir says.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; .json or .json.gz.")] = Path(
+        "timeline.json.gz"
+    ),
+    all_runs: Annotated[bool, typer.Option("--all", help="Every run there is, not only the one begun last.")] = False,
+) -> None:
+    """Write the last calls of all processes of an engine, running or not, as one trace for https://ui.perfetto.dev."""
+    from kvobs import recordings
+    from kvobs.timeline import lay_out, not_ended, write
+
+    try:
+        processes = recordings.load(folder, all_runs=all_runs)
+        events = write(processes, output)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    except OSError as error:
+        raise _fail(f"{output} can't be written: {error.strerror}") from None
+    console = Console()
+    console.print(lay_out(processes))
+    for line in not_ended(processes):
+        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+
+
+@dashboards.command("export")
+def export_dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; made if it isn't there.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")] = False,
+) -> None:
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, provisioning and the runbook to a folder."""
+    from kvobs import exports
+
+    try:
+        files = exports.contents()
+        written = exports.export(folder, files, force=force)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    except OSError as error:
+        raise _fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
+    for path in written:
+        typer.echo(folder / path)
+    typer.echo(f"{len(written)} written, {len(files) - len(written)} there already")
+
+
+def _fail(says: str) -> typer.Exit:
+    """Say in one line what is wrong; return what ends the command."""
+    Console(stderr=True).print(says, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

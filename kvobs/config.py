@@ -18,6 +18,7 @@ PATH = "kv_connector_extra_config"
 RESERVED_NAME = "kvobs"  # kvobs's own entry in the stats payload
 TIMED_HOOKS = tuple(hook.name for hook in HOOKS.values() if is_timed(hook))
 _SHOWN_AT_MOST = 80  # characters of a wrong value
+_LISTED_AT_MOST = 15  # mistakes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
 
@@ -25,7 +26,10 @@ class ConfigError(ValueError):
     """Mistakes in the connector configuration: one on the message's only line, or a list with a line for each."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
-        self.mistakes = tuple(mistakes)
+        self.mistakes = tuple(mistakes[:_LISTED_AT_MOST])
+        if len(mistakes) > _LISTED_AT_MOST:
+            self.mistakes += (f"{PATH}: {len(mistakes) - _LISTED_AT_MOST} mistakes more",)
+        mistakes = self.mistakes
         listed = mistakes[0] if len(mistakes) == 1 else "".join(f"\n- {mistake}" for mistake in mistakes)
         super().__init__(f"kvobs can't start with this --kv-transfer-config: {listed}")
 
@@ -36,7 +40,14 @@ def _timed_hook(name: str) -> str:
     return name
 
 
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise ValueError("allowed: an absolute path")
+    return path
+
+
 Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 HookName = Annotated[str, AfterValidator(_timed_hook)]
 
 
@@ -56,6 +67,20 @@ class TracingOptions(BaseModel):
     propagate: StrictBool = Field(
         default=False,
         description="run calls about a request with its trace context current, for children with spans of their own",
+    )
+
+
+class TimelineOptions(BaseModel):
+    """The flight recorder: the last calls of each process, in files."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dir: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
+        default=None,
+        description="folder of the recordings, on each machine; made if it is not there; `null`: nothing is recorded",
+    )
+    mib: Annotated[int, Field(ge=1, le=1024, strict=True)] = Field(
+        default=16, description="size of each process's file in MiB; the oldest records are overwritten"
     )
 
 
@@ -83,7 +108,26 @@ class Options(BaseModel):
     slow_load_ms: Milliseconds = Field(
         default=1000, description="a load that takes longer is traced, whatever was sampled"
     )
+    stuck_after_s: Seconds = Field(
+        default=60,
+        description="a load or promised save that one rank reported so long ago and another never did is logged and "
+        "counted as stuck",
+    )
+    isolate: tuple[StrictStr, ...] = Field(
+        default=(),
+        description="names of best-effort children: one that fails is left out for a while instead of ending the "
+        "engine; they load asynchronously only, and need `kv_load_failure_policy` `recompute` at the top level",
+    )
+    aggregator: Literal["kvobs", "vllm"] = Field(
+        default="kvobs", description="whose class puts the outputs of all workers together in each step"
+    )
+    block_copy: Literal["auto", "kvobs", "vllm"] = Field(
+        default="auto",
+        description="whose operation copies blocks for children with a host buffer; `auto`: kvobs's where both sides "
+        "are in host memory, else vLLM's",
+    )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
+    timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
 
     def slow_ms(self, hook: str) -> float:
         """Return from which duration on a call of this hook is slow, in ms."""
@@ -109,6 +153,9 @@ def read(extra_config: Mapping[str, Any]) -> Configuration:
     configured = _configured_connectors(extra_config, mistakes)
     options = _options(extra_config.get("kvobs", {}), mistakes)
     names = _names(options.names, configured, mistakes)
+    for i, name in enumerate(options.isolate):
+        if names and name not in names:
+            mistakes.append(f"{PATH}.kvobs.isolate[{i}]: found {_show(name)}, allowed: {', '.join(map(repr, names))}")
     if mistakes:
         raise ConfigError(mistakes)
     return Configuration(options=options, names=names)
@@ -122,13 +169,13 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[str])
     )
     connectors = extra_config.get("connectors")
     if not isinstance(connectors, list | tuple) or not connectors:
-        found = "nothing" if "connectors" not in extra_config else _show(connectors)
+        found = "nothing" if "connectors" not in extra_config else _kind(connectors)
         mistakes.append(f"{path}: found {found}, needs {wanted}")
         return []
     configured = []
     for i, connector in enumerate(connectors):
         if not isinstance(connector, Mapping):
-            mistakes.append(f"{path}[{i}]: found {_show(connector)}, needs an object with the key 'kv_connector'")
+            mistakes.append(f"{path}[{i}]: found {_kind(connector)}, needs an object with the key 'kv_connector'")
         elif not isinstance(connector.get("kv_connector"), str) or not connector["kv_connector"]:
             found = _show(connector["kv_connector"]) if "kv_connector" in connector else "nothing"
             mistakes.append(f"{path}[{i}].kv_connector: found {found}, needs the name of a connector class")
@@ -146,10 +193,10 @@ def _options(raw: Any, mistakes: list[str]) -> Options:
         return Options.model_validate(dict(raw))
     except ValidationError as error:
         for detail in error.errors():
-            loc = [part for part in detail["loc"] if part != "[key]"]
+            loc = [part if isinstance(part, int) else _cut(part) for part in detail["loc"] if part != "[key]"]
             where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
             if detail["type"] == "extra_forbidden":
-                mistakes.append(f"{where}: unknown option, allowed: {_known_options(len(loc) > 1)}")
+                mistakes.append(f"{where}: unknown option, allowed: {_known_options(loc)}")
             else:
                 mistakes.append(f"{where}: found {_show(detail['input'])}, {_allowed(detail['type'], detail['msg'])}")
         return Options()
@@ -176,8 +223,10 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[str])
     return tuple(names)
 
 
-def _known_options(of_tracing: bool = False) -> str:
-    return ", ".join(repr(name) for name in (TracingOptions if of_tracing else Options).model_fields)
+def _known_options(loc: Sequence[int | str] = ()) -> str:
+    """List the options there are where one was found."""
+    found = getattr(Options(), str(loc[0])) if len(loc) > 1 else Options()
+    return ", ".join(repr(name) for name in type(found).model_fields)
 
 
 def _allowed(kind: str, message: str) -> str:
@@ -189,5 +238,17 @@ def _allowed(kind: str, message: str) -> str:
 
 
 def _show(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _SHOWN_AT_MOST else shown[:_SHOWN_AT_MOST] + "..."
+    return _cut(repr(value))
+
+
+def _kind(value: Any) -> str:
+    """Tell what stands where a child should, and no more: it may hold credentials."""
+    return (
+        f"a value of type {type(value).__name__}"
+        if isinstance(value, Mapping | list | tuple) and value
+        else _show(value)
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_AT_MOST else text[:_SHOWN_AT_MOST] + "..."

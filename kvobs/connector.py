@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvobs import __version__, children, fanout, faults, sampling
+from kvobs import __version__, aggregation, children, fanout, faults, flight, sampling
+from kvobs.block_copies import BlockCopies
 from kvobs.call_spans import CallSpans
 from kvobs.config import Options, read
 from kvobs.hooks import HOOKS, INHERITED, Combine
@@ -27,7 +28,7 @@ from kvobs.layout import CacheLayout
 from kvobs.ledger import Ledger
 from kvobs.metrics import MultiKVConnectorPromMetrics
 from kvobs.notices import log
-from kvobs.recorder import Recorder
+from kvobs.recorder import WALL_OFFSET, Recorder
 from kvobs.sampling import Tracing, Verdicts
 from kvobs.scheduler import SchedulerSide
 from kvobs.stats import MultiKVConnectorStats, rebuild
@@ -49,6 +50,9 @@ class MultiConnector(stock.MultiConnector):
         ConfigError: when the configuration has mistakes; lists each with its JSON path.
     """
 
+    aggregation: aggregation.Aggregation | None = None
+    """How vLLM's executor is to put the workers' outputs together; None leaves it to vLLM's own class."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # Not stock's constructor, which builds the children its own way.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -65,8 +69,14 @@ class MultiConnector(stock.MultiConnector):
         options = configuration.options
         slow_ns_of = {hook: int(ms * 1e6) for hook, ms in options.slow_call_ms_by_hook.items()}
         recorder = Recorder(len(specs), int(options.slow_call_ms * 1e6), configuration.names, slow_ns_of)
+        parallel = vllm_config.parallel_config
+        rank = parallel.rank % parallel.world_size  # an external launcher counts on through data parallel engines
         tracing = Tracing.of(options, vllm_config)
-        traces = _trace(role, recorder, configuration.names, tracing, vllm_config.parallel_config.rank)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        recorder.flight = flight.begin(
+            options.timeline, vllm_config, None if is_scheduler else rank, configuration.names, WALL_OFFSET
+        )
+        traces = _trace(role, recorder, configuration.names, tracing, rank)
         activated = traces.activated if isinstance(traces, Traces) and tracing and tracing.propagates else None
         self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
@@ -75,8 +85,8 @@ class MultiConnector(stock.MultiConnector):
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
-        if role is KVConnectorRole.SCHEDULER:
-            ranks = vllm_config.parallel_config.world_size
+        if is_scheduler:
+            ranks = parallel.world_size
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
                 recorder,
@@ -86,15 +96,21 @@ class MultiConnector(stock.MultiConnector):
                 traces=traces,
             )
             self._requests_to_connector = Choices(self._side.ledger)
+            if options.aggregator == "kvobs":
+                note = self._side.open_transfers.note_in_aggregator
+                self.aggregation = aggregation.Aggregation(options.stuck_after_s, note)
+                aggregation.install()
             _introduce(specs, options)
             children.warn_about(transfer_config, specs)
             sampling.warn_about(options, tracing)
             _name_unknown_hooks()
         else:
-            self._side = WorkerSide(self._children, recorder, vllm_config.parallel_config.rank, len(groups))
-        self._put_hooks_in_place()
+            blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
+            copies = BlockCopies(recorder, options.block_copy, blocks)
+            self._side = WorkerSide(self._children, recorder, rank, len(groups), copies)
+        self._put_hooks_in_place(recorder.flight)
 
-    def _put_hooks_in_place(self) -> None:
+    def _put_hooks_in_place(self, noting: flight.Flight | None) -> None:
         """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them.
 
         What this class defines itself stays its own.
@@ -106,6 +122,8 @@ class MultiConnector(stock.MultiConnector):
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and _known_to_host(name):
                 routed = getattr(self._side, name, None)
+                if routed is not None and noting is not None and name in flight.ROUTED:
+                    routed = noting.noted(flight.OWN, name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
 
@@ -238,8 +256,12 @@ def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str 
 
 
 def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
+    # The policy is not told where this is asked, and is checked where the connector is built.
     return KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=dict(extra_config)
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(extra_config),
+        kv_load_failure_policy="recompute",
     )
 
 

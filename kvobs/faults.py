@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -24,14 +25,15 @@ def contain(where: str) -> None:
     ``where`` is a label value of kvobs_internal_errors_total.
     """
     _counts[where] += 1
-    once(
-        f"fault:{where}",
-        logging.ERROR,
-        "a fault inside kvobs's telemetry (%s); serving goes on without what was being measured. Further ones are "
-        "counted in kvobs_internal_errors_total only",
-        where,
-        exc_info=True,
-    )
+    with suppress(Exception):  # a filter of the deployment's own logging may raise
+        once(
+            f"fault:{where}",
+            logging.ERROR,
+            "a fault inside kvobs's telemetry (%s); serving goes on without what was being measured. Further ones are "
+            "counted in kvobs_internal_errors_total only",
+            where,
+            exc_info=True,
+        )
     if is_under_pytest():
         raise  # noqa: PLE0704 - the exception that the caller is handling
 
@@ -58,8 +60,15 @@ def is_under_pytest() -> bool:
     return "PYTEST_CURRENT_TEST" in os.environ
 
 
+def are_waiting() -> bool:
+    """Return whether there are faults that nobody has taken."""
+    return bool(_counts)
+
+
 def take() -> dict[str, int]:
     """Return the faults of this process since the last call, by place; whoever takes them reports them."""
+    if not _counts:
+        return {}
     taken = dict(_counts)
     _counts.clear()
     return taken

@@ -79,7 +79,8 @@ HOOKS: dict[str, Hook] = {
         _rows(_B, _ONCE, _ANY, "requires_kv_delivery", is_property=True),
         # Worker, once.
         _rows(_W, _ONCE, _ROUTED, "get_mem_pool_context get_handshake_metadata"),
-        _rows(_W, _ONCE, _EACH, "register_kv_caches register_cross_layers_kv_cache set_host_xfer_buffer_ops"),
+        _rows(_W, _ONCE, _EACH, "register_kv_caches register_cross_layers_kv_cache"),
+        _rows(_W, _ONCE, _ROUTED, "set_host_xfer_buffer_ops"),
         _rows(_W, _ONCE, _EACH, "unregister_kv_caches restore_kv_caches reset_capture_state"),
         # Worker, in the order of a step.
         _rows(_W, _STEP, _ROUTED, "handle_preemptions bind_connector_metadata"),

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvobs import faults
 from kvobs.children import Child
+from kvobs.flight import Flight
 from kvobs.journal import AT_MOST
 from kvobs.noticed import Noticed
 from kvobs.recorder import WALL_OFFSET, Call, Durations, Recorder
@@ -39,6 +40,8 @@ class LayerCalls:
         self._stamps: list[int] = []  # of the running step, row after row
         self._steps: list[Durations] = []  # the stamps of the steps with calls since the last drain
         self._subjects: list[Any] = []  # what the tracer is told of each of them
+        self._flight = recorder.flight
+        self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
         self.fan_out = self._unrolled()
 
     @property
@@ -56,21 +59,25 @@ class LayerCalls:
             keywords, general = ", **kwargs", f"    if kwargs:\n        return general({names}, **kwargs)\n"
         numbers = range(len(self.children))
         bound = "".join(f", c{i}=c{i}" for i in numbers)
-        calls = "".join(f"        c{i}({names})\n        t{i + 1} = clock()\n" for i in numbers)
+        # In which child the process is, for those who look at it from outside.
+        marks = [f"        words[{at}] = t{i}\n" for i, at in enumerate(self._live)] or [""] * self._width
+        bound += ", words=words" if self._live else ""
+        calls = "".join(f"        c{i}({names})\n        t{i + 1} = clock()\n{marks[i + 1]}" for i in numbers)
         row = ", ".join(f"t{i}" for i in range(self._width))
         source = (
             f"def {self.hook}({names}{bound}, clock=clock, keep=keep{keywords}):\n{general}"
-            f"    try:\n        t0 = clock()\n{calls}        keep(({row}))\n"
+            f"    try:\n        t0 = clock()\n{marks[0]}{calls}        keep(({row}))\n"
             f"    except BaseException as error:\n        failed(locals(), error)\n        raise\n"
         )
         if not self.children:
             source = f"def {self.hook}({names}{keywords}):\n    pass\n"
-        scope: dict[str, Any] = {f"c{i}": getattr(child.connector, self.hook) for i, child in enumerate(self.children)}
+        scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
             "clock": perf_counter_ns,
             "keep": self._stamps.extend,
             "general": self._general,
             "failed": self._failed,
+            "words": self._flight.words if self._flight is not None else None,
         }
         exec(compile(source, f"<kvobs: {self.hook}>", "exec"), scope)
         fan_out: Call = scope[self.hook]
@@ -83,6 +90,8 @@ class LayerCalls:
     def _failed(self, scope: dict[str, Any], error: BaseException) -> None:
         """Count the calls of a fan-out that ended early: those that were done, and the one that failed."""
         try:
+            if self._flight is not None:
+                self._flight.words[self._live[-1]] = perf_counter_ns()
             stamps = [scope[f"t{i}"] for i in range(self._width) if f"t{i}" in scope]
             for child, begin, end in zip(self.children, stamps, stamps[1:], strict=False):
                 self._recorder.add_call(child.index, self.hook, end - begin)
@@ -110,8 +119,16 @@ class LayerCalls:
             return False
         self._steps.append(np.fromiter(self._stamps, np.int64, len(self._stamps)))
         self._stamps.clear()
+        if self._flight is not None:
+            self._note_in(self._flight, self._steps[-1].reshape(-1, self._width))
         self._subjects.append(self._recorder.tracer.step if self._recorder.tracer is not None else None)
         return True
+
+    def _note_in(self, flight: Flight, rows: Durations) -> None:
+        """Write down the step's calls into each child, as one."""
+        starts, ends, took = rows[0].tolist(), rows[-1].tolist(), (rows[:, 1:] - rows[:, :-1]).sum(axis=0).tolist()
+        for i, child in enumerate(self.children):
+            flight.layers(child.index, self.hook, start=starts[i], end=ends[i + 1], calls=len(rows), took=took[i])
 
     def drain(self) -> dict[int, Durations]:
         """Count the calls of the steps since the last drain; return what each child took of each step with calls."""

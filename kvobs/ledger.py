@@ -13,10 +13,13 @@ The life of one request:
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvobs.reports import Foreign, Kind, Report
-from kvobs.transfers import Load, Save
+from kvobs.transfers import Finished, Halves, Load, Save
+
+# An enum's members are slow to reach, and there is a report for each load and rank.
+_RECEIVED, _SAVED, _SYNC_DONE, _SYNC_FAILED = Kind.RECEIVED, Kind.SAVED, Kind.SYNC_DONE, Kind.SYNC_FAILED
+_TO_BE_ECHOED, _OF_BLOCKS = (Kind.FAILED, Kind.SPOILED), (Kind.SPOILED, Kind.HOLED)
 
 
 @dataclass(slots=True)
@@ -49,12 +52,17 @@ class Ledger:
         self._sent: set[str] = set()
         self._open_loads: dict[int, dict[str, int]] = {}  # child -> request -> start, the oldest first
         self._open_saves: dict[int, dict[str, int]] = {}
+        self.halves = Halves()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+    def unfinished(self) -> list[str]:
+        """Return the requests that vLLM has not finished."""
+        return [request for request, entry in self._entries.items() if not entry.finished]
 
     # Lookup and allocation
 
@@ -79,7 +87,7 @@ class Ledger:
         child, is_async = candidate
         entry.owner = child
         if entry.load is not None:  # one of an earlier allocation, whose end vLLM no longer waits for
-            del self._open_loads[entry.load.child][request]
+            self._not_open(request, entry.load)
         entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
         self._open_loads.setdefault(child, {})[request] = now_ns
         return entry.load
@@ -108,33 +116,35 @@ class Ledger:
 
     # Reports
 
-    def hear(self, report: Report) -> Foreign | None:
+    def hear(self, report: Report, now_ns: int = 0) -> Foreign | None:
         """Take in one report; return it as foreign when its child owns no such load or save."""
-        entry = self._entries.get(report.request)
-        if report.kind is Kind.SAVED:
-            return self._hear_save(entry, report)
-        load = entry.load if entry else None
-        is_sync = report.kind in (Kind.SYNC_DONE, Kind.SYNC_FAILED)
-        if load is None or load.child != report.child or load.is_async is is_sync:
+        rank, kind, request, child, time_ns, spent_ns, began_ns = report
+        entry = self._entries.get(request)
+        if kind is _SAVED:
+            return self._hear_save(entry, report, now_ns)
+        load = entry.load if entry is not None else None
+        is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
+        if load is None or load.child != child or load.is_async is is_sync:
             if is_sync:
                 return None  # kvobs's own report about a request that is gone by now
-            return Foreign(report.child, "load" if report.kind is Kind.RECEIVED else "failure", report.request)
-        if report.kind not in (Kind.RECEIVED, Kind.SYNC_DONE):
-            load.failed_on.add(report.rank)
-            load.needs_echo |= report.kind in (Kind.FAILED, Kind.SPOILED)
-        if report.kind in (Kind.SPOILED, Kind.HOLED):
-            return None  # says nothing about arrival
-        was_in = load.is_in
-        load.arrived.setdefault(report.rank, report.spent_ns if is_sync else report.time_ns)
-        load.ranks.setdefault(report.rank, (report.began_ns, report.time_ns))
-        if load.is_in and not was_in:
+            return Foreign(child, "load" if kind is _RECEIVED else "failure", request)
+        if kind is not _RECEIVED and kind is not _SYNC_DONE:
+            load.failed_on.add(rank)
+            load.needs_echo |= kind in _TO_BE_ECHOED
+            if kind in _OF_BLOCKS:
+                return None  # says nothing about arrival
+        if rank in load.arrived:
+            return None
+        load.arrived[rank] = spent_ns if is_sync else time_ns
+        load.ranks[rank] = began_ns, time_ns
+        if self._is_last("load", report, load, now_ns):
             if load.needs_echo:
-                self._failures.append(report.request)
+                self._failures.append(request)
             else:
-                self._loads_in.setdefault(report.child, []).append(report.request)
+                self._loads_in.setdefault(child, []).append(request)
         return None
 
-    def _hear_save(self, entry: Entry | None, report: Report) -> Foreign | None:
+    def _hear_save(self, entry: Entry | None, report: Report, now_ns: int) -> Foreign | None:
         if entry is None:
             return Foreign(report.child, "save", report.request)
         save = entry.saves.get(report.child)
@@ -144,12 +154,24 @@ class Ledger:
             save = entry.saves[report.child] = Save()
         elif save.done:
             return Foreign(report.child, "save", report.request)
-        was_in = save.promised and save.is_in
-        save.arrived.setdefault(report.rank, report.time_ns)
-        save.ranks.setdefault(report.rank, (report.began_ns, report.time_ns))
-        if save.promised and save.is_in and not was_in:
+        if report.rank in save.arrived:
+            return None
+        save.arrived[report.rank] = report.time_ns
+        save.ranks[report.rank] = (report.began_ns, report.time_ns)
+        if save.promised and self._is_last("save", report, save, now_ns):
             self._saves_in.setdefault(report.child, []).append(report.request)
         return None
+
+    def _is_last(self, kind: str, report: Report, transfer: Load | Save, now_ns: int) -> bool:
+        """Return whether this is the report that completes a transfer; note when it is the first of several."""
+        said = len(transfer.arrived)
+        if said == transfer.expected:
+            if said > 1:
+                self.halves.forget(kind, report.child, report.request)
+            return True
+        if said == 1:
+            self.halves.note(kind, report.child, report.request, transfer, now_ns)
+        return False
 
     def take_failures(self) -> tuple[str, ...]:
         """Return the async loads that every rank must now report to vLLM as failed; each is handed out once."""
@@ -161,6 +183,34 @@ class Ledger:
         entry = self._entries.get(request)
         if entry is not None and entry.load is not None:
             self._loads_in.setdefault(entry.load.child, []).append(request)
+
+    def fail(self, request: str, now_ns: int) -> bool:
+        """Take an async load for failed on every rank that has not reported it; return whether there was one."""
+        load = self.load(request)
+        if load is None or not load.is_async or load.is_in:
+            return False
+        silent = [rank for rank in range(load.expected) if rank not in load.arrived]
+        load.failed_on.update(silent)
+        load.arrived.update(dict.fromkeys(silent, now_ns))
+        load.needs_echo = True
+        self.halves.forget("load", load.child, request)
+        self._failures.append(request)
+        return True
+
+    def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
+        """Fail the loads and complete the saves of ``child`` that were open before a time; return how many of each."""
+        loads, saves = (
+            [request for request, since in transfers.items() if since <= before_ns]
+            for transfers in self.in_flight(child)
+        )
+        failed = sum(self.fail(request, now_ns) for request in loads)
+        for request in saves:
+            save = self._entries[request].saves[child]
+            if not save.is_in:
+                save.is_abandoned = True
+                self.halves.forget("save", child, request)
+                self._saves_in.setdefault(child, []).append(request)
+        return failed, len(saves)
 
     # Completions, child by child
 
@@ -178,7 +228,7 @@ class Ledger:
         if entry is None or entry.load is None:
             return None
         load, entry.load = entry.load, None
-        del self._open_loads[load.child][request]
+        self._not_open(request, load)
         if load.is_async and not entry.finished:
             self._received.add(request)
         self._settle(request, entry)
@@ -192,6 +242,7 @@ class Ledger:
             return None
         save.done = True
         del self._open_saves[child][request]
+        self.halves.forget("save", child, request)
         self._settle(request, entry)
         return save
 
@@ -210,7 +261,7 @@ class Ledger:
         entry = self._entries.get(request)
         return frozenset(entry.tails) if entry else frozenset()
 
-    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0) -> "Finished":
+    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0) -> Finished:
         """Note that vLLM has finished a request.
 
         Args:
@@ -235,6 +286,8 @@ class Ledger:
             else:
                 promised[child] = save
                 self._open_saves.setdefault(child, {})[request] = now_ns
+                if save.arrived:
+                    self.halves.note("save", child, request, save, now_ns)
         unpromised = [child for child, save in entry.saves.items() if not save.promised]
         for child in unpromised:
             del entry.saves[child]
@@ -255,6 +308,10 @@ class Ledger:
         sent, self._sent = self._sent, set()
         return sent
 
+    def _not_open(self, request: str, load: Load) -> None:
+        del self._open_loads[load.child][request]
+        self.halves.forget("load", load.child, request)
+
     def _settle(self, request: str, entry: Entry) -> None:
         """Forget a finished request that owes nothing any more, and release it if vLLM waits for that."""
         if entry.finished and entry.is_settled:
@@ -267,13 +324,3 @@ class Ledger:
         if entry is None:
             entry = self._entries[request] = Entry()
         return entry
-
-
-class Finished(NamedTuple):
-    """What the end of a request means: whether vLLM must hold its blocks, and what came to nothing."""
-
-    holds: bool
-    aborted: Load | None  # the load that was still open
-    promised: dict[int, Save]  # by child, saves that are open now
-    early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
-    foreign: list[Foreign]  # reports of saves that were never promised

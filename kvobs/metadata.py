@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvobs.context import TraceContext
 from kvobs.layout import Blocks
-from kvobs.reports import Report
+from kvobs.quarantine import Word
+from kvobs.reports import Kind, Report
 
 Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
 
@@ -44,12 +45,26 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     """
 
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
-    closed: tuple[str, ...] = ()  # requests whose load is over: forget their blocks
+    closed: Sequence[str] = ()  # requests whose load is over: forget their blocks
     failed: tuple[str, ...] = ()  # requests that every rank must report as failed, so that vLLM hears of it
     has_forward: bool = True  # whether tokens are scheduled in this step
-    promised: tuple[tuple[int, str], ...] = ()  # (child, request) of the saves promised since the last step
+    promised: Sequence[tuple[int, str]] = ()  # (child, request) of the saves promised since the last step
+    orphaned: Sequence[str] = ()  # requests that ended while their load is open
+    saved: Sequence[tuple[int, str]] = ()  # (child, request) of promised saves that are over
     trace: TraceContext | None = None  # the step's own, where every call is traced
+    isolated: Mapping[int, Word] = field(default_factory=dict)  # child -> whether it takes part
     flush: bool = False  # whether the workers hand out their numbers in this step
+
+
+@dataclass
+class News:
+    """What has happened since the last step's metadata, gathered for the next; see there."""
+
+    loads: dict[str, LoadOrder] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    promised: list[tuple[int, str]] = field(default_factory=list)
+    orphaned: list[str] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -57,6 +72,7 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
     """The workers' word to the scheduler: the children's own by position, and what the children reported."""
 
     reports: list[Report] = field(default_factory=list)
+    broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
         """Return both ranks' words in one: children's merged by the children's own rule, reports one after another."""
@@ -66,7 +82,31 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
                 "run the same --kv-transfer-config and the same version of kvobs"
             )
         merged = tuple(_merge_one(a, b) for a, b in zip(self.metadata, other.metadata, strict=True))
-        return MultiKVConnectorWorkerMetadata(metadata=merged, reports=self.reports + other.reports)
+        return MultiKVConnectorWorkerMetadata(
+            metadata=merged, reports=self.reports + other.reports, broken=self.broken | other.broken
+        )
+
+
+def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMetadata | None:
+    """Return the workers' word if it can be of this engine's workers.
+
+    Raises:
+        TypeError: it is of another connector, or of other children.
+        ValueError: a report is of a child, a rank, or of a kind that there is not.
+    """
+    if meta is None:
+        return None
+    if not isinstance(meta, MultiKVConnectorWorkerMetadata):
+        raise TypeError(f"worker metadata of another connector reached kvobs: {type(meta).__name__}")
+    if len(meta.metadata) != children:
+        raise TypeError(f"worker metadata of {len(meta.metadata)} connectors reached kvobs, which has {children}")
+    for report in meta.reports:
+        if not (0 <= report.child < children and 0 <= report.rank < ranks and type(report.kind) is Kind):
+            raise ValueError(
+                f"a worker's report can't be of this engine: {report!r:.200}; allowed: children 0 to {children - 1}, "
+                f"ranks 0 to {ranks - 1}, kinds {', '.join(Kind.__members__)}. All must run the same version of kvobs"
+            )
+    return meta
 
 
 def _merge_one(

@@ -21,6 +21,7 @@ from kvobs.families import Buckets, Families, Sink
 from kvobs.hooks import HOOKS
 from kvobs.notices import once
 from kvobs.payload import KvobsStats, as_dict
+from kvobs.recorder import OTHER_ERROR as OTHER
 from kvobs.sampling import Tracing
 from kvobs.signals import SIGNALS, Kind, Scope, Series, Signal
 from kvobs.spans import Record, Span
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from kvobs.tracing import SpanCutter
 
 LABEL = "connector"
-_OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open}
+_OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}
+SERIES_AT_MOST = 256  # of an open signal, an engine and a child: those after that are one, with OTHER as every label
 
 
 class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
@@ -53,10 +55,13 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         self._children = {
             spec.name: metrics for spec in of if (metrics := self._child_metrics(vllm_config, spec)) is not None
         }
+        self._names = tuple(spec.name for spec in of)
         self._own: dict[str, Any] = {}
-        self._sinks: dict[tuple[int, tuple[str, ...]], dict[int, Sink]] = {}
+        self._sinks: dict[int, dict[int, Sink]] = {}
+        self._opened: dict[tuple[str, int, int], dict[tuple[str, ...], Sink]] = {}
         self._buckets: dict[tuple[int, str | None, Series], Buckets] = {}
         self._indirect: list[Buckets] = []
+        self._spent: dict[int, dict[str, int]] = {}  # engine -> what payloads took, until it is told
         try:
             for signal in SIGNALS:
                 more = [LABEL] if signal.scope is Scope.CHILD else []
@@ -123,15 +128,19 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         begin = perf_counter_ns()
         stats = None
         try:
-            if RESERVED_NAME in transfer_stats_data:
-                stats = KvobsStats(data=as_dict(transfer_stats_data[RESERVED_NAME]))
+            stats = _numbers(transfer_stats_data)
+            if stats is not None:
                 self._observe_own(stats, engine_idx)
         except Exception:
             faults.contain("apply")
         applied = perf_counter_ns()
         if stats is not None and self._cutter is not None:
             self._cut(self._cutter, stats, engine_idx)
-        self._observe_self(engine_idx, {"apply": applied - begin, "cut": perf_counter_ns() - applied})
+        spent = self._spent.setdefault(engine_idx, {"apply": 0, "cut": 0})
+        spent["apply"] += applied - begin
+        spent["cut"] += perf_counter_ns() - applied
+        if stats is not None or faults.are_waiting():
+            self._observe_self(engine_idx, self._spent.pop(engine_idx))
 
     def _observe_child(self, name: str, value: Any, engine: int) -> None:
         try:
@@ -146,30 +155,50 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
             )
 
     def _observe_own(self, stats: KvobsStats, engine: int) -> None:
-        if not stats.is_ours:
+        if not stats.is_ours or tuple(stats.children) != self._names:
             once(
                 "version",
                 logging.ERROR,
-                "the engine runs another version of kvobs than the API server: its numbers (%s) are not recorded",
-                {key: stats.data.get(key) for key in ("v", "table")},
+                "the engine runs another version of kvobs than the API server, or other connectors: its numbers "
+                "(%.200s) are not recorded",
+                {key: stats.data.get(key) for key in ("v", "table", "children")},
             )
             self._labelled(signals.INTERNAL_ERRORS, engine, None, ("version",)).inc()
             return
-        names, taken = tuple(stats.children), stats.taken()
-        sinks = self._sinks.setdefault((engine, names), {})
+        taken = stats.taken()
+        sinks = self._sinks.setdefault(engine, {})
+        # One by one: what can't be applied costs nothing else.
         for slot, n in taken.counts.items():
-            sink = sinks.get(slot)
-            if sink is None:
-                sink = sinks[slot] = self._sink(slot, engine, names)
-            sink(n)
+            try:
+                sink = sinks.get(slot)
+                if sink is None:
+                    sink = sinks[slot] = self._sink(slot, engine)
+                sink(n)
+            except Exception:
+                faults.contain("apply")
         for slot, value in taken.gauges.items():
-            series, _, child = signals.locate(slot)
-            gauge = self._labelled(series.signal, engine, names[child], series.values)
-            gauge.set(value * series.signal.unit if value or series.signal is not signals.OLDEST_IN_FLIGHT else nan)
+            self._set(slot, value, engine)
         for name, child, *values, n in taken.opened:
-            self._labelled(_OPEN[name], engine, names[child], tuple(values)).inc(n)
+            self._add_open(name, engine, child, tuple(values), n)
         for buckets in self._indirect:
             buckets.flush()
+
+    @faults.contained("apply")
+    def _set(self, slot: int, value: int, engine: int) -> None:
+        series, _, child = signals.locate(slot)
+        gauge = self._labelled(series.signal, engine, self._name(series, child), series.values)
+        gauge.set(value * series.signal.unit if value or series.signal is not signals.OLDEST_IN_FLIGHT else nan)
+
+    @faults.contained("apply")
+    def _add_open(self, name: str, engine: int, child: int, values: tuple[str, ...], n: int) -> None:
+        """Add to a series whose label values come from the peer: of these there are so many and no more."""
+        signal, child_name = _OPEN[name], self._names[child]
+        known = self._opened.setdefault((name, engine, child), {})
+        if values not in known and len(known) >= SERIES_AT_MOST:
+            values = (OTHER,) * len(signal.labels)
+        if values not in known:
+            known[values] = self._labelled(signal, engine, child_name, values).inc
+        known[values](n)
 
     def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
         """Export the payload's spans, and put exemplars on the histograms that saw what they tell of."""
@@ -190,10 +219,14 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         if buckets is not None:
             buckets.mark(record.observed_ns, record.trace_id)
 
-    def _sink(self, slot: int, engine: int, names: Sequence[str]) -> Sink:
+    def _name(self, series: Series, child: int) -> str | None:
+        """Return the name of the child that a series is of; None where it is the process's."""
+        return self._names[child] if series.signal.scope is Scope.CHILD else None
+
+    def _sink(self, slot: int, engine: int) -> Sink:
         """Return what takes the numbers of a slot."""
         series, offset, child = signals.locate(slot)
-        name = names[child] if series.signal.scope is Scope.CHILD else None
+        name = self._name(series, child)
         metric = self._labelled(series.signal, engine, name, series.values)
         if series.signal.kind is not Kind.HISTOGRAM:
             inc, unit = metric.inc, series.signal.unit
@@ -218,3 +251,11 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
                 self._labelled(signals.INTERNAL_ERRORS, engine, None, (where,)).inc(n)
         except Exception:
             faults.contain("apply")
+
+
+def _numbers(payload: Mapping[str, Any]) -> KvobsStats | None:
+    """Return kvobs's own part of a payload; None in most steps, which have no numbers in it."""
+    if RESERVED_NAME not in payload:
+        return None
+    stats = KvobsStats(data=as_dict(payload[RESERVED_NAME]))
+    return None if stats.is_bare else stats

@@ -5,17 +5,27 @@ import logging
 # Under vLLM's logger, whose handler and level every deployment has already configured.
 log = logging.getLogger("vllm.kvobs")
 
-_said: set[str] = set()
-_SAID_AT_MOST = 1024
+_said: dict[str, set[str]] = {}  # by kind: what is before a key's first colon
+_SAID_AT_MOST = 128  # of one kind: a kind that has ever new things to say does not silence the others
+_KEY_AT_MOST = 256  # characters
+_LINE_AT_MOST = 120
 
 
 def once(key: str, level: int, message: str, *args: object, exc_info: bool = False) -> bool:
     """Log ``message`` unless ``key`` was logged before in this process; return whether it was logged."""
-    if key in _said or len(_said) >= _SAID_AT_MOST:
+    key = key[:_KEY_AT_MOST]
+    said = _said.setdefault(key.partition(":")[0] if ":" in key else "", set())
+    if key in said or len(said) >= _SAID_AT_MOST:
         return False
-    _said.add(key)
+    said.add(key)
     log.log(level, message, *args, exc_info=exc_info)
     return True
+
+
+def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
+    """Return text from outside as a log line may hold it: no control characters, and not too long."""
+    shown = repr(str(text)[: at_most + 1])[1:-1]
+    return shown if len(shown) <= at_most else shown[:at_most] + "..."
 
 
 def forget() -> None:

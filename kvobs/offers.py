@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvobs import signals
 from kvobs.children import Child
 from kvobs.config import Options
+from kvobs.notices import once
 from kvobs.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class _Asked:
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
     offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
+    banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
 
@@ -63,6 +66,8 @@ class Offers:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._lookups = [child.get_num_new_matched_tokens for child in children]
+        self._names = [child.name for child in children]
+        self._async_only = {child.index for child in children if child.gate is not None}
         self._longest = options.load_policy == "longest"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
         self._recorder = recorder
@@ -83,6 +88,8 @@ class Offers:
         best = NOTHING
         waits = False
         for child, lookup in enumerate(self._lookups):
+            if child in asked.banned:
+                continue  # vLLM would look it up, and fail, for ever
             tokens, is_async = lookup(request, num_computed_tokens)
             if tokens is None:
                 if self._is_worth_waiting(child, asked):
@@ -96,12 +103,23 @@ class Offers:
             self._recorder.count(child, _HIT if tokens else _MISS)
             offer = Offer(child, tokens, bool(is_async and tokens))
             asked.offers.append(offer)
-            if tokens > best.tokens and (self._longest or not best.tokens):
+            if tokens and not is_async and child in self._async_only:
+                self._refuse(child)
+            elif tokens > best.tokens and (self._longest or not best.tokens):
                 best = offer
         if waits:
             asked.offers = []
             return None
         return best
+
+    def _refuse(self, child: int) -> None:
+        once(
+            f"sync:{self._names[child]}",
+            logging.WARNING,
+            "connector %r is isolated and offers a synchronous load: not taken, since siblings would save the blocks "
+            "that a failed one leaves unfilled. Such offers are counted as forgone",
+            self._names[child],
+        )
 
     def _is_worth_waiting(self, child: int, asked: _Asked) -> bool:
         """Count a "not yet", and tell whether the child still has time to answer."""
@@ -132,6 +150,12 @@ class Offers:
                         self._recorder.count(offer.child, _UNCLAIMED)
                         self._recorder.count(offer.child, _FORGONE, max(0, offer.tokens - won))
         return Settled(asked.local, offers)
+
+    def ban(self, request_id: str, child: int) -> None:
+        """Ask this child no more about this request, of which its load has failed."""
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.banned.add(child)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

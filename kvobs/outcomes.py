@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvobs import signals
 from kvobs.children import Child
 from kvobs.faults import contained
-from kvobs.notices import log, once
+from kvobs.notices import line, log, once
 from kvobs.recorder import Recorder
 from kvobs.reports import Foreign
 from kvobs.request_spans import RequestSpans
@@ -22,7 +22,7 @@ _LOADS = {
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
 _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
-_SAVED = signals.slot(signals.SAVES, "ok")
+_SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
 
 
@@ -49,12 +49,13 @@ class Outcomes:
         self._spans = spans
 
     @contained("record")
-    def aborted(self, load: Load) -> None:
+    def aborted(self, load: Load, *, by_error: bool = False) -> None:
         """Note that a request ended while its load was open; the load's own end is no outcome any more.
 
-        With kv_load_failure_policy "fail" a failed load is what ends the request.
+        With kv_load_failure_policy "fail" a failed load is what ends the request. Where its blocks are bad, vLLM ends
+        it with an error before it hands on what the workers report.
         """
-        if load.failed:
+        if load.failed or by_error:
             self._failed(load)
         else:
             self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
@@ -79,11 +80,16 @@ class Outcomes:
 
     def _failed(self, load: Load) -> None:
         self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
-        self._recorder.count(load.child, _RECOMPUTED, load.tokens if load.lost_tokens is None else load.lost_tokens)
+        # Where a rank has lost all of it, what another says of single blocks makes no difference.
+        lost = None if load.needs_echo else load.lost_tokens
+        self._recorder.count(load.child, _RECOMPUTED, load.tokens if lost is None else lost)
 
     @contained("record")
     def saved(self, child: int, save: Save, now_ns: int) -> None:
         """Note that a promised save is done on every rank: its blocks were held from the promise until now."""
+        if save.is_abandoned:
+            self._recorder.count(child, _ABANDONED)
+            return
         self._recorder.count(child, _SAVED)
         self._recorder.observe(child, signals.SAVE_HOLD, now_ns - save.promised_ns)
         self._compare_ranks(child, save.slowest, "save")
@@ -107,12 +113,12 @@ class Outcomes:
             "(kvobs_foreign_reports_total); with vLLM's own MultiConnector they can end the engine",
             name,
             report.kind,
-            report.request,
+            line(report.request),
         )
 
-    def sync_load_failed(self, child: int) -> None:
-        """Reset the siblings' caches: they may have saved blocks that a failed synchronous load left unfilled."""
-        self._recorder.count(child, _FAILED_SYNC)
+    def sync_loads_failed(self, child: int, loads: int) -> None:
+        """Reset the siblings' caches: they may have saved blocks that failed synchronous loads left unfilled."""
+        self._recorder.count(child, _FAILED_SYNC, loads)
         siblings = [sibling for sibling in self._children if sibling.index != child]
         kept = [sibling.name for sibling in siblings if sibling.reset_cache() is not True]
         log.error(

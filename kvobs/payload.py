@@ -24,11 +24,16 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs.recorder import Taken
-from kvobs.signals import TABLE_DIGEST
+from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST
 
 VERSION = 3
 FEW = 1_000  # numbers, of three parts or four
 LONG = 50_000  # numbers; vLLM's log adds up all payloads of its interval, however long that is
+# What a peer can mean; anything beyond is malformed, and must not decide how much memory is taken.
+SLOTS = PROCESS_WIDTH + 1_000 * CHILD_WIDTH
+ROWS = 4_096
+LABEL = 128  # characters
+MOST = 2**53  # of anything: what a float holds exactly, and well below the largest number in msgpack
 
 
 def nothing() -> Taken:
@@ -46,13 +51,20 @@ class KvobsStats(KVConnectorStats):
         return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": dict(children), **_wire(taken)})
 
     @classmethod
+    def bare(cls, children: Mapping[str, str]) -> KvobsStats:
+        """Return a payload without numbers: it says whose the children's own stats are."""
+        return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": children, **_empty()})
+
+    @classmethod
     def read(cls, data: Any) -> KvobsStats:
         """Read what a peer sent, for adding up: of this version only what is well formed, of another all of it.
 
         Spans are left out: they are for who gets the payload itself.
         """
         stats = cls(data=as_dict(data))
-        if stats.is_ours:
+        if stats.is_bare:  # most are, and need no more
+            stats.data = {**stats.data, "children": stats.children, **_empty()}
+        elif stats.is_ours:
             taken = stats.taken()._replace(spans=())
             stats.data = {**stats.data, "children": stats.children, **_wire(taken)}
         return stats
@@ -83,12 +95,17 @@ class KvobsStats(KVConnectorStats):
         """Whether this process understands the numbers."""
         return self.data.get("v") == VERSION and self.data.get("table") == TABLE_DIGEST
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether this process understands it, and there are no numbers in it."""
+        return self.is_ours and self.is_empty()
+
     def taken(self) -> Taken:
         """Return the numbers that are well formed; none when another version of kvobs wrote them."""
         if not self.is_ours:
             return nothing()
         opened, gauges = self.data.get("opened"), self.data.get("gauges")
-        rows = [row for row in opened if _is_row(row)] if isinstance(opened, list) else []
+        rows = [row for row in opened if _is_row(row)][:ROWS] if isinstance(opened, list) else []
         return Taken(_unpacked(self.data.get("counts")), rows, _slots(gauges), self.spans())
 
     def spans(self) -> list[Any]:
@@ -97,10 +114,10 @@ class KvobsStats(KVConnectorStats):
         return [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
 
     def reset(self) -> None:
-        self.data.update(_wire(nothing()))
+        self.data.update(_empty())
 
     def is_empty(self) -> bool:
-        return not any(self.data.get(key) for key in Taken._fields)
+        return not any(map(self.data.get, Taken._fields))
 
     def aggregate(self, other: KVConnectorStats) -> KvobsStats:
         """Add the numbers of ``other``; those of another version of kvobs can't be, and are left out."""
@@ -114,7 +131,7 @@ class KvobsStats(KVConnectorStats):
             self.data["gauges"].update(theirs.data["gauges"])
             self.data["spans"] += theirs.data["spans"]
             if theirs.data["opened"]:
-                self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])
+                self.data["opened"] = _add_rows(self.data["opened"], theirs.data["opened"])[:ROWS]
         return self
 
     def spend(self, slot: int, ns: int) -> None:
@@ -123,12 +140,18 @@ class KvobsStats(KVConnectorStats):
             self.data["counts"] += (slot, ns, -slot, 0)
 
 
+def _empty() -> dict[str, Any]:
+    return {"counts": [], "opened": [], "gauges": {}, "spans": []}
+
+
 def _wire(taken: Taken) -> dict[str, Any]:
     packed = _packed(taken.counts)
     return {"counts": packed, "opened": taken.opened, "gauges": taken.gauges, "spans": list(taken.spans)}
 
 
 def _packed(counts: Mapping[int, int]) -> list[int]:
+    if max(counts.values(), default=0) > MOST:  # what msgpack does not take would end the engine
+        counts = {slot: min(n, MOST) for slot, n in counts.items()}
     packed: list[int] = []
     last = 0
     for slot in sorted(counts):
@@ -142,7 +165,10 @@ def _added_up(packed: list[int]) -> list[int]:
     if not packed:
         return packed
     flat = np.fromiter(packed, np.int64, len(packed))
-    totals = np.bincount(flat[::2].cumsum(), weights=flat[1::2])  # floats, exact up to 2**53
+    slots = flat[::2].cumsum()
+    if slots.max() >= SLOTS:
+        raise ValueError(f"a payload counts in slot {slots.max()}: allowed are slots below {SLOTS}")
+    totals = np.bincount(slots, weights=flat[1::2]).clip(max=MOST)
     slots = totals.nonzero()[0]
     once = np.zeros(2 * len(slots) + 2, np.int64)
     once[:-2:2] = slots
@@ -157,7 +183,7 @@ def _unpacked(packed: Any) -> dict[int, int]:
     if not isinstance(packed, list) or not all(type(number) is int for number in packed):
         return counts
     for slot, n in zip(accumulate(packed[::2]), packed[1::2], strict=False):
-        if n > 0 <= slot:
+        if 0 < n <= MOST and 0 <= slot < SLOTS:
             counts[slot] = counts.get(slot, 0) + n
     return counts
 
@@ -165,7 +191,11 @@ def _unpacked(packed: Any) -> dict[int, int]:
 def _slots(numbers: Any) -> dict[int, int]:
     if not isinstance(numbers, dict):
         return {}
-    return {slot: n for slot, n in numbers.items() if type(slot) is int and type(n) is int and slot >= 0 <= n}
+    return {
+        slot: n
+        for slot, n in numbers.items()
+        if type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n < 2**63
+    }
 
 
 def _is_row(row: Any) -> bool:
@@ -173,7 +203,10 @@ def _is_row(row: Any) -> bool:
         return False
     signal, child, *values, n = row
     return (
-        type(child) is int and type(n) is int and child >= 0 <= n and all(isinstance(v, str) for v in (signal, *values))
+        type(child) is int
+        and type(n) is int
+        and child >= 0 <= n <= MOST
+        and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
     )
 
 
@@ -192,8 +225,8 @@ def as_dict(stats: Any) -> dict[str, Any]:
     if isinstance(stats, KVConnectorStats):
         to_dict = getattr(stats, "to_dict", None)
         stats = to_dict() if to_dict is not None else stats.data
-    if isinstance(stats, Mapping):
-        if set(stats) == {"data"} and isinstance(stats["data"], Mapping):
+    if isinstance(stats, dict | Mapping):  # to ask a Mapping takes far longer
+        if len(stats) == 1 and isinstance(stats.get("data"), Mapping):
             stats = stats["data"]
         return dict(stats)
     return {"value": stats}

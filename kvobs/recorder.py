@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvobs import faults, signals
+from kvobs.flight import Flight
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.journal import Group, Journal
 from kvobs.noticed import Noticed, Tracer
@@ -66,7 +67,8 @@ class Recorder:
         names: the children's names, for the log.
         slow_ns_of: the same for single hooks, whatever they are.
 
-    ``journal`` takes the process's span records; ``tracer``, if any, is set before the first call is recorded.
+    ``journal`` takes the process's span records; ``tracer`` and ``flight``, if any, are set before the first call is
+    recorded.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Recorder:
         self._slow_ns_of = slow_ns_of or {}
         self.journal = Journal()
         self.tracer: Tracer | None = None
+        self.flight: Flight | None = None
         self._names = names or tuple(map(str, range(children)))
 
     # Counting
@@ -183,7 +186,7 @@ class Recorder:
                 faults.contain("record")
             return answer
 
-        return recorded
+        return recorded if self.flight is None else self.flight.noted(child, hook, recorded)
 
     def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> None:
         """Count a call that may be slow, and tell the tracer; ``start`` is this process's monotonic time."""
@@ -229,6 +232,13 @@ class Recorder:
         """Count a call that ended with an exception."""
         try:
             self.add_call(child, hook, spent)
+            self.count_error(child, hook, start, spent, error, *subject)
+        except Exception:
+            faults.contain("record")
+
+    def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+        """Count the exception alone, and tell the tracer of it."""
+        try:
             kind = type(error).__qualname__[:_NAME_AT_MOST]
             label = signals.hook_label(hook)
             key = (signals.CALL_ERRORS.name, child, label, kind)

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvobs import signals
+from vllm.v1.request import Request, RequestStatus
+
 from kvobs.children import Child
 from kvobs.config import Options
-from kvobs.context import into_params
 from kvobs.endings import tell_all
 from kvobs.fanout import call_all
 from kvobs.faults import contained
 from kvobs.flush import FlushRule
+from kvobs.isolation import Isolation
 from kvobs.layout import CacheLayout
 from kvobs.ledger import Ledger
 from kvobs.metadata import (
@@ -24,8 +25,11 @@ from kvobs.metadata import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
+    News,
+    checked,
 )
 from kvobs.offers import Offers
+from kvobs.open_transfers import OpenTransfers
 from kvobs.outcomes import Outcomes
 from kvobs.recorder import Recorder, wall_ns
 from kvobs.reports import Foreign, Kind
@@ -33,15 +37,10 @@ from kvobs.stats import Collector, MultiKVConnectorStats, has_news
 from kvobs.traces import Untraced
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
-_GAUGES = tuple(
-    (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
-    for kind in signals.IN_FLIGHT.labels["kind"]
-)
 
 
 class SchedulerSide:
@@ -67,8 +66,7 @@ class SchedulerSide:
         traces: Untraced,
     ) -> None:
         self.children = children
-        self.ledger = Ledger()
-        self._recorder = recorder
+        self.ledger = Ledger() if recorder.flight is None else recorder.flight.ledger(wall_ns)
         self._offers = Offers(children, options, recorder)
         self._traces = traces
         self._outcomes = Outcomes(children, recorder, layout.bytes_per_token, traces.request_spans)
@@ -76,11 +74,12 @@ class SchedulerSide:
         self._flush_rule = FlushRule()
         self._flush_is_due = False
         self._world_size = world_size
+        names = [child.name for child in children]
+        self.open_transfers = OpenTransfers(names, self.ledger, recorder, world_size, options.stuck_after_s)
         self._layout = layout
-        self._orders: dict[str, LoadOrder] = {}
-        self._closed: list[str] = []
-        self._promised: list[tuple[int, str]] = []
+        self._news = News()
         self._early: dict[int, set[str]] = {}  # saves that were done before vLLM heard of the promise
+        self.isolation = Isolation(children, self.ledger, recorder)
         self._listening = {child.index for child in children if child.does("update_connector_output")}
 
     # Lookup and allocation
@@ -114,9 +113,9 @@ class SchedulerSide:
             if not load.is_async:
                 load.expected = self._world_size  # every worker says so itself when the step is over
             load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
-            opened = load.trace = self._traces.open(request_id)
-            trace = opened.context if opened is not None else None
-            self._orders[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
+            load.trace = self._traces.open(request_id)
+            trace = self._traces.context_of(load.trace)
+            self._news.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
         for child in self.children:
             child.update_state_after_alloc(request, blocks, num_external_tokens if child.index == owner else 0)
 
@@ -136,51 +135,68 @@ class SchedulerSide:
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        orders, self._orders = self._orders, {}
-        closed, self._closed = tuple(self._closed), []
-        promised, self._promised = tuple(self._promised), []
+        self.isolation.begin_step()
+        news, self._news = self._news, News()
         trace = self._traces.begin_step()
+        metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
+        self.isolation.drop_orders(news.loads, metadata)
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         return MultiKVConnectorMetadata(
-            metadata=tuple(child.build_connector_meta(scheduler_output) for child in self.children),
-            loads=orders,
-            closed=closed,
+            metadata=metadata,
+            loads=news.loads,
+            closed=news.closed,
             failed=self.ledger.take_failures(),
-            promised=promised,
+            promised=news.promised,
+            orphaned=news.orphaned,
+            saved=news.saved,
             trace=trace,
+            isolated=self.isolation.words(),
             has_forward=has_forward,
-            flush=self._flush_rule.decide(
-                wall_ns(), has_forward=has_forward, has_finished=bool(scheduler_output.finished_req_ids)
-            ),
+            flush=self._decide_flush(has_forward, bool(scheduler_output.finished_req_ids)) or False,
         )
+
+    @contained("flush")
+    def _decide_flush(self, has_forward: bool, has_finished: bool) -> bool:
+        return self._flush_rule.decide(wall_ns(), has_forward=has_forward, has_finished=has_finished)
+
+    @contained("flush")
+    def _are_telling(self, stats: KVConnectorStats | None) -> bool:
+        """Return whether the workers' numbers come by; they may have decided that by themselves."""
+        if not has_news(stats):
+            return False
+        self._flush_rule.told()
+        return True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Count the workers' reports, and rewrite what vLLM is about to read from ``connector_output``."""
-        meta = connector_output.kv_connector_worker_meta
-        if meta is not None and not isinstance(meta, MultiKVConnectorWorkerMetadata):
-            raise TypeError(f"worker metadata of another connector reached kvobs: {type(meta).__name__}")
+        meta = checked(connector_output.kv_connector_worker_meta, len(self.children), self._world_size)
         failed_syncs = self._hear(meta, connector_output.invalid_block_ids)
-        self._flush_is_due = has_news(connector_output.kv_connector_stats)
+        self._flush_is_due = self._are_telling(connector_output.kv_connector_stats) or False
         for request_id in connector_output.finished_recving or ():
             self.ledger.echoed(request_id)  # kvobs's workers report nothing but failures there
         for child in self.children:
             self._update_child(child, connector_output, meta)
         connector_output.finished_recving = self.ledger.take_received() or None
         connector_output.finished_sending = self.ledger.take_sent() or None
-        for index in failed_syncs:
-            self._outcomes.sync_load_failed(index)
+        for index, requests in failed_syncs.items():
+            self._outcomes.sync_loads_failed(index, len(requests))
+        if self.ledger.halves:
+            self.open_transfers.look_for_stuck()
 
-    def _hear(self, meta: MultiKVConnectorWorkerMetadata | None, bad_blocks: set[int]) -> set[int]:
-        """Take in the reports; return the children of which a synchronous load has failed."""
-        failed_syncs: set[int] = set()
-        for report in meta.reports if meta is not None else ():
-            foreign = self.ledger.hear(report)
-            if foreign is not None:
+    def _hear(self, meta: MultiKVConnectorWorkerMetadata | None, bad_blocks: set[int]) -> dict[int, set[str]]:
+        """Take in the reports; return the synchronous loads that have failed, by child."""
+        failed_syncs: dict[int, set[str]] = {}
+        if meta is None:
+            return failed_syncs
+        self.isolation.hear(meta.broken)
+        now_ns = wall_ns()
+        for report in meta.reports:
+            if (foreign := self.ledger.hear(report, now_ns)) is not None:
                 self._outcomes.foreign(foreign)
             if report.kind in (Kind.HOLED, Kind.SYNC_FAILED):
                 self._note_loss(report.request, bad_blocks)
             if report.kind is Kind.SYNC_FAILED:
-                failed_syncs.add(report.child)
+                failed_syncs.setdefault(report.child, set()).add(report.request)
         return failed_syncs
 
     @contained("record")
@@ -204,12 +220,15 @@ class SchedulerSide:
         for request_id in loads_in:
             load = self.ledger.close_load(request_id)
             if load is not None:
-                self._closed.append(request_id)
+                self._news.closed.append(request_id)
+                if load.failed:
+                    self._offers.ban(request_id, child.index)
                 self._outcomes.loaded(load)
         # A child may withdraw a save here, or complete one that was never reported (MoRIIO does both).
         for request_id in finished_sending - early:
             save = self.ledger.close_save(request_id, child.index)
             if save is not None:
+                self._news.saved.append((child.index, request_id))
                 self._outcomes.saved(child.index, save, wall_ns())
             else:
                 self._outcomes.foreign(Foreign(child.index, "save", request_id))
@@ -229,10 +248,10 @@ class SchedulerSide:
         events = output.kv_cache_events
         view.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
         # A sync load ends with its step: alone under vLLM, its child would never see it among the received.
-        view.finished_recving = {r for r in loads_in if self.ledger.is_async(r)} or None
+        view.finished_recving = ({r for r in loads_in if self.ledger.is_async(r)} or None) if loads_in else None
         view.finished_sending = saves_in or None
         if hasattr(view, "failed_recving"):
-            view.failed_recving = {r for r in output.failed_recving if r in loads_in}
+            view.failed_recving = {r for r in output.failed_recving if r in loads_in} if loads_in else set()
         child.update_connector_output(view)
         return view.finished_sending or set()
 
@@ -254,24 +273,23 @@ class SchedulerSide:
         """Tell every child; hold the blocks while a promise is open; merge what the children hand to the client."""
         request_id = request.request_id
         promised, params = tell_all(self.children, request, block_ids)
-        promised |= self.ledger.tails(request_id)
-        finished = self.ledger.finish(
-            request_id,
-            [(index, self._reports_expected(index)) for index in sorted(promised)],
-            wall_ns(),
-        )
-        self._promised += [(index, request_id) for index in finished.promised]
+        promised = {i for i in promised | self.ledger.tails(request_id) if not self.isolation.is_out(i)}
+        promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
+        finished = self.ledger.finish(request_id, promises, wall_ns())
+        self._news.promised += [(index, request_id) for index in finished.promised]
         context = self._traces.hand_on(request_id, {**finished.promised, **finished.early})
         self._offers.forget(request_id)
         if finished.aborted is not None:
-            self._outcomes.aborted(finished.aborted)
+            self._news.orphaned.append(request_id)
+            self._outcomes.aborted(finished.aborted, by_error=request.status is RequestStatus.FINISHED_ERROR)
         for index, save in finished.early.items():
             self._early.setdefault(index, set()).add(request_id)
             self._outcomes.saved(index, save, save.promised_ns)
         for foreign in finished.foreign:
             self._outcomes.foreign(foreign)
         self._traces.forget(request_id)
-        return finished.holds, into_params(params, context)
+        self.isolation.gone(request_id)
+        return finished.holds, self._traces.into_params(params, context) or params
 
     # Once
 
@@ -302,21 +320,10 @@ class SchedulerSide:
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return what there is to tell; kvobs's own numbers go whenever the workers' do."""
         if self._flush_is_due:
-            self._measure_what_is_open()
+            self.open_transfers.measure()
         stats = self._collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
         return stats
 
-    @contained("record")
-    def _measure_what_is_open(self) -> None:
-        for child in self.children:
-            for transfers, (in_flight, oldest) in zip(self.ledger.in_flight(child.index), _GAUGES, strict=True):
-                self._recorder.set_gauge(child.index, in_flight, len(transfers))
-                self._recorder.set_gauge(child.index, oldest, next(iter(transfers.values()), 0))
-
-    # Helpers
-
     def _reports_expected(self, child: int | None) -> int:
-        if child is None:
-            return self._world_size
-        return self.children[child].get_finished_count() or self._world_size
+        return (child is not None and self.children[child].get_finished_count()) or self._world_size

@@ -79,6 +79,7 @@ def hook_label(name: str) -> str:
     return OTHER if HOOKS[name].cadence is Cadence.ONCE else name
 
 
+DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
 _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
 _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
@@ -89,6 +90,8 @@ _CALL_BOUNDS = tuple(range(12, 34, 2))
 _TRANSFER_BOUNDS = (*range(20, 31), 32, 34)
 # 16 us to 4 s, by twos from 1 ms to 67 ms, where a step's own length lies.
 _STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
+# By fours, where the order of magnitude will do: 1 ms to 4 s, 64 us to 4 s, 256 us to 67 ms.
+_DELAY_BOUNDS, _SKEW_BOUNDS, _COPY_BOUNDS = (tuple(range(*ends, 2)) for ends in ((20, 34), (16, 34), (18, 28)))
 
 CALL_DURATION = Signal(
     "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
@@ -110,7 +113,7 @@ LOOKUP_DELAY = Signal(
     "kvobs_lookup_delay_seconds",
     "Time from the connector's first 'not yet' about a request to its answer.",
     kind=Kind.HISTOGRAM,
-    bounds=_TRANSFER_BOUNDS,
+    bounds=_DELAY_BOUNDS,
 )
 OFFERED_TOKENS = Signal(
     "kvobs_offered_tokens_total", "Tokens the connector could have loaded, once per request (tokens)."
@@ -151,7 +154,11 @@ RECOMPUTED_TOKENS = Signal(
 FAILED_SYNC_LOADS = Signal(
     "kvobs_failed_sync_loads_total", "Synchronous loads that failed in a step whose blocks the siblings may have saved."
 )
-SAVES = Signal("kvobs_saves_total", "Saves promised at the end of a request and reported.", {"outcome": ("ok",)})
+SAVES = Signal(
+    "kvobs_saves_total",
+    "Saves promised at the end of a request and reported; abandoned: not reported by a connector in quarantine.",
+    {"outcome": ("ok", "abandoned")},
+)
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
     "Time from a request's end to the promised save's completion: how long its blocks were held.",
@@ -176,15 +183,33 @@ RANK_SKEW = Signal(
     "Time between the first and the last rank of a load or promised save.",
     {"kind": _TRANSFERS},
     Kind.HISTOGRAM,
-    _STALL_BOUNDS,
+    _SKEW_BOUNDS,
 )
 SLOWEST_RANK = Signal(
     "kvobs_slowest_rank_total", "Loads and promised saves that ended last on this rank.", {"rank": OPEN}
+)
+STUCK_TRANSFERS = Signal(
+    "kvobs_stuck_transfers_total",
+    "Loads and promised saves that this rank had not reported stuck_after_s after another one did.",
+    {"rank": OPEN},
 )
 FOREIGN_REPORTS = Signal(
     "kvobs_foreign_reports_total",
     "Reports about a load or save that the connector does not own; they have no effect.",
     {"kind": ("load", "failure", "save")},
+)
+QUARANTINED = Signal(
+    "kvobs_quarantined", "1 while the connector, of those in the option isolate, is left out.", kind=Kind.GAUGE
+)
+BLOCK_COPY_DURATION = Signal(
+    "kvobs_block_copy_duration_seconds",
+    "Copies of blocks between the KV cache and the connector's host buffer, by the operation that vLLM hands it.",
+    {"direction": DIRECTIONS},
+    Kind.HISTOGRAM,
+    _COPY_BOUNDS,
+)
+BLOCK_COPY_BYTES = Signal(
+    "kvobs_block_copy_bytes_total", "Bytes that these copies moved, on all ranks (bytes).", {"direction": DIRECTIONS}
 )
 CONNECTOR_INFO = Signal(
     "kvobs_connector_info",

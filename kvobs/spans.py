@@ -123,6 +123,8 @@ Value = str | int | float
 
 _HEX = {32: re.compile(r"[0-9a-f]{32}"), 16: re.compile(r"[0-9a-f]{16}")}
 _ATTRIBUTES_AT_MOST = 64
+_LINKS_AT_MOST = 64
+_TEXT_AT_MOST = 1024  # characters
 _TIME_AT_MOST = 2**63
 
 
@@ -173,10 +175,20 @@ class Record(NamedTuple):
             and record.reason in _REASONS
             and isinstance(record.attributes, Mapping)
             and len(record.attributes) <= _ATTRIBUTES_AT_MOST
-            and all(isinstance(k, str) and isinstance(v, Value) for k, v in record.attributes.items())
+            and all(_is_text(k) and _is_value(v) for k, v in record.attributes.items())
             and isinstance(record.links, list | tuple)
+            and len(record.links) <= _LINKS_AT_MOST
         )
         return record if is_good else None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _TEXT_AT_MOST
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether OpenTelemetry's encoder takes it: one value that it refuses costs the whole batch."""
+    return _is_text(value) or isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 def _is_hex(value: Any, digits: int) -> bool:

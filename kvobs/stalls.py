@@ -9,7 +9,7 @@ import numpy as np
 from kvobs import faults, signals
 from kvobs.children import Child
 from kvobs.layer_calls import LayerCalls
-from kvobs.recorder import SUM, Recorder, Tally
+from kvobs.recorder import SUM, Recorder
 
 
 class Stalls:
@@ -68,45 +68,29 @@ class _Waits:
         self.layers = LayerCalls(layer_hook, children, recorder)
         self._signal = signal
         self._recorder = recorder
-        self._meters = [_Meter(recorder.tally(child.index, step_hook)) for child in children]
-        self._steps: list[list[int]] = []  # what the other hook took, by child
+        self._tallies = [recorder.tally(child.index, step_hook) for child in children]
+        # What the other hook had taken since the start, by child, at each step's end; the first is the last flush's.
+        self._readings: list[list[int]] = [[0] * len(children)]
+        self._waits: list[bool] = []
         self._has_layers: list[bool] = []  # whether layers were called in that step
 
     def spent_in_step(self) -> dict[int, int]:
         layers = self.layers.spent_in_step()
-        return {child: layers.get(child, 0) + meter.grown for child, meter in enumerate(self._meters)}
+        before = self._readings[-1]
+        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self._tallies)}
 
     def close_step(self, *, waits: bool) -> None:
-        once = [meter.read() for meter in self._meters]
-        self._steps.append(once if waits else [0] * len(once))
+        self._readings.append([tally[SUM] for tally in self._tallies])
+        self._waits.append(waits)
         self._has_layers.append(self.layers.close_step())
 
     def flush(self) -> None:
-        if not self._steps:
+        if not self._waits:
             return
-        spent, has_layers = np.array(self._steps), np.array(self._has_layers)
-        self._steps, self._has_layers = [], []
+        spent, waits, has_layers = np.diff(self._readings, axis=0), np.array(self._waits), np.array(self._has_layers)
+        self._readings, self._waits, self._has_layers = self._readings[-1:], [], []
+        spent[~waits] = 0
         for child, took in self.layers.drain().items():
             spent[has_layers, child] += took
-        for child in range(len(self._meters)):
-            waited = spent[:, child]
+        for child, waited in enumerate(spent.T):
             self._recorder.observe_all(child, self._signal, waited[waited > 0])
-
-
-class _Meter:
-    """What a hook's calls, whose time only ever grows, have taken since the last reading."""
-
-    __slots__ = ("_before", "_tally")
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._before = 0
-
-    @property
-    def grown(self) -> int:
-        return self._tally[SUM] - self._before
-
-    def read(self) -> int:
-        grown = self.grown
-        self._before += grown
-        return grown

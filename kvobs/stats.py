@@ -8,15 +8,17 @@ here raises for a peer's sake: what can't be understood keeps its raw numbers.
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from time import perf_counter_ns
+from types import ModuleType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs import faults, signals
@@ -28,6 +30,7 @@ from kvobs.recorder import Recorder, Taken
 from kvobs.summary import summarize
 
 _MERGE = signals.slot(signals.SELF_SECONDS, "merge")
+_ENTRIES_AT_MOST = 1_000  # children: names come from the peer
 
 
 class RawStats(KVConnectorStats):
@@ -49,6 +52,22 @@ class RawStats(KVConnectorStats):
         return {key: value for key, value in self.data.items() if isinstance(value, int | float)}
 
 
+class _Merging:
+    """What merging has taken in this process, until numbers that go out take it along."""
+
+    owed_ns = 0
+
+    @faults.contained("merge")
+    def spend(self, own: Any, ns: int) -> None:
+        self.owed_ns += ns
+        if isinstance(own, KvobsStats) and not own.is_bare:
+            own.spend(_MERGE, self.owed_ns)
+            self.owed_ns = 0
+
+
+_merging = _Merging()
+
+
 class MultiKVConnectorStats(stock.MultiKVConnectorStats):
     """The stats of all children, by name, and kvobs's own under ``kvobs``."""
 
@@ -61,25 +80,27 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
                 payload[name] = as_dict(stats)
             except Exception:
                 faults.contain("merge")
-        own = self.data.get(RESERVED_NAME)
-        if isinstance(own, KvobsStats) and RESERVED_NAME in payload:
-            own.spend(_MERGE, perf_counter_ns() - begin)
+        _merging.spend(self.data.get(RESERVED_NAME), perf_counter_ns() - begin)
         return payload
 
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
         """Merge ``other`` in; it is neither changed nor kept."""
-        try:
-            for name, theirs in other.data.items():
-                mine = self.data.get(name)
-                if mine is None:
-                    self.data[name] = copy.deepcopy(theirs)
-                elif name == RESERVED_NAME:
-                    mine.aggregate(theirs)
-                else:
-                    self.data[name] = _merged(name, mine, theirs)
-        except Exception:
-            faults.contain("merge")
+        for name, theirs in other.data.items() if isinstance(other.data, Mapping) else ():
+            try:
+                self._merge(name, theirs)
+            except Exception:
+                faults.contain("merge")
         return self
+
+    def _merge(self, name: str, theirs: KVConnectorStats) -> None:
+        mine = self.data.get(name)
+        if mine is None:
+            if len(self.data) < _ENTRIES_AT_MOST or name == RESERVED_NAME:
+                self.data[name] = copy.deepcopy(theirs)
+        elif name == RESERVED_NAME:
+            mine.aggregate(theirs)
+        else:
+            self.data[name] = _merged(name, mine, theirs)
 
     def reset(self) -> None:
         for stats in self.data.values():
@@ -100,7 +121,7 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         return {f"\n  {name}": line for name, line in lines.items()}
 
     def is_empty(self) -> bool:
-        return all(stats.is_empty() for stats in self.data.values())
+        return all(_is_empty(name, stats) for name, stats in self.data.items())
 
     def __getitem__(self, name: str) -> KVConnectorStats:
         stats: KVConnectorStats = self.data[name]
@@ -123,8 +144,13 @@ class Collector:
         data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
         if not data and not is_due:
             return None
-        data[RESERVED_NAME] = KvobsStats.of(self._classes, self._take() if is_due else nothing())
-        return MultiKVConnectorStats(data=data)
+        if (own := self._own() if is_due else KvobsStats.bare(self._classes)) is not None:
+            data[RESERVED_NAME] = own
+        return MultiKVConnectorStats(data=data) if data else None
+
+    @faults.contained("flush")
+    def _own(self) -> KvobsStats:
+        return KvobsStats.of(self._classes, self._take())
 
     def _take(self) -> Taken:
         """Take the numbers; whatever happens to them, that there was a fault gets out."""
@@ -161,7 +187,7 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
                 rebuilt[name] = ours
             elif isinstance(value, KVConnectorStats):
                 rebuilt[name] = value
-            else:
+            elif len(rebuilt) < _ENTRIES_AT_MOST:
                 rebuilt[name] = _rebuild_child(name, ours.children.get(name), as_dict(value))
     except Exception:
         faults.contain("rebuild")
@@ -191,23 +217,32 @@ def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConne
     return RawStats(data=data)
 
 
-@lru_cache(maxsize=64)
+_found: dict[str, type[KVConnectorBase_V1]] = {}
+_FOUND_AT_MOST = 64
+
+
 def _class_at(path: str) -> Any:
+    """Find a connector's class where this process has it already: a payload decides on no import.
+
+    The API server imports the configured connectors when it makes their metrics, before any payload comes in.
+    """
+    if (known := _found.get(path)) is not None:
+        return known
     module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    if isinstance(found, type) and issubclass(found, KVConnectorBase_V1):
+        if len(_found) < _FOUND_AT_MOST:
+            _found[path] = found
         return found
-    except Exception:
-        once(
-            f"class:{path}",
-            logging.ERROR,
-            "can't import %s to rebuild its stats; its raw numbers are kept",
-            path,
-            exc_info=True,
-        )
-        return None
+    once(
+        f"class:{path}",
+        logging.ERROR,
+        "%.200r is no connector that this process has imported: its stats can't be rebuilt, its raw numbers are kept",
+        path,
+    )
+    return None
 
 
 @lru_cache(maxsize=64)
@@ -218,6 +253,15 @@ def _registered(name: str) -> Any:
     except Exception:
         once(f"registered:{name}", logging.INFO, "no connector is registered as %r; its raw stats are kept", name)
         return None
+
+
+def _is_empty(name: str, stats: KVConnectorStats) -> bool:
+    """Return a child's own word; stats that can't tell are shown."""
+    try:
+        return stats.is_empty()
+    except Exception:
+        once(f"empty:{name}", logging.ERROR, "the stats of connector %r can't be read", name, exc_info=True)
+        return False
 
 
 def _reduced(name: str, stats: KVConnectorStats) -> str:

@@ -167,7 +167,8 @@ def who_reads(prefill: Engine, decode: Engine, kv_heads: int, *, is_mla: bool = 
     """Return what each decode rank reads: every KV head that it needs, once, from the first rank that has it.
 
     This is arithmetic: what a connector refuses besides is not in it. Where prefill has more ranks than decode, NIXL
-    refuses block sizes that differ and prefill ranks that hold copies, except of MLA and hybrid models.
+    refuses prefill ranks that hold copies, except of MLA and hybrid models, and block sizes that differ where a decode
+    rank reads from several.
     """
     tp_sizes = {"prefill": prefill.tp_size, "decode": decode.tp_size}
     block_sizes = {"prefill": prefill.block_size, "decode": decode.block_size}

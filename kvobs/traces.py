@@ -41,7 +41,11 @@ class Untraced:
 
     def begin_step(self) -> TraceContext | None: ...
 
+    def context_of(self, opened: Opened | None) -> TraceContext | None: ...
+
     def hand_on(self, request_id: str, saves: Mapping[int, Save]) -> TraceContext | None: ...
+
+    def into_params(self, params: dict[str, Any] | None, handed: TraceContext | None) -> dict[str, Any] | None: ...
 
 
 class Traces(Untraced):
@@ -169,6 +173,16 @@ class Traces(Untraced):
         """Begin a span of this request."""
         trace = self._traces.get(request_id)
         return Opened(trace, new_span_id(), trace.above) if trace is not None else None
+
+    @contained("trace")
+    def context_of(self, opened: Opened | None) -> TraceContext | None:
+        """Return what the workers' spans are to join."""
+        return opened.context if opened is not None else None
+
+    @contained("trace")
+    def into_params(self, params: dict[str, Any] | None, handed: TraceContext | None) -> dict[str, Any] | None:
+        """Return the params with what a decode engine is to link to."""
+        return context.into_params(params, handed)
 
     @contained("trace")
     def hand_on(self, request_id: str, saves: Mapping[int, Save]) -> TraceContext | None:

@@ -1,9 +1,10 @@
-"""One load, one promised save: what is known of it, rank by rank."""
+"""One load, one promised save: what is known of it, rank by rank; and those that wait for a rank."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvobs.layout import Blocks
+from kvobs.reports import Foreign
 
 
 class Slowest(NamedTuple):
@@ -74,3 +75,55 @@ class Save(_OnRanks):
     arrived: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
     trace: Any = None
+    is_abandoned: bool = False  # taken for done without a word of its child
+
+
+class Finished(NamedTuple):
+    """What the end of a request means: whether vLLM must hold its blocks, and what came to nothing."""
+
+    holds: bool
+    aborted: Load | None  # the load that was still open
+    promised: dict[int, Save]  # by child, saves that are open now
+    early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
+    foreign: list[Foreign]  # reports of saves that were never promised
+
+
+class Stuck(NamedTuple):
+    """A transfer that some ranks reported long ago and others never did."""
+
+    kind: str  # "load" or "save"; in the aggregator also "failure": of a load that no rank says is over
+    request: str
+    missing: tuple[int, ...]  # ranks; none where it is not known which were to report
+
+
+class Halves:
+    """The transfers that some ranks have reported and others have not, the oldest first."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, int, str], tuple[int, Load | Save]] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def note(self, kind: str, child: int, request: str, transfer: Load | Save, now_ns: int) -> None:
+        """Note that a first rank, not the only one expected, has reported a transfer of ``child``."""
+        self._since[kind, child, request] = now_ns, transfer
+
+    def forget(self, kind: str, child: int, request: str) -> None:
+        """Note that a transfer is over."""
+        self._since.pop((kind, child, request), None)
+
+    def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
+        """Return what has been half reported since before this time, by child; each is handed out once.
+
+        ``ranks`` is how many there are: fewer may be expected to report, and which is not known then.
+        """
+        found: list[tuple[int, Stuck]] = []
+        for (kind, child, request), (since_ns, transfer) in self._since.items():
+            if since_ns > before_ns:
+                break
+            silent = tuple(rank for rank in range(ranks) if rank not in transfer.arrived)
+            found.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
+        for child, stuck in found:
+            self.forget(stuck.kind, child, stuck.request)
+        return found

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from kvobs.block_copies import BlockCopies, CopyBlocks
 from kvobs.children import Child
+from kvobs.children import TransferResults as KVConnectorTransferResults
 from kvobs.context import TraceContext
 from kvobs.faults import contained
 from kvobs.metadata import (
@@ -25,15 +27,10 @@ from kvobs.recorder import Recorder, wall_ns
 from kvobs.reports import Kind, Report
 from kvobs.stalls import Stalls
 from kvobs.stats import Collector, MultiKVConnectorStats
+from kvobs.worker_gates import WorkerGates
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-
-# vLLM before 0.30 has no such results: there a child reports bad blocks, or nothing, when a load fails.
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:
-    KVConnectorTransferResults = None
 
 
 ENDINGS = (Kind.RECEIVED, Kind.FAILED, Kind.SAVED)
@@ -48,10 +45,14 @@ class WorkerSide:
         recorder: this process's numbers.
         rank: this worker's rank within its engine.
         kv_cache_groups: the number of KV cache groups; block ids are unique within one only.
+        copies: makes the operations that children copy blocks by.
     """
 
-    def __init__(self, children: Sequence[Child], recorder: Recorder, rank: int, kv_cache_groups: int) -> None:
+    def __init__(
+        self, children: Sequence[Child], recorder: Recorder, rank: int, kv_cache_groups: int, copies: BlockCopies
+    ) -> None:
         self.children = children
+        self._copies = copies
         self._rank = rank
         self._ids_are_unique = kv_cache_groups <= 1
         self._collector = Collector(children, recorder)
@@ -62,26 +63,41 @@ class WorkerSide:
         self.layer_calls = self._stalls.layer_calls
         self._meta: MultiKVConnectorMetadata | None = None
         self._calls = recorder.tracer
+        self._flight = recorder.flight
         self._loads: dict[str, LoadOrder] = {}  # open loads, to tell whose a bad block is
+        self._orphaned: set[str] = set()  # those of them whose request has ended
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank was told of it
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
+        self._gates = WorkerGates(children)
+        self._with_events = [child for child in children if child.does("get_kv_connector_kv_cache_events")]
 
     # Before the forward
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         meta = _ours(kv_connector_metadata)
+        self._gates.begin_step(meta)
         for child, own in zip(self.children, meta.metadata, strict=True):
             child.handle_preemptions(own)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._meta = meta = _ours(connector_metadata)
+        if self._flight is not None:
+            self._flight.begin_step(has_forward=meta.has_forward)
+            self._flight.told(meta.loads, meta.promised)
+        self._orphaned.update(meta.orphaned)  # before those that are over already
         for request in meta.closed:
-            self._loads.pop(request, None)
+            if (over := self._loads.pop(request, None)) is not None:
+                self._began.pop((over.child, request), None)  # a rank need not report
+            self._orphaned.discard(request)
         self._loads.update(meta.loads)
+        self._gates.begin_step(meta)
         self._note_begin(meta)
+        for save in meta.saved:  # some of them promised in this step, too
+            self._began.pop(save, None)
         for child, own in zip(self.children, meta.metadata, strict=True):
-            child.bind_connector_metadata(own)
+            if own is not None or child.gate is None:  # an isolated one may have failed to build any
+                child.bind_connector_metadata(own)
 
     @contained("trace")
     def _note_begin(self, meta: MultiKVConnectorMetadata) -> None:
@@ -107,9 +123,10 @@ class WorkerSide:
         """
         for child in self.children:
             results = child.get_transfer_results(finished_req_ids)
-            self._report(child, Kind.FAILED, results.failed_recving)
-            self._report(child, Kind.RECEIVED, results.finished_recving - results.failed_recving)
-            self._report(child, Kind.SAVED, results.finished_sending)
+            if results.failed_recving or results.finished_recving or results.finished_sending:
+                self._report(child, Kind.FAILED, results.failed_recving)
+                self._report(child, Kind.RECEIVED, results.finished_recving - results.failed_recving)
+                self._report(child, Kind.SAVED, results.finished_sending)
         failed = self._meta.failed if self._meta is not None else ()
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 
@@ -165,30 +182,52 @@ class WorkerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return what there is to tell; kvobs's own numbers when the scheduler says so, or when nothing else runs."""
+        return self._collector.collect(is_due=self._close_step() or False)
+
+    @contained("record")
+    def _close_step(self) -> bool:
+        """Measure the step that ends; return whether kvobs's own numbers are due."""
         meta = self._meta
         if meta is None:
-            return self._collector.collect(is_due=False)
-        has_sync_loads = any(not load.is_async for load in meta.loads.values())
-        self._loaded_ns = self._stalls.last_load_ns
+            return False
+        has_sync_loads = bool(meta.loads) and any(not load.is_async for load in meta.loads.values())
+        self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
         self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        has_news = bool(self._reports or meta.failed or self._journal.has_urgent)
-        is_due = meta.flush or (not meta.has_forward and has_news)
+        is_due = meta.flush or (not meta.has_forward and self._has_news(meta))
         if is_due:
             self._stalls.flush()
-        return self._collector.collect(is_due=is_due)
+        return is_due
+
+    def _has_news(self, meta: MultiKVConnectorMetadata) -> bool:
+        """Return whether something has happened that may be the last thing that does.
+
+        An arrived load is not: its request goes on with a forward, and to its first token, unless it has ended.
+        """
+        return bool(meta.failed) or self._journal.has_urgent or not all(map(self._goes_on, self._reports))
+
+    def _goes_on(self, report: Report) -> bool:
+        is_open = report.request in self._loads and report.request not in self._orphaned
+        return report.kind is Kind.RECEIVED and is_open
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        by_child = {child.index: child.get_kv_connector_kv_cache_events() for child in self.children}
-        by_child = {index: events for index, events in by_child.items() if events is not None}
+        by_child: dict[int, Any] = {}
+        for child in self._with_events:
+            if (events := child.get_kv_connector_kv_cache_events()) is not None:
+                by_child[child.index] = events
         return MultiKVEvents(by_child) if by_child else None
 
     def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
-        metadata = tuple(child.build_connector_worker_meta() for child in self.children)
+        metadata = tuple([child.build_connector_worker_meta() for child in self.children])
         self._report_syncs()
+        for child, request in self._gates.not_begun(self._meta):
+            self._report(self.children[child], Kind.FAILED, (request,))
         reports, self._reports = self._reports, []
-        if not reports and all(own is None for own in metadata):
+        if self._flight is not None:
+            self._flight.reported(reports)
+        broken = self._gates.take_broken()
+        if not reports and not broken and all(own is None for own in metadata):
             return None
-        return MultiKVConnectorWorkerMetadata(metadata=metadata, reports=reports)
+        return MultiKVConnectorWorkerMetadata(metadata=metadata, reports=reports, broken=broken)
 
     def _report_syncs(self) -> None:
         """Report the synchronous loads of this step: they are over, and no child says so."""
@@ -206,8 +245,16 @@ class WorkerSide:
         self._meta = None
         for child in self.children:
             child.clear_connector_metadata()
+        if self._flight is not None:
+            self._flight.end_step()
 
     # Once
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
+        """Hand each child an operation of its own, so that what it copies is counted as its."""
+        for child in self.children:
+            if child.does("set_host_xfer_buffer_ops"):
+                child.set_host_xfer_buffer_ops(self._copies.operation(child.index, copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the one memory pool that a child wants the KV cache in, if any."""

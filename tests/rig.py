@@ -18,7 +18,6 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -26,6 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor import abstract as executors
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -140,7 +140,8 @@ class Rig:
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        # By the name that vLLM's executor looks up, which kvobs may have replaced.
+        self.aggregator = executors.KVOutputAggregator.from_connector(self.connector, ranks)
         self.output: KVConnectorOutput | None = None
         self.stats: list[Any] = []
 
@@ -243,7 +244,7 @@ def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)
     shipped = sum(KvobsStats(data=payload["kvobs"]).taken().counts.get(place, 0) for payload in rig.stats)
-    return shipped + counts_of(rig.connector._side._recorder, child, metric, *labels)
+    return shipped + counts_of(rig.connector._side._outcomes._recorder, child, metric, *labels)
 
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
@@ -261,6 +262,7 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.scheduler.requests == {}
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
-    assert (len(side.ledger), len(side._offers), side._orders) == (0, 0, {})
+    assert (len(side.ledger), len(side._offers), side._news.loads) == (0, 0, {})
     assert not isinstance(side._traces, Traces) or len(side._traces) == 0
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
+    assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

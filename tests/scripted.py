@@ -37,6 +37,7 @@ class Script:
     worker_meta: dict[int, Any] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)  # hook -> answer of a simple hook
     raises: dict[str, Exception] = field(default_factory=dict)
+    raises_on: set[int] | None = None  # ranks; the scheduler's side counts as 0
     on_output: Any = None  # called with the scheduler-side view of the workers' output
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -70,7 +71,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note(self, hook: str, detail: Any = None) -> Any:
         self.script.calls.append((hook, detail))
-        if hook in self.script.raises:
+        if hook in self.script.raises and self.rank in (self.script.raises_on or {self.rank}):
             raise self.script.raises[hook]
         return self.script.answers.get(hook)
 
@@ -146,6 +147,10 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     # worker
 
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        self._note("set_host_xfer_buffer_ops")
+        self.copy_blocks = copy_operation
+
     def get_handshake_metadata(self) -> Any:
         return self.script.handshake
 
@@ -191,6 +196,43 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         self._note("shutdown")
+
+
+class BestEffortConnector(ScriptedConnector):
+    """A cache that may be left out, and that can be told to fail in any hook."""
+
+    requires_kv_delivery = False
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.has_connector_metadata(), "as OffloadingConnector insists"
+        return super().get_transfer_results(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._note("get_block_ids_with_load_errors")
+        return super().get_block_ids_with_load_errors()
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        self._note("get_kv_connector_kv_cache_events")
+        return super().get_kv_connector_kv_cache_events()
+
+    def build_connector_worker_meta(self) -> Any:
+        self._note("build_connector_worker_meta")
+        return super().build_connector_worker_meta()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        self._note("get_kv_connector_stats")
+        return super().get_kv_connector_stats()
+
+    def get_finished_count(self) -> int | None:
+        self._note("get_finished_count")
+        return super().get_finished_count()
+
+    def clear_connector_metadata(self) -> None:
+        self._note("clear_connector_metadata")
+        super().clear_connector_metadata()
+
+    def finish_forward(self) -> None:
+        self._note("finish_forward")
 
 
 class PipelineAwareConnector(ScriptedConnector):

@@ -48,6 +48,23 @@ def test_other_keys_beside_connectors_are_not_ours() -> None:
 
 
 @pytest.mark.parametrize(
+    ("timeline", "message"),
+    [
+        ({"dir": "here"}, "kvobs.timeline.dir: found 'here', allowed: an absolute path"),
+        ({"dir": 5}, "kvobs.timeline.dir: found 5, allowed: a valid string"),
+        ({"dir": "/a\0b"}, "kvobs.timeline.dir: found '/a\\x00b', allowed: an absolute path"),
+        ({"mib": 0}, "kvobs.timeline.mib: found 0, allowed: greater than or equal to 1"),
+        ({"mib": 1025}, "kvobs.timeline.mib: found 1025, allowed: less than or equal to 1024"),
+        ({"mib": "1"}, "kvobs.timeline.mib: found '1', allowed: a valid integer"),
+        ({"path": "/x"}, "kvobs.timeline.path: unknown option, allowed: 'dir', 'mib'"),
+        ("/x", "kvobs.timeline: found '/x', allowed: an object"),
+    ],
+)
+def test_mistakes_in_the_timeline(timeline: Any, message: str) -> None:
+    assert mistakes(timeline=timeline) == (f"kv_connector_extra_config.{message}",)
+
+
+@pytest.mark.parametrize(
     ("connectors", "message"),
     [
         (None, "kv_connector_extra_config.connectors: found None, needs a list with at least one connector"),

@@ -132,3 +132,12 @@ def test_hit_sources_and_groups_are_those_of_the_child_that_loads() -> None:
     rig.step()
     assert sum(rig.connector.get_external_cache_hit_sources(request, 16).values()) == 16
     assert rig.connector.get_loaded_kv_cache_group_ids(request) == (7,)
+
+
+@pytest.mark.parametrize(("rank", "own"), [(0, 0), (1, 1), (2, 0), (5, 1)])
+def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
+    """An external launcher counts ranks on through all data parallel engines."""
+    transfer = transfer_config("kvobs", [child_config(a)])
+    cls = KVConnectorFactory.get_connector_class(transfer)
+    worker: Any = cls(engine_config(transfer, 2, rank), KVConnectorRole.WORKER, cache_config())
+    assert worker._side._rank == own

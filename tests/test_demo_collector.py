@@ -67,8 +67,8 @@ def export(collector: Collector, *spans: ReadableSpan, timeout: float = 5, **mor
 
 
 def threads_left(before: set[threading.Thread]) -> list[str]:
-    """Return the threads that are still there a second later."""
-    deadline = time.monotonic() + 1
+    """Return the threads that do not end."""
+    deadline = time.monotonic() + 30
     while (left := [thread.name for thread in set(threading.enumerate()) - before]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left

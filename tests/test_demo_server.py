@@ -392,7 +392,7 @@ def processes_naming(text: str) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait until a condition holds; fail if it doesn't in time."""
     deadline = time.monotonic() + seconds
     while not condition():

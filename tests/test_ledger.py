@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvobs.ledger import Ledger
 from kvobs.reports import Kind, Report
+from kvobs.transfers import Stuck
 
 REQUESTS = ("r0", "r1", "r2")
 CHILDREN = (0, 1)
@@ -175,6 +176,21 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def keeps_only_live_requests(self) -> None:
         assert set(self.ledger) <= set(self.told)
 
+    @invariant()
+    def knows_what_some_ranks_have_reported_and_others_not(self) -> None:
+        halves = {
+            ("load", told.load[0], request)
+            for request, told in self.told.items()
+            if told.load is not None and 0 < len(told.arrived) < told.load[2]
+        }
+        halves |= {
+            ("save", child, request)
+            for request, told in self.told.items()
+            for child, expected in told.promised.items()
+            if 0 < len(told.saved.get(child, ())) < expected
+        }
+        assert set(self.ledger.halves._since) == halves
+
 
 def _in(told: Told) -> bool:
     return told.load is not None and len(told.arrived) >= told.load[2]
@@ -253,6 +269,27 @@ def test_a_save_that_is_closed_by_force_counts_once() -> None:
     assert ledger.close_save("r", 0) is not None
     assert ledger.close_save("r", 0) is None
     assert ledger.take_sent() == {"r"}
+
+
+def test_what_was_stuck_is_not_stuck_again_when_another_rank_reports() -> None:
+    ledger = opened(expected=3)
+    for rank, now in ((2, 10), (0, 20)):
+        ledger.hear(report(Kind.RECEIVED, "r", 0, rank), now)
+    assert ledger.halves.take_stuck(9, 3) == []
+    assert ledger.halves.take_stuck(10, 3) == [(0, Stuck("load", "r", (1,)))], "since the first report"
+    ledger.hear(report(Kind.RECEIVED, "r", 0, 0), 30)
+    assert ledger.halves.take_stuck(40, 3) == []
+    ledger.hear(report(Kind.RECEIVED, "r", 0, 1), 50)
+    assert ledger.take_loads_in(0) == ["r"], "late is not lost"
+
+
+def test_a_save_that_was_half_reported_before_its_promise_waits_since_the_promise() -> None:
+    ledger = opened()
+    ledger.hear(report(Kind.SAVED, "r", 1, 0), 10)
+    assert ledger.halves.take_stuck(90, 2) == []
+    ledger.finish("r", [(1, 2)], 20)
+    assert ledger.halves.take_stuck(19, 2) == []
+    assert ledger.halves.take_stuck(20, 2) == [(1, Stuck("save", "r", (1,)))]
 
 
 def test_partial_tails_are_known_until_the_request_ends() -> None:

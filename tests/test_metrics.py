@@ -191,6 +191,22 @@ def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
     assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
 
 
+def test_a_payload_without_numbers_costs_no_metric_anything_until_one_with_numbers_comes() -> None:
+    front = Front(metered("a"), names=["one"])
+    bare = {"kvobs": own({}, ONE), "one": {"n": 1}}
+    for _ in range(3):
+        front.metrics.observe(bare)
+    assert front.value("scripted_things_total", "one") == 3
+    assert front.value("kvobs_self_seconds_total", None, where="apply") is None
+    spent = front.metrics._spent[0]["apply"]
+    assert spent > 0
+    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > spent / 1e9
+    faults._counts["rebuild"] += 2
+    front.metrics.observe(bare)
+    assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2, "faults do not wait"
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
 def test_childrens_own_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
     front = Front(metered("a"), metered("b"), names=["one", "two"])

@@ -7,11 +7,14 @@ test's: every step lasts 200 ms, so that every step flushes.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
 from kvobs.signals import SIGNALS
@@ -35,7 +38,7 @@ class Engine:
         self.scripts = scripts
         self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
-        for module in ("scheduler", "worker"):
+        for module in ("scheduler", "worker", "open_transfers"):
             patch.setattr(f"kvobs.{module}.wall_ns", lambda: int(self.now * 1e9))
         kvobs = {"names": NAMES, **kvobs}
         self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)
@@ -172,7 +175,10 @@ def test_offers(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
 
 
 def test_an_async_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    """Allocated in step 1, received by rank 0 in step 2, by rank 1, whose clock is 50 ms ahead, in step 4."""
+    """Allocated in step 1, received by rank 0 in step 2, by rank 1, whose clock is 50 ms ahead, in step 4.
+
+    It is told after the next step, which has the request's forward: nothing stands between a load and its first token.
+    """
     a.offers["r"] = KV
     engine = Engine(patch, a, b)
     engine.rig.add("r")
@@ -186,6 +192,8 @@ def test_an_async_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert engine.value("kvobs_in_flight", kind="load") == 1
     a.say(1, received="r")
     engine.rank_s = {1: 0.05}
+    engine.step()
+    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 0
     engine.step()
     assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
     assert engine.value("kvobs_load_tokens_total") == 2 * BLOCK
@@ -293,6 +301,58 @@ def _with_a_bad_block(scheduled: Any, script: Script) -> Any:
     return scheduled
 
 
+def test_two_sync_loads_that_fail_in_one_step_are_two(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"], a.offers["q"] = [SYNC, (0, False)], [SYNC, (0, False)]
+    engine = Engine(patch, a, b, ranks=1)
+    for request in ("r", "q"):
+        engine.rig.add(request)
+    schedule = engine.rig.scheduler.schedule
+
+    def spoiling() -> Any:
+        scheduled = schedule()
+        if not a.bad_blocks:
+            a.bad_blocks[0] = {blocks[0][0] for _, tokens, blocks in a.called("update_state_after_alloc") if tokens}
+        return scheduled
+
+    engine.rig.scheduler.schedule = spoiling
+    engine.step()
+    assert engine.value("kvobs_loads_total", mode="sync", outcome="failed") == 2
+    assert engine.value("kvobs_failed_sync_loads_total") == 2
+
+
+def test_a_load_that_fails_by_block_here_and_as_a_whole_there_is_recomputed_as_a_whole(
+    patch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    a.offers["r"] = [(3 * BLOCK, True), (0, False)]
+    engine = Engine(patch, a, b)
+    request = engine.rig.add("r")
+    engine.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][2]}
+    a.say(0, received="r")
+    a.say(1, failed="r")
+    engine.step(2)
+    assert request.num_computed_tokens == 0
+    assert engine.value("kvobs_recomputed_tokens_total") == 3 * BLOCK
+
+
+def test_a_load_whose_blocks_fail_has_failed_where_that_ends_its_request(
+    patch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """With failure policy "fail" vLLM ends the request in the step of the report, before kvobs hears of it."""
+    a.offers["r"] = (3 * BLOCK, True)
+    engine = Engine(patch, a, b, policy="fail")
+    engine.rig.add("r")
+    engine.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    a.say(0, received="r")
+    engine.step()
+    a.say(1, received="r")
+    engine.step(2)
+    assert engine.rig.status("r") == "gone"
+    assert engine.series("kvobs_loads_total") == {("one", "async", "failed"): 1}
+    assert engine.value("kvobs_recomputed_tokens_total") == 3 * BLOCK
+
+
 def test_an_aborted_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     engine = Engine(patch, a, b, ranks=1)
@@ -340,6 +400,72 @@ def test_foreign_reports(patch: pytest.MonkeyPatch, a: Script, b: Script) -> Non
         ("one", "failure"): 1,
         ("one", "save"): 1,
     }
+
+
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_a_transfer_that_a_rank_never_reports(
+    kind: str, patch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank of three is silent; half a second after the others it is named, once."""
+    word = "received" if kind == "load" else "saved"
+    b.offers["r"] = KV if kind == "load" else (0, False)
+    b.promises.add("r")
+    engine = Engine(patch, a, b, ranks=3, stuck_after_s=0.5)
+    engine.rig.add("r", max_tokens=1)
+    engine.step(2)
+    b.say(0, **{word: "r"})
+    engine.step()
+    b.say(2, **{word: "r"})
+    engine.step(2)
+    assert engine.series("kvobs_stuck_transfers_total") == {}
+    engine.step(3)
+    assert engine.series("kvobs_stuck_transfers_total") == {("two", "1"): 1}
+    (line,) = (record.getMessage() for record in caplog.records if "stuck" in record.getMessage())
+    assert line.startswith(
+        f"connector 'two': stuck for 0.5 s: the {kind} of 1 request (r), reported by other ranks and not by rank 1."
+    )
+    assert engine.value("kvobs_in_flight", "two", kind=kind) == 1
+    b.say(1, **{word: "r"})
+    engine.step(2)
+    assert engine.value("kvobs_in_flight", "two", kind=kind) == 0, "late is not lost"
+
+
+def test_a_best_effort_child_fails(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    for module in ("test_observed", "rig"):
+        patch.setattr(f"tests.{module}.child_config", partial(child_config, cls="BestEffortConnector"))
+    engine = Engine(patch, a, b, ranks=2, isolate=["two"])
+    patch.setattr("kvobs.isolation.wall_ns", lambda: int(engine.now * 1e9))
+    engine.rig.add("r", max_tokens=40)
+    b.raises["wait_for_save"] = TimeoutError("no answer")
+    engine.step()
+    b.raises.clear()
+    engine.step()
+    assert engine.series("kvobs_quarantined") == {("two",): 1}
+    assert engine.series("kvobs_call_errors_total") == {("two", "TimeoutError", "wait_for_save"): 2}
+    engine.step(7)
+    assert engine.series("kvobs_quarantined") == {("two",): 0}
+
+
+def test_block_copies(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Engine(patch, a, b)
+    for worker in engine.rig.workers:
+        worker.set_host_xfer_buffer_ops(copy_kv_blocks)
+    cache = {f"layer.{i}": torch.arange(64.0).view(16, 4) + i for i in range(2)}
+    buffer = {layer: torch.zeros(8, 4) for layer in cache}
+    copies = [worker._connectors[1].copy_blocks for worker in engine.rig.workers]
+    for copy in copies:
+        copy(cache, buffer, [3, 15], [0, 1], "d2h")
+    copies[1](buffer, cache, [0], [9], "h2d")
+    assert buffer["layer.1"][1].tolist() == cache["layer.1"][15].tolist() == [61, 62, 63, 64]
+    assert cache["layer.0"][9].tolist() == [12, 13, 14, 15]
+    engine.rig.add("r")
+    engine.step()
+    block = 2 * 4 * 4  # layers, numbers, bytes
+    for direction, blocks, calls in (("d2h", 4, 2), ("h2d", 1, 1)):
+        assert engine.value("kvobs_block_copy_bytes_total", "two", direction=direction) == blocks * block
+        assert engine.value("kvobs_block_copy_duration_seconds_count", "two", direction=direction) == calls
+        assert engine.value("kvobs_block_copy_duration_seconds_sum", "two", direction=direction) > 0
+        assert engine.value("kvobs_block_copy_bytes_total", "one", direction=direction) == 0
 
 
 # --- kvobs itself

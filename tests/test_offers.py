@@ -130,7 +130,7 @@ def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet() -> None
         asker.ask()
     counts = asker.recorder.take().counts
     first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
-    assert counts[first + LOOKUP_DELAY.bounds.index(23)] == 1  # 4.2 to 8.4 ms
+    assert counts[first + LOOKUP_DELAY.bounds.index(24)] == 1  # 4.2 to 17 ms
     assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
 
 

@@ -122,7 +122,7 @@ def test_a_failed_sync_load_resets_the_siblings_and_names_those_that_can_not_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted = Counted(True, True, None)
-    counted.outcomes.sync_load_failed(0)
+    counted.outcomes.sync_loads_failed(0, 1)
     assert counted.reset == ["two", "three"]
     assert "except of three, which can't be" in caplog.text
     assert counted.counts() == {(0, "kvobs_failed_sync_loads_total"): 1}

@@ -92,6 +92,25 @@ def test_numbers_that_were_nothing_do_not_grow_those_that_still_are() -> None:
     assert numbers(nothing()).is_empty()
 
 
+def test_a_payload_without_numbers_says_whose_the_childrens_stats_are_and_takes_numbers_in() -> None:
+    """Most steps have one: it is made and read without looking at numbers."""
+    children = {"one": "m:C", "two": "m:D"}
+    bare, full = KvobsStats.bare(children), KvobsStats.of(children, Taken({3: 4}, [["s", 0, "x", 1]], {5: 6}))
+    assert bare.data == KvobsStats.of(children, nothing()).data
+    assert (bare.is_bare, full.is_bare) == (True, False)
+    read = KvobsStats.read(msgspec.msgpack.decode(msgspec.msgpack.encode(bare.data)))
+    assert (read.data, read.children) == (bare.data, children)
+    assert read.aggregate(full).taken() == full.taken()
+    assert KvobsStats.bare(children).is_bare, "none shares its numbers with another"
+
+
+@pytest.mark.parametrize("key", ["v", "table"])
+def test_what_another_version_sends_is_never_bare(key: str) -> None:
+    other = KvobsStats.bare({})
+    other.data[key] = 0
+    assert not other.is_bare
+
+
 def test_of_gauges_the_last_one_counts() -> None:
     mine = numbers(Taken({}, [], {1: 5, 2: 6}))
     mine.aggregate(numbers(Taken({}, [], {2: 7})))

@@ -10,10 +10,11 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-from kvobs import faults, signals
+from kvobs import faults, signals, stats
 from kvobs.children import Child
 from kvobs.payload import VERSION, KvobsStats
 from kvobs.recorder import Recorder, Taken
@@ -48,7 +49,7 @@ class Unmergeable(Summed):
         raise RuntimeError("no")
 
 
-class Connector:
+class Connector(KVConnectorBase_V1):
     """A class that is registered nowhere."""
 
     @classmethod
@@ -56,7 +57,7 @@ class Connector:
         return Summed(data=data or {})
 
 
-class BrokenConnector:
+class BrokenConnector(KVConnectorBase_V1):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         raise RuntimeError("no")
@@ -260,6 +261,18 @@ def test_what_adding_up_costs_is_counted_where_it_is_done() -> None:
     sent = KvobsStats(data=mine.to_dict()["kvobs"]).taken().counts
     assert sent[slot(signals.SELF_SECONDS, "merge")] > 0
     assert sent[HIT] == 2
+
+
+def test_what_steps_without_numbers_cost_goes_out_with_the_next_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_merging", stats._Merging())
+    clock = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(stats, "perf_counter_ns", lambda: next(clock))
+    bare = MultiKVConnectorStats(data={"kvobs": KvobsStats.bare({"one": "m:C"})})
+    assert bare.to_dict()["kvobs"] == bare.to_dict()["kvobs"] == KvobsStats.bare({"one": "m:C"}).data
+    sent = KvobsStats(data=payload().to_dict()["kvobs"]).taken().counts
+    assert sent[slot(signals.SELF_SECONDS, "merge")] == 3 * 1000
+    again = KvobsStats(data=payload().to_dict()["kvobs"]).taken().counts
+    assert again[slot(signals.SELF_SECONDS, "merge")] == 1000
 
 
 def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:

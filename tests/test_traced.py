@@ -5,6 +5,7 @@ As in ``test_observed``: vLLM's real scheduler and aggregator, every hop pickled
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.rig import BLOCK, assert_nothing_is_left
+from tests.rig import BLOCK, assert_nothing_is_left, child_config
 from tests.scripted import Script
 from tests.test_observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC, Engine
 
@@ -234,7 +235,7 @@ def test_the_environments_sampler_decides_where_nobody_else_has(
 def test_of_a_share_of_the_traces_each_is_whole(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    engine = Traced(patch, a, b)
+    engine = Traced(patch, a, b, slow_call_ms=60_000)  # a busy machine's pause is no slow call here
     for request in ("r" * i for i in range(1, 25)):  # the sum of its letters makes a request's prompt
         a.offers[request] = KV
         load(engine, request)
@@ -399,6 +400,21 @@ def test_a_failed_call_is_seen(patch: pytest.MonkeyPatch, a: Script, b: Script) 
     assert ids(call)[::2] == (CLIENT_TRACE, CLIENT_SPAN)
     assert (call.attributes or {})["error.type"] == "TimeoutError"
     assert call.status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
+def test_what_an_isolated_child_raised_is_seen(hook: str, patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """Nothing else tells of it but a number and a line of the log."""
+    for module in ("test_observed", "rig"):
+        patch.setattr(f"tests.{module}.child_config", partial(child_config, cls="BestEffortConnector"))
+    engine = Traced(patch, a, b, ranks=1, isolate=["two"])
+    b.raises[hook] = TimeoutError("no answer")
+    engine.rig.add("r", max_tokens=2)
+    engine.step(3)
+    call = engine.span(f"kv.call {hook}")
+    assert (call.attributes or {})["error.type"] == "TimeoutError"
+    assert attributes(call)["connector"] == "two"
+    assert attributes(call)["sampling.reason"] == "error"
 
 
 @pytest.mark.parametrize("layers", [False, True])

@@ -97,6 +97,50 @@ def test_numbers_go_when_the_scheduler_says_so_or_when_there_is_something_to_rep
     assert has_news(side.get_kv_connector_stats()) is flushes
 
 
+LOAD = LoadOrder(0, is_async=True, blocks=((1,),))
+
+
+@pytest.mark.parametrize(
+    ("loads", "orphaned", "says", "flushes"),
+    [
+        ((("r", LOAD),), (), {"received": "r"}, False),
+        ((("r", LOAD),), ("r",), {"received": "r"}, True),
+        ((), (), {"received": "r"}, True),
+        ((("r", LOAD),), (), {"failed": "r"}, True),
+        ((("r", LOAD), ("s", LOAD)), ("s",), {"received": "r"}, False),
+        ((("r", LOAD), ("s", LOAD)), ("s",), {"received": "r s"}, True),
+    ],
+    ids=["goes on", "has ended", "unknown", "failed", "another has ended", "one of two has ended"],
+)
+def test_an_arrived_load_is_told_at_once_only_if_nothing_comes_after_it(
+    loads: tuple[tuple[str, LoadOrder], ...],
+    orphaned: tuple[str, ...],
+    says: dict[str, str],
+    flushes: bool,
+    scripts: tuple[Script, Script],
+) -> None:
+    """A request that has its load goes on with a forward, and its first token is not kept waiting by numbers."""
+    side = side_of(Rig("kvobs", *scripts), *loads)
+    meta = side._meta
+    assert meta is not None
+    later = dataclasses.replace(meta, loads={}, orphaned=orphaned, has_forward=False)
+    side.bind_connector_metadata(later)
+    scripts[0].say(0, **says)
+    side.get_transfer_results(set())
+    assert has_news(side.get_kv_connector_stats()) is flushes
+    side.bind_connector_metadata(dataclasses.replace(later, orphaned=(), closed=tuple(r for r, _ in loads)))
+    assert (side._loads, side._orphaned) == ({}, set())
+
+
+def test_a_load_that_is_over_before_its_rank_hears_of_its_requests_end_is_forgotten(
+    scripts: tuple[Script, Script],
+) -> None:
+    side = side_of(Rig("kvobs", *scripts), ("r", LOAD))
+    assert side._meta is not None
+    side.bind_connector_metadata(dataclasses.replace(side._meta, loads={}, orphaned=("r",), closed=("r",)))
+    assert (side._loads, side._orphaned) == ({}, set())
+
+
 def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, Script]) -> None:
     a, b = scripts
     loads = [
@@ -151,6 +195,36 @@ def test_a_load_is_forgotten_when_the_scheduler_says_so_on_ranks_that_never_repo
     a.say(0, received="r")
     rig.run(2)
     assert all(w._side._loads == {} for w in rig.workers)
+
+
+def test_a_rank_forgets_what_it_never_reports_when_that_is_over(scripts: tuple[Script, Script]) -> None:
+    """A child may report on one rank for all: the others hear of its loads and saves, too."""
+    a, b = scripts
+    a.finished_count = 1
+    a.offers["r"] = (2 * BLOCK, True)
+    a.promises.add("r")
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r", max_tokens=1)
+    rig.step()
+    assert all(list(w._side._began) == [(0, "r")] for w in rig.workers)
+    a.say(0, received="r")
+    rig.run(3)
+    assert all(list(w._side._began) == [(0, "r")] for w in rig.workers), "the save is promised"
+    a.say(0, saved="r")
+    rig.run(2)
+    assert all(w._side._began == {} for w in rig.workers)
+
+
+def test_a_rank_forgets_a_save_that_another_reports_in_the_step_of_its_promise(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    a.finished_count = 1
+    a.promises.add("r")
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r", max_tokens=1)
+    a.say(0, saved="r")
+    rig.run(3)
+    assert rig.status("r") == "gone"
+    assert all(w._side._began == {} for w in rig.workers)
 
 
 def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Script]) -> None:

@@ -9,6 +9,8 @@ serverlog.py      what vLLM's log says now, and the exception behind a failure
 load.py           questions about a few documents, in rounds that make each child serve
 collector.py      receive OpenTelemetry spans, over HTTP or gRPC
 tree.py           one trace as a tree in the terminal
+faults.py         what can be put wrong on purpose, and what tells of it
+faulty.py         the connector that it is put into
 report.py         what each child was asked, offered and loaded, out of two readings of /metrics
 run.py            all of it, in order, in view
 

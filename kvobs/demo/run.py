@@ -1,6 +1,7 @@
 """`kvobs demo` from end to end: model, server, load, report."""
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -17,8 +18,9 @@ from rich.markup import escape
 from kvobs.context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, Span
+from kvobs.demo.faults import Fault, evidence
 from kvobs.demo.model import make_model
-from kvobs.demo.server import Completion, Server, ServerError
+from kvobs.demo.server import HOST, Completion, Server, ServerError, cores
 from kvobs.demo.tree import tree
 from kvobs.spans import LOAD
 
@@ -29,6 +31,12 @@ ARRIVE_S = 5.0
 """Time for spans to reach the collector, at most."""
 REQUEST = "llm_request"
 """vLLM's own span of a request."""
+ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+"""In the environment: a collector to send spans to, not the demo's own."""
+STACK = "docker compose --profile cpu up --build     # the boards: http://localhost:3000/d/kvobs-overview"
+"""In a checkout."""
+PAUSE_S = 5.0
+"""Between two rounds of a load that is repeated."""
 SETTLE_S = 0.5
 """Time for the last step's numbers to reach /metrics."""
 
@@ -41,6 +49,9 @@ class Demo:
     port: int = 0
     keep: bool = False
     requests: int = 96
+    fault: Fault | None = None
+    host: str = HOST
+    repeat: bool = False
 
     def run(self) -> list[report.Child]:
         """Run it and return what each child did.
@@ -51,12 +62,25 @@ class Demo:
             with self.step("model") as done:
                 make_model(work / "model")
                 done("a Llama with random weights and one token a byte")
-            config = multi_connector(host_memory(), files(work / "disk"))
+            config, ranks = multi_connector(host_memory(), files(work / "disk")), 1
+            if self.fault:
+                config, ranks = with_fault(self.fault, work), self.fault.ranks
             collector = stack.enter_context(Collector())
             with self.step("server") as done:
-                args = ("--otlp-traces-endpoint", collector.endpoint)
-                env = {**collector.env, "OTEL_BSP_SCHEDULE_DELAY": "500"}  # vLLM's own spans would take 5 s
-                server = Server(work / "model", work / LOG, config, self.port, args, env, on_progress=done.starting)
+                args = ("--otlp-traces-endpoint", os.environ.get(ENDPOINT, collector.endpoint))
+                env = {} if ENDPOINT in os.environ else collector.env
+                env |= {"OTEL_BSP_SCHEDULE_DELAY": "500"}  # vLLM's own spans would take 5 s
+                server = Server(
+                    work / "model",
+                    work / LOG,
+                    config,
+                    self.port,
+                    args,
+                    env | (on_one_core(ranks) if ranks > 1 else {}),
+                    tensor_parallel=ranks,
+                    on_progress=done.starting,
+                    host=self.host,
+                )
                 stack.enter_context(server)
                 done(f"vLLM with kvobs is up on {server.url}")
             rows = self.measure(server)
@@ -71,10 +95,12 @@ class Demo:
         before = server.metrics()
         results = []
         with self.step("load") as done:
+            if self.fault:
+                done.note(f"{self.fault.name}: {self.fault.says}")
             for result in load.run_rounds(TracingClient(server), self.requests, on_answer=done.progress):
                 results.append(result)
                 what = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
-                done.note(f"{what}  {result.round.says}")
+                done.note(what if self.fault else f"{what}  {result.round.says}")
             if wrong := load.differing(results):
                 raise server.failure(f"{len(wrong)} prompts got another answer when their blocks were loaded.")
             done("loaded or computed: the same answers, token for token")
@@ -86,6 +112,9 @@ class Demo:
         self.console.print(report.LEGEND, style="dim")
         self.console.print(report.source_line(report.sources(before, after)), highlight=False)
         self.console.print(report.time_line(rows), highlight=False)
+        if self.fault:
+            self.console.print(f"\n[bold]What /metrics says of it[/]: {self.fault.says}")
+            self.copyable(*evidence(self.fault, after))
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:
@@ -106,10 +135,15 @@ class Demo:
     def look_further(self, server: Server, work: Path) -> None:
         """Say how to see more, in lines that can be copied whole."""
         if self.keep:
-            lines = [f"curl -s {server.url}/metrics | grep kvobs_", f"less {work / LOG}"]
+            lines = [
+                f"{sys.argv[0]} top {server.url}",
+                f"curl -s {server.url}/metrics | grep kvobs_",
+                f"less {work / LOG}",
+            ]
         else:
             lines = [f"{sys.argv[0]} demo --keep --port 8000     # the server stays up until Ctrl-C",
                      "curl -s http://127.0.0.1:8000/metrics | grep kvobs_"]  # fmt: skip
+        lines.append(STACK)
         self.console.print("\n[bold]Look further[/]")
         self.copyable(*lines)
         self.console.print("\n[bold]With your vLLM[/]: list your own connectors, each as it is configured alone")
@@ -126,7 +160,10 @@ class Demo:
         try:
             while True:
                 server.check_alive()
-                time.sleep(1)
+                time.sleep(PAUSE_S if self.repeat else 1)
+                if self.repeat:
+                    for _ in load.run_rounds(TracingClient(server), self.requests):
+                        pass
         except KeyboardInterrupt:
             self.console.print("\nStopped.")
 
@@ -243,6 +280,24 @@ def host_memory(size: int = HOST_MEMORY) -> dict[str, Any]:
 def files(path: Path) -> dict[str, Any]:
     """Return vLLM's file-based connector, which keeps whole prompts in a folder; for tensor parallel 1 only."""
     return child("ExampleConnector", shared_storage_path=str(path))
+
+
+def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
+    """Return the demo's configuration with this fault in the child ``cpu``; the other one can serve in its stead."""
+    faulty = host_memory()
+    faulty["kv_connector"], faulty["kv_connector_module_path"] = "FaultyOffloadingConnector", "kvobs.demo.faulty"
+    faulty["kv_connector_extra_config"]["fault"] = fault.name
+    # The file-based one can't serve with several ranks.
+    config = multi_connector(faulty, files(work / "disk") if fault.ranks == 1 else host_memory())
+    if fault.is_isolated:
+        config["kv_connector_extra_config"]["kvobs"]["isolate"] = [NAMES[0]]
+        config["kv_load_failure_policy"] = "recompute"
+    return config
+
+
+def on_one_core(ranks: int) -> dict[str, str]:
+    """Return what binds every rank to one core: they spin while a load is pending, and must leave the others to run."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(1) * ranks)}
 
 
 GPU_CHILDREN = (

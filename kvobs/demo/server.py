@@ -68,6 +68,8 @@ class Server:
     on_progress: Progress = ignore_progress
     launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.serve")
     """What takes the arguments of `vllm serve`."""
+    host: str = HOST
+    """The address it listens on: this, or 0.0.0.0, all of them."""
 
     process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     scratch: Path | None = field(default=None, init=False, repr=False)
@@ -98,8 +100,9 @@ class Server:
 
     def command(self) -> list[str]:
         """Return the command line: this server's settings as `vllm serve` takes them."""
-        line = [*self.launch, str(self.model), "--served-model-name", NAME, "--host", HOST, "--port", str(self.port)]
-        line += ["--dtype", self.dtype, "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
+        line = [*self.launch, str(self.model), "--served-model-name", NAME]
+        line += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        line += ["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
         # ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
         line += ["--no-enable-chunked-prefill"]
         if self.tensor_parallel > 1:
@@ -188,7 +191,7 @@ class Server:
         max_tokens: int = 16,
         *,
         headers: Mapping[str, str] | None = None,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         **body: Any,
     ) -> "Completion":
         """Complete a prompt greedily, for exactly `max_tokens` tokens; `body` adds to or overrides the request's JSON.

@@ -8,7 +8,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench import calls, endtoend, payload, steps, traced, tracing, yardstick
+from tests.bench import (
+    aggregating,
+    calls,
+    cold,
+    copying,
+    endtoend,
+    flapping,
+    lone,
+    payload,
+    recording,
+    steps,
+    traced,
+    tracing,
+    yardstick,
+)
 from tests.bench.plot import draw
 from tests.bench.report import Part, table
 
@@ -20,15 +34,22 @@ def main() -> int:
         "yardstick": yardstick.measure,
         "calls": calls.measure,
         "steps": steps.measure,
+        "cold": cold.measure,
+        "recording": recording.measure,
         "payload": payload.measure,
+        "aggregating": aggregating.measure,
+        "copying": copying.measure,
         "tracing": tracing.measure,
+        "flapping": flapping.measure,
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
+        "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
     }
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    rounds = f"of the parts on real servers ({endtoend.ROUNDS} of endtoend, {traced.ROUNDS} of traced)"
+    usual = {"endtoend": endtoend.ROUNDS, "lone": lone.ROUNDS, "traced": traced.ROUNDS}
+    rounds = f"of the parts on real servers ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures):

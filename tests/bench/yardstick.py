@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import timeit
 from functools import cache
 
 from tests.bench.calls import CALLS, CHILDREN, BusyChild, layer_load, rig_of
@@ -12,18 +13,31 @@ REFERENCE_NS = 135
 """What stock's `wait_for_layer_load` over three children took there, warm."""
 
 ROUNDS = 21
+CALLS_NOW = 300
 
 
 def measure() -> Part:
     ratios = tuple(ns / REFERENCE_NS for ns in _stock_ns())
     line = Line("stock's fan-out over 3 children", "ns", statistics.median(_stock_ns()), ratios, baseline=REFERENCE_NS)
-    return Part("This machine; budgets in microseconds and of the step are scaled by it", [line])
+    return Part("This machine; times with a budget are given as on the reference machine", [line])
+
+
+def slowness() -> float:
+    """Return by what factor this machine is slower than the reference right now: that may change within a second.
+
+    A time divided by it can be held against a budget in microseconds.
+    """
+    return _stock().timeit(CALLS_NOW) / CALLS_NOW / REFERENCE_NS
+
+
+@cache
+def _stock() -> timeit.Timer:
+    return layer_load(rig_of("stock", *[BusyChild] * CHILDREN))
 
 
 @cache
 def _stock_ns() -> tuple[float, ...]:
-    stock = layer_load(rig_of("stock", *[BusyChild] * CHILDREN))
-    return tuple(stock.timeit(CALLS) / CALLS for _ in range(ROUNDS))
+    return tuple(_stock().timeit(CALLS) / CALLS for _ in range(ROUNDS))
 
 
 def scaled(limit: float) -> Budget:

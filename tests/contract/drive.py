@@ -1,5 +1,6 @@
 """Build kvobs's MultiConnector as vLLM's factory does, in both roles, and take requests through all of its hooks."""
 
+import copy
 import inspect
 import os
 from functools import partial
@@ -19,9 +20,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -95,6 +97,7 @@ class Drive:
         self.pair = pair
         self.calls: list[dict[str, Any]] = []
         self.told: list[Any] = []  # the stats of each step, worker's and scheduler's in one
+        self.aggregator: Any = None
 
     def __call__(self, side: str, hook: str, *args: Any, when_absent: Any = None) -> Any:
         connector = getattr(self.pair, side)
@@ -168,7 +171,20 @@ def drive(pair: Pair) -> dict[str, Any]:
     call("scheduler", "shutdown")
     call("worker", "shutdown")
     seen["told"] = tell(pair, [stats for stats in call.told if stats is not None])
+    seen["aggregator"] = type(call.aggregator).__module__
     return {"calls": call.calls, "seen": seen}
+
+
+def combine(call: Drive, output: KVConnectorOutput) -> KVConnectorOutput:
+    """Put the one worker's output through the aggregator that vLLM's executor would build."""
+    if call.aggregator is None:
+        executor: Any = SimpleNamespace(parallel_config=call.pair.config.parallel_config)
+        Executor.init_kv_output_aggregator(executor, call.pair.scheduler)
+        call.aggregator = executor.kv_output_aggregator
+    theirs = copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
+    theirs.kv_connector_output = output
+    combined: KVConnectorOutput = call.aggregator.aggregate([theirs], 0).kv_connector_output
+    return combined
 
 
 def step(call: Drive, scheduled: Any) -> dict[str, Any]:
@@ -194,6 +210,7 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
     output.kv_cache_events = call("worker", "get_kv_connector_kv_cache_events")
     output.kv_connector_worker_meta = call("worker", "build_connector_worker_meta")
     call("worker", "clear_connector_metadata")
+    output = combine(call, output)
     call("scheduler", "update_connector_output", output)
     stats, more = output.kv_connector_stats, call("scheduler", "get_kv_connector_stats")
     if stats is not None and more is not None and not more.is_empty():

@@ -176,6 +176,7 @@ def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
 
 
 def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(routed: Report) -> None:
+    assert routed["seen"]["aggregator"] == "kvobs.aggregation"
     told = routed["seen"]["told"]
     assert told["hits"] == {"Loader": 1, "Saver": 1}
     assert told["loaded"] == {"Loader": 64}

@@ -30,7 +30,11 @@ def counting_child(folder: Path, **extra: Any) -> dict[str, Any]:
 
 def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:
     config = multi_connector(*children, names=names)
-    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 400, "lookup_timeout_ms": 400}
+    config["kv_connector_extra_config"]["kvobs"] |= {
+        "slow_call_ms": 400,
+        "lookup_timeout_ms": 400,
+        "stuck_after_s": 1.5,
+    }
     return {**config, "kv_load_failure_policy": "recompute"}
 
 

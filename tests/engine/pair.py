@@ -5,6 +5,7 @@ Each worker of NIXL spins on a core, even while nothing is to do: whoever has a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import child, multi_connector
-from kvobs.demo.server import Completion, Server, claim_port, cores
+from kvobs.demo.server import Completion, Server, ServerError, claim_port, cores
 from tests.engine.serving import TOKENS, serve
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
@@ -43,6 +44,7 @@ def pair(
     model: Path,
     folder: Path,
     *args: str,
+    nixl: Mapping[str, Any] = NIXL,
     kvobs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     **more: Any,
@@ -51,11 +53,11 @@ def pair(
 
     Their logs are in the folders `prefill` and `decode`.
     """
-    config = multi_connector(NIXL, names=["nixl"])
+    config = multi_connector(dict(nixl), names=["nixl"])
     config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
 
     def own(core: int) -> dict[str, str]:
-        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
+        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_port())}
         return {**LOOPBACK_ONLY, **side_channel, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})}
 
     one, other = cores(2)
@@ -64,6 +66,17 @@ def pair(
         serve(model, folder / "decode", config, *args, env=own(other), **more) as decode,
     ):
         yield Pair(prefill, decode)
+
+
+def _port() -> int:
+    """Return a free port that no connection gets by itself while the server starts."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, lowest), 50):
+        try:
+            return claim_port(port)
+        except ServerError:
+            continue
+    raise ServerError("no free port")
 
 
 def hand_over(

@@ -55,7 +55,7 @@ def scraping(folder: Path, configuration: str, *arguments: str) -> Iterator[Prom
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            assert eventually(prometheus.is_ready, 30), (folder / "prometheus.log").read_text()
+            assert eventually(prometheus.is_ready), (folder / "prometheus.log").read_text()
             yield prometheus
         finally:
             process.terminate()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.run import child
-from kvobs.demo.server import HOST, Server, cores
+from kvobs.demo.processes import session_members
+from kvobs.demo.run import child, on_one_core
+from kvobs.demo.server import HOST, Server
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 8
+LINES = 40
 
-BOTH_RANKS_ON_ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(1) * 2)}
+BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 """While a transfer is pending vLLM's workers spin: on all of two cores, the server and the test may get no CPU for
 seconds (Linux 6.18), and what is to happen during the transfer happens after it."""
 
@@ -32,10 +35,26 @@ def importing_tests() -> dict[str, str]:
 
 @contextmanager
 def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
-    """Run a server that can import the tests' connectors."""
+    """Run a server that can import the tests' connectors; a test that fails prints what the server said last."""
     env = {**importing_tests(), **more.pop("env", {})}
     with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
-        yield server
+        try:
+            yield server
+        except BaseException:
+            print(f"{time.strftime('%H:%M:%S')}, the server:", server.tail(LINES), *states(server), sep="\n")
+            raise
+
+
+def states(server: Server) -> list[str]:
+    """Return what each of a server's processes does: its state and the CPU time it has had."""
+    assert server.process is not None
+    found = []
+    for pid in session_members(server.process.pid):
+        with suppress(OSError):
+            name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            state, *rest = fields.split()
+            found.append(f"{name}: {state}, {(int(rest[10]) + int(rest[11])) / os.sysconf('SC_CLK_TCK'):.1f} s of CPU")
+    return found
 
 
 def stock(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +75,8 @@ def total(server: Server, metric: str, **labels: str) -> float:
     return sum(s.value for s in server.metrics() if s.name == metric and labels.items() <= s.labels.items())
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Return whether it came true in time, which is long: a machine that others share may stand still for a while."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -77,10 +97,25 @@ def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:
         return dict(zip(prompts, answers, strict=True))
 
 
-def hang_up(server: Server, seconds: float, text: str, **body: Any) -> None:
-    """Ask for a long answer, and close the connection before it can be there."""
+def resident(server: Server, part: str = "") -> int:
+    """Return the memory, in bytes, of the API server, or of the processes whose name has this part, as EngineCore's."""
+    assert server.process is not None
+    found = 0
+    for pid in session_members(server.process.pid) if part else [server.process.pid]:
+        status = Path(f"/proc/{pid}/status").read_text()
+        if part in re.findall(r"Name:\s+(.*)", status)[0]:
+            found += int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
+    assert found, f"no process of the server is called {part}"
+    return found
+
+
+def hang_up(server: Server, when: float | Callable[[], bool], text: str, **body: Any) -> None:
+    """Ask for a long answer, and close the connection before it can be there: after so many seconds, or when it is."""
     connection = HTTPConnection(HOST, server.port, timeout=30)
     asked = {"model": NAME, "prompt": text, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, **body}
     connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-    time.sleep(seconds)
+    if callable(when):
+        assert eventually(when)
+    else:
+        time.sleep(when)
     connection.close()

@@ -2,72 +2,149 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvobs.demo.collector import Collector
-from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import Server
+from kvobs.demo.run import host_memory
+from kvobs.demo.server import Server, ServerError
 from kvobs.signals import INTERNAL_ERRORS
-from tests.engine.sabotage import FAULTS, SWITCH
-from tests.engine.serving import ask_all, eventually, of_tests, prompt, serve, total
+from tests.engine import seams
+from tests.engine.metered import configuration
+from tests.engine.sabotage import SWITCH
+from tests.engine.serving import (
+    BOTH_RANKS_ON_ONE_CORE,
+    TOKENS,
+    eventually,
+    hang_up,
+    of_tests,
+    prompt,
+    serve,
+    total,
+)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PROMPTS = [prompt("contained", i) for i in range(40)]
+STORED = {"offer": "stored", "async": True}
+ORDERS: tuple[dict[str, Any], ...] = (
+    {},
+    {**STORED, "load_ms": {"0": 5, "1": 30}},
+    {"offer": "stored"},
+    {"promise": True, "save_ms": {"0": 5, "1": 30}},
+    {**STORED, "fail": "blocks"},
+    {"foreign": "save"},
+)
+PROMPTS = {prompt("contained", i): ORDERS[i % len(ORDERS)] for i in range(30)}
+
+NOT_HERE = {
+    "aggregation:KVOutputAggregator._tell": "kvobs's workers never leave a report of one rank in vLLM's aggregation",
+    "open_transfers:OpenTransfers.note_in_aggregator": "the same",
+    "layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",
+    "connector:_trace": "passed once, at start",
+    "flight:begin": "passed once, at start",
+    "metrics:MultiKVConnectorPromMetrics.__init__": "passed once, at start",
+    "metrics:MultiKVConnectorPromMetrics._make_cutter": "passed once, at start",
+}
+"""Seams that no request leads to; ``tests/test_containment.py`` breaks them in one process."""
 
 
-def compute_and_load(server: Server) -> list[dict[str, tuple[int, ...]]]:
-    """Return the answers to the same prompts, computed and then loaded from the children."""
-    server.reset_prefix_cache(external=True)
-    computed = ask_all(server, PROMPTS)
-    server.reset_prefix_cache()
-    return [computed, ask_all(server, PROMPTS)]
-
-
-def test_faults_in_every_place_of_the_telemetry_change_no_answer(
+def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
-    switch = tmp_path / "sabotage"
-    broken = {**of_tests("StatsChild"), "kv_connector_module_path": "tests.engine.sabotage"}
-    config = multi_connector(host_memory(), broken, names=["cpu", "broken"])
-    env = {SWITCH: str(switch), "VLLM_LOG_STATS_INTERVAL": "1"}  # in seconds: each time, the stats are summed up
-    with (
-        Collector() as collector,
-        serve(
-            model, tmp_path, config, "--otlp-traces-endpoint", collector.endpoint, env={**env, **collector.env}
-        ) as server,
-    ):
+    folder = tmp_path / "sabotage"
+    (folder / "hit").mkdir(parents=True)
+    busy = {**of_tests("BusyChild"), "kv_connector_module_path": "tests.engine.sabotage"}
+    config = configuration(of_tests("SteeredChild"), host_memory(), busy, names=["steered", "cpu", "busy"])
+    config["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": "calls", "propagate": True, "layers": True}
+    config["kv_connector_extra_config"]["kvobs"]["timeline"] = {"dir": str(tmp_path / "timeline")}
+    env = {
+        SWITCH: str(folder),
+        "VLLM_LOG_STATS_INTERVAL": "1",  # in seconds: each time, the stats are summed up
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # So few spans wait for the collector that some are dropped.
+        **dict.fromkeys(("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"), "8"),
+        **BOTH_RANKS_ON_ONE_CORE,
+    }
+    with Collector() as collector:
+        args = ("--otlp-traces-endpoint", collector.endpoint)
+        with serve(model, tmp_path, config, *args, tensor_parallel=2, env={**env, **collector.env}) as server:
+            expected = answers(server, external=True)
+            loaded = total(server, "vllm:external_prefix_cache_hits_total")
+            assert answers(server) == expected
+            loaded = total(server, "vllm:external_prefix_cache_hits_total") - loaded
+            assert loaded > 20 * 100
+            assert faults(server) == {}
 
-        def faults() -> dict[str, float]:
-            told = [s for s in server.metrics() if s.name == "kvobs_internal_errors_total"]
-            return {s.labels["where"]: s.value for s in told if s.value}
+            (folder / "broken").touch()
+            assert answers(server, external=True) == expected
+            before = total(server, "vllm:external_prefix_cache_hits_total")
+            assert answers(server) == expected
+            assert total(server, "vllm:external_prefix_cache_hits_total") - before == loaded
 
-        def every_place_was_hit() -> bool:
-            ask_all(server, PROMPTS[:2])
-            return faults().keys() == FAULTS.keys()
+            def every_seam_is_broken() -> bool:
+                rare(server, folder / "raising")
+                return not unbroken(folder)
 
-        def loaded() -> float:
-            return total(server, "vllm:external_prefix_cache_hits_total")
+            assert eventually(every_seam_is_broken), unbroken(folder)
+            assert faults(server).keys() == set(seams.find().values())
+            assert set(seams.find().values()) == set(INTERNAL_ERRORS.labels["where"]) - {"version"}
+            (folder / "broken").unlink()
 
-        expected = compute_and_load(server)
-        before = loaded()
-        assert before > 40 * 100
-        assert faults() == {}
+            (folder / "jumping").touch()
+            assert answers(server) == expected
+            (folder / "jumping").unlink()
 
-        switch.touch()
-        assert compute_and_load(server) == expected
-        assert loaded() == 2 * before
-        assert eventually(every_place_was_hit), faults()
-        switch.unlink()
-
-        served = total(server, "kvobs_lookups_total")
-        assert compute_and_load(server) == expected
-        assert eventually(lambda: total(server, "kvobs_lookups_total") >= served + 4 * len(PROMPTS))
+            counted = total(server, "kvobs_lookups_total")
+            assert answers(server) == expected
+            assert eventually(lambda: total(server, "kvobs_lookups_total") >= counted + 3 * len(PROMPTS))
+            log = server.log.read_text()
+    lines = re.findall(r"a fault inside kvobs's telemetry \((\w+)\)", log)
+    assert max(lines.count(where) for where in lines) <= 4, "once for each process"
+    written = (folder / "written").read_text().splitlines()
+    assert [line.partition(" ")[0] for line in written] == ["kvobs.ring_files"] * 3, "the scheduler's and the ranks'"
 
 
-def test_every_place_is_sabotaged() -> None:
-    # "version" is no fault of this process: its peer is of another version.
-    assert set(FAULTS) == set(INTERNAL_ERRORS.labels["where"]) - {"version"}
+def answers(server: Server, *, external: bool = False) -> dict[str, Any]:
+    """Return the completions of the same prompts, computed anew or loaded from the children."""
+    server.reset_prefix_cache(external=external)
+
+    def ask(text: str) -> Any:
+        (choice,) = server.complete(text, TOKENS, kv_transfer_params={"steer": {"steered": PROMPTS[text]}}).raw[
+            "choices"
+        ]
+        return choice
+
+    with ThreadPoolExecutor(6) as pool:
+        return dict(zip(PROMPTS, pool.map(ask, PROMPTS), strict=True))
+
+
+def rare(server: Server, raising: Path) -> None:
+    """Cause what a plain request does not: an abort during a load, and a child that raises."""
+    hang_up(
+        server, 0.1, prompt("abort"), kv_transfer_params={"steer": {"steered": {**STORED, "offer": 64, "load_ms": 200}}}
+    )
+    raising.touch()
+    with pytest.raises(ServerError):
+        server.request("/reset_prefix_cache?reset_external=true", {})
+    raising.unlink()
+    saved = {"steer": {"steered": ORDERS[3]}}
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda i: server.complete(prompt("after", i), TOKENS, kv_transfer_params=saved), range(12)))
+
+
+def faults(server: Server) -> dict[str, float]:
+    told = [s for s in server.metrics() if s.name == "kvobs_internal_errors_total"]
+    return {s.labels["where"]: s.value for s in told if s.value}
+
+
+def unbroken(folder: Path) -> set[str]:
+    return set(seams.find()) - set(NOT_HERE) - {path.name for path in (folder / "hit").iterdir()}
+
+
+def test_every_exception_is_a_seam() -> None:
+    assert set(NOT_HERE) <= set(seams.find())

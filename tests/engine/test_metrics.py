@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,17 @@ from tests.engine.metered import (
     counting_child,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hang_up, prompt, serve, total
+from tests.engine.serving import (
+    BOTH_RANKS_ON_ONE_CORE,
+    TOKENS,
+    ask_all,
+    eventually,
+    hang_up,
+    prompt,
+    resident,
+    serve,
+    total,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +69,7 @@ LABELS: dict[str, set[str]] = {  # beside model_name and engine
     "kvobs_oldest_in_flight_timestamp_seconds": {"connector", "kind"},
     "kvobs_rank_skew_seconds": {"connector", "kind"},
     "kvobs_slowest_rank": {"connector", "rank"},
+    "kvobs_stuck_transfers": {"connector", "rank"},
     "kvobs_foreign_reports": {"connector", "kind"},
     "kvobs_recomputed_tokens": {"connector"},
     "kvobs_failed_sync_loads": {"connector"},
@@ -197,6 +209,21 @@ def test_loads_in_flight_can_be_seen(server: Server) -> None:
     assert_nothing_in_flight(server)
 
 
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_a_transfer_that_one_rank_is_late_with_is_stuck_and_not_lost(kind: str, server: Server) -> None:
+    late = {"0": 5, "1": 3000}
+    orders = {"load": {**ASYNC, "load_ms": late}, "save": {"promise": True, "save_ms": late}}
+
+    def done() -> float:
+        return total(server, f"kvobs_{kind}s_total", connector="steered", outcome="ok")
+
+    before = done()
+    with Growth(server, connector="steered") as grown:
+        ask(server, prompt("late", kind), orders[kind])
+        assert eventually(lambda: done() == before + 1)
+    assert grown("kvobs_stuck_transfers_total", rank="1") == grown("kvobs_stuck_transfers_total") == 1
+
+
 def test_what_the_other_child_had_more_is_forgone(server: Server) -> None:
     text = prompt("two hits")
     ask(server, text)
@@ -271,7 +298,7 @@ def test_what_is_configured_and_what_runs_is_told(server: Server) -> None:
 
 
 def test_every_metric_was_seen_with_its_labels(server: Server) -> None:
-    """All but kvobs_internal_errors_total, which has no series on a server without faults."""
+    """All but kvobs_internal_errors_total and kvobs_block_copy_*: no faults here, and no host buffers."""
     found: dict[str, set[str]] = {}
     for sample in kvobs_samples(server):
         metric = re.sub("_(total|bucket|count|sum|created)$", "", sample.name)
@@ -291,3 +318,48 @@ def test_no_label_holds_an_id_and_there_are_not_too_many_series(server: Server, 
 
 def test_promtool_finds_no_fault(server: Server) -> None:
     assert_promtool_finds_no_fault(server)
+
+
+HALF_REPORTED = 60
+
+
+def test_requests_that_a_rank_never_reports_are_named_and_take_no_memory_but_their_blocks(
+    server: Server, folder: Path
+) -> None:
+    """Must be the last: vLLM holds the blocks of these for ever."""
+    never = {"0": 5}
+    text = prompt("beside the stuck")
+    alone = server.complete(text, TOKENS).tokens
+
+    def allocations() -> int:
+        return (folder / "journal").read_text().count('"event": "alloc"')
+
+    def began_after(before: int) -> bool:
+        return allocations() > before
+
+    def get_stuck(first: int, last: int) -> None:
+        for i in range(first, last):
+            orders = {**ASYNC, "load_ms": never}
+            has_begun = partial(began_after, allocations())
+            hang_up(server, has_begun, prompt("stuck load", i), kv_transfer_params={"steer": {"steered": orders}})
+            ask(server, prompt("stuck save", i)[:32], {"promise": True, "save_ms": never}, tokens=1)
+
+    def held() -> list[float]:
+        return [total(server, "kvobs_in_flight", connector="steered", kind=kind) for kind in ("load", "save")]
+
+    with Growth(server, connector="steered") as grown:
+        get_stuck(0, HALF_REPORTED // 2)
+        before = resident(server, "EngineCor")
+        get_stuck(HALF_REPORTED // 2, HALF_REPORTED)
+        assert eventually(lambda: held() == [HALF_REPORTED, HALF_REPORTED]), held()
+        after = resident(server, "EngineCor")
+        wanted = 2 * HALF_REPORTED
+        assert eventually(lambda: total(server, "kvobs_stuck_transfers_total", connector="steered", rank="1") >= wanted)
+    assert grown("kvobs_stuck_transfers_total", rank="1") == grown("kvobs_stuck_transfers_total") == wanted
+    assert after - before < 8 << 20
+    assert server.complete(text, TOKENS).tokens == alone
+    told = "".join(line for line in (folder / "server.log").read_text().splitlines() if "stuck for 1.5 s" in line)
+    for kind in ("load", "save"):
+        assert re.search(
+            rf"connector 'steered': stuck for 1.5 s: the {kind} of \d+ requests? \(.*not by rank 1\.", told
+        )

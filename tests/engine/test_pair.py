@@ -1,4 +1,7 @@
-"""A request that one engine prefills and another one decodes, kvobs on both sides, seen as one story."""
+"""A request that one engine prefills and another one decodes, kvobs on both sides, seen as one story.
+
+NIXL's host buffers are in use, so that real blocks pass through the operation that kvobs hands it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from typing import Any
 import pytest
 
 from kvobs.demo.collector import Collector, Span
-from tests.engine.pair import Pair, hand_over, pair
+from tests.engine.metered import BYTES_PER_TOKEN
+from tests.engine.pair import NIXL, Pair, hand_over, pair
 from tests.engine.readings import Growth
 from tests.engine.serving import TOKENS, eventually, prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+BUFFERED = {**NIXL, "kv_connector": "HostBufferedNixl", "kv_connector_module_path": "tests.engine.children_nixl"}
+BYTES_PER_BLOCK = 32 * BYTES_PER_TOKEN
 OF_PREFILL, OF_DECODE = ({"traceparent": f"00-{trace * 16}-{'cd' * 8}-01"} for trace in ("aa", "bb"))
 
 
@@ -28,7 +34,9 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    with pair(model, folder, "--otlp-traces-endpoint", collector.endpoint, env=collector.env, timeout=400) as engines:
+    with pair(
+        model, folder, "--otlp-traces-endpoint", collector.endpoint, nixl=BUFFERED, env=collector.env, timeout=400
+    ) as engines:
         yield engines
 
 
@@ -38,7 +46,7 @@ def of_request(collector: Collector, name: str, request: str) -> Span:
     def found() -> list[Span]:
         return [s for s in collector.spans if s.name == name and s.attributes["gen_ai.request.id"].startswith(request)]
 
-    assert eventually(lambda: bool(found()), 30), (name, request, [s.name for s in collector.spans])
+    assert eventually(lambda: bool(found())), (name, request, [s.name for s in collector.spans])
     (span,) = found()
     return span
 
@@ -56,6 +64,26 @@ def test_the_decode_engine_loads_what_the_prefill_engine_computed(engines: Pair)
     assert at_prefill("kvobs_loads_total") == 0
     engines.decode.reset_prefix_cache()
     assert engines.decode.complete(text, TOKENS).tokens == answer.tokens
+
+
+def test_what_passes_through_the_host_buffers_is_counted_and_the_same(engines: Pair) -> None:
+    for length in (1, 3, 7):
+        text = prompt("buffered", length)[: 32 * length]
+        with (
+            Growth(engines.prefill, connector="nixl") as sent,
+            Growth(engines.decode, connector="nixl") as got,
+        ):
+            params, answer = hand_over(engines, text)
+        blocks = sum(len(group) for group in params["remote_block_ids"])
+        assert blocks >= length
+        for grown, there, other in ((sent, "d2h", "h2d"), (got, "h2d", "d2h")):
+            assert grown("kvobs_block_copy_bytes_total", direction=there) == blocks * BYTES_PER_BLOCK
+            assert grown("kvobs_block_copy_duration_seconds_count", direction=there) == 1
+            assert grown("kvobs_block_copy_duration_seconds_sum", direction=there) > 0
+            assert grown("kvobs_block_copy_bytes_total", direction=other) == 0
+        assert got("kvobs_loads_total", outcome="ok") == 1
+        engines.decode.reset_prefix_cache()
+        assert engines.decode.complete(text, TOKENS).tokens == answer.tokens
 
 
 def test_the_decode_engines_trace_links_to_the_prefill_engines(engines: Pair, collector: Collector) -> None:

@@ -1,0 +1,56 @@
+"""Write what is generated under ``dashboards/generated``, or with ``--check`` say where it differs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dashboards import kubernetes
+from dashboards.alerts import rules_yaml
+from dashboards.connector import connector
+from dashboards.overview import overview
+from dashboards.slow_loads import slow_loads
+
+GENERATED = Path(__file__).parent / "generated"
+
+BOARDS: dict[str, Callable[[], str]] = {
+    "kvobs-overview": overview,
+    "kvobs-connector": connector,
+    "kvobs-slow-loads": slow_loads,
+}
+FILES: dict[str, Callable[[], str]] = {
+    **{f"boards/{uid}.json": text for uid, text in BOARDS.items()},
+    "rules/kvobs.rules.yml": rules_yaml,
+    "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
+    "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,
+    "kubernetes/dashboards.yaml": lambda: kubernetes.config_maps(BOARDS),
+}
+
+
+def main() -> None:
+    """Write or check all files."""
+    parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where a file differs")
+    is_check = parser.parse_args().check
+    differing = differences(GENERATED)
+    for path in differing:
+        if not is_check:
+            (GENERATED / path).parent.mkdir(parents=True, exist_ok=True)
+            (GENERATED / path).write_text(FILES[path](), encoding="utf-8")
+        print(f"{path}: {'differs from what python -m dashboards makes' if is_check else 'written'}")  # noqa: T201
+    sys.exit(1 if is_check and differing else 0)
+
+
+def differences(folder: Path) -> list[str]:
+    """Return the files of the table that this folder does not have, or has otherwise."""
+    return [
+        path
+        for path, text in FILES.items()
+        if not (folder / path).is_file() or (folder / path).read_text(encoding="utf-8") != text()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What all boards share: variables, annotations, links, and where panels lie on Grafana's 24 columns."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dashboards import looks, questions
+from dashboards.panels import PROMETHEUS, Panel
+from dashboards.rules import RUNBOOK
+from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
+from kvobs import signals
+
+OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
+
+COLUMNS = 24
+SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
+
+LABELS = {
+    "job": "Job",
+    "instance": "Instance",
+    "model_name": "Model",
+    "engine": "Engine",
+    "connector": "Child",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled row: lines of panels, each panel with its width; the first number of a line is its height."""
+
+    title: str
+    lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
+    collapsed: bool = False
+
+
+def board_text(uid: str, title: str, description: str, sections: Sequence[Section]) -> str:
+    """Return a board's JSON; the first section has no header, its panels are on top."""
+    builder = (
+        board.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags(["kvobs", "vllm-kv-transfer"])
+        .readonly()
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .variables([*_sources(), *_variables(), board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)])
+        .annotations(_annotations())
+    )
+    for link in _links():
+        builder.link(link)
+    built = builder.build()
+    built.schema_version = SCHEMA
+    built.panels = list(_placed(sections))
+    content = json.loads(json.dumps(built, cls=JSONEncoder))
+    for shown in (*content["links"], *content["annotations"]["list"]):
+        del shown["placement"]  # the SDK knows only the menu, where nobody looks
+    return json.dumps(content, sort_keys=True, indent=2) + "\n"
+
+
+def panel_id(title: str) -> int:
+    """Return a panel's id: of its title, so that links to a panel outlive its neighbours."""
+    return zlib.crc32(title.encode()) % 100_000 + 1
+
+
+def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPanel]:
+    y = 0
+    for section in sections:
+        inside: list[model.Panel] = []
+        if section.title:
+            row = board.Row(section.title).id(panel_id(section.title)).collapsed(section.collapsed).build()
+            row.grid_pos = model.GridPos(h=1, w=COLUMNS, x=0, y=y)
+            row.panels = inside if section.collapsed else []
+            y += 1
+            yield row
+        bottom = y
+        for height, line in section.lines:
+            x = 0
+            for width, builder in line:
+                panel = builder.build()
+                panel.id_val = panel_id(panel.title or "")
+                panel.grid_pos = model.GridPos(h=height, w=width, x=x, y=bottom)
+                x += width
+                inside.append(panel)
+            if x != COLUMNS:
+                raise ValueError(f"{section.title or 'top'}: a line of panels is {x} columns wide, not {COLUMNS}")
+            bottom += height
+        if not section.collapsed:
+            y = bottom
+            yield from inside
+
+
+def _sources() -> list[Builder[model.VariableModel]]:
+    return [
+        board.DatasourceVariable("prometheus_datasource").label("Prometheus data source").type("prometheus"),
+        board.DatasourceVariable("tempo_datasource").label("Tempo data source").type("tempo"),
+    ]
+
+
+def _variables() -> list[Builder[model.VariableModel]]:
+    """Return a variable for each label, offering what the ones before it leave."""
+    made: list[Builder[model.VariableModel]] = []
+    for index, name in enumerate(questions.VARIABLES):
+        before = ",".join(f'{label}=~"${label}"' for label in questions.VARIABLES[:index])
+        query = f"label_values({signals.CONNECTOR_INFO.name}{{{before}}}, {name})"
+        made.append(
+            board.QueryVariable(name)
+            .label(LABELS[name])
+            .datasource(PROMETHEUS)
+            .definition(query)
+            .query({"query": query, "refId": name, "qryType": 1})
+            .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .sort(model.VariableSort.ALPHABETICAL_ASC)
+            .multi(True)
+            .include_all(True)
+            .all_value(".+")
+            .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+        )
+    return made
+
+
+def _annotations() -> list[Builder[model.AnnotationQuery]]:
+    return [
+        _annotation("Restarts", questions.restarts(), looks.WARNING, "{{instance}} restarted"),
+        _annotation("Versions", questions.new_versions(), looks.OTHER, "kvobs {{version}} on vLLM {{vllm_version}}"),
+    ]
+
+
+def _annotation(name: str, expr: str, color: str, title: str) -> board.AnnotationQuery:
+    query = prometheus.Dataquery().datasource(PROMETHEUS).expr(expr).ref_id("Anno").range()
+    return (
+        board.AnnotationQuery()
+        .name(name)
+        .datasource(PROMETHEUS)
+        .enable(True)
+        .icon_color(color)
+        .expr(expr)
+        .target(query)
+        .title_format(title)
+        .text_format(name)
+    )
+
+
+def _links() -> list[board.DashboardLink]:
+    def tagged(title: str, tag: str, tooltip: str) -> board.DashboardLink:
+        return _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
+
+    return [
+        tagged("kvobs", "kvobs", "The other boards of kvobs"),
+        tagged("vLLM", "vllm", "vLLM's own boards, where they are installed"),
+        _link("Runbook", "What each alert means, and what to do")
+        .url(RUNBOOK)
+        .target_blank(True)
+        .include_vars(False)
+        .keep_time(False),
+    ]
+
+
+def _link(title: str, tooltip: str) -> board.DashboardLink:
+    link = board.DashboardLink(title).type(model.DashboardLinkType.LINK).tooltip(tooltip).icon("external link")
+    return link.include_vars(True).keep_time(True)
+
+
+def to_board(uid: str, connector: str) -> str:
+    """Return the address of a board with this board's variables and time, and one child chosen."""
+    kept = "&".join(f"${{{name}:queryparam}}" for name in questions.VARIABLES if name != "connector")
+    return f"/d/{uid}?{kept}&var-connector={connector}&${{prometheus_datasource:queryparam}}&${{__url_time_range}}"

@@ -1,0 +1,104 @@
+"""How boards look: colours by meaning, from Okabe and Ito's palette that colour-blind people can tell apart."""
+
+from __future__ import annotations
+
+from dashboards.sdk import board, model
+
+GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
+NONE = "transparent"
+HOST = "#B8B8B8"  # vLLM's own numbers, beside ours
+OTHER = "#56B4E9"
+
+BY_OUTCOME = {
+    "hit": "#009E73",
+    "ok": "#009E73",
+    "miss": "#8A8A8A",
+    "pending": "#56B4E9",
+    "timeout": "#E69F00",
+    "aborted": "#E69F00",
+    "abandoned": "#D55E00",
+    "failed": "#D55E00",
+}
+BY_QUANTILE = {"p50": "#9AD0F3", "p95": "#56B4E9", "p99": "#0072B2"}
+BY_TOKENS = {
+    "offered": "#56B4E9",
+    "admitted": "#0072B2",
+    "loaded": "#009E73",
+    "forgone": "#E69F00",
+    "recomputed": "#D55E00",
+}
+
+BY_INDEX = ("#56B4E9", "#F0E442", "#CC79A7", "#0072B2", "#009E73", "#E69F00", "#D55E00")
+"""Colours of children by their place in the configuration; the first four mean nothing else."""
+
+NO_TRAFFIC = "No traffic"
+NO_DATA = "No data"
+
+
+def thresholds(*steps: tuple[float, str], first: str = GOOD) -> board.ThresholdsConfig:
+    """Return thresholds that say how a value is: ``first``, and what it is from each step's value on."""
+    marks = [model.Threshold(color=first, value=None), *(model.Threshold(color=c, value=v) for v, c in steps)]
+    return board.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(marks)
+
+
+PLAIN = thresholds(first=OTHER)
+
+# Where there is an alert, a board changes its colour at the alert's threshold; only the alert waits before it speaks.
+FAILING_SHARE = thresholds((1e-9, WARNING), (0.05, BAD))
+LOAD_SECONDS = thresholds((1, WARNING), (5, BAD))  # slow_load_ms is 1000
+STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
+AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
+FORGONE_SHARE = thresholds((0.3, WARNING))
+ANY_IS_BAD = thresholds((1e-9, BAD))
+ANY_IS_WARNING = thresholds((1e-9, WARNING))
+SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))
+
+IDLE_CHILD, WELL, SLOW, FAILING, LEFT_OUT = range(5)
+VERDICTS = {
+    IDLE_CHILD: ("Idle", IDLE),
+    WELL: ("OK", GOOD),
+    SLOW: ("Slow", WARNING),
+    FAILING: ("Failing", BAD),
+    LEFT_OUT: ("Left out", BAD),
+}
+
+PARTAKING = {0: ("all take part", GOOD), 1: ("left out", BAD)}
+
+
+def named(values: dict[int, tuple[str, str]]) -> model.ValueMap:
+    """Return a mapping that shows numbers as words, in their colours."""
+    return model.ValueMap(
+        options={
+            str(value): model.ValueMappingResult(text=text, color=color, index=index)
+            for index, (value, (text, color)) in enumerate(values.items())
+        }
+    )
+
+
+def not_a_number(text: str, color: str = IDLE) -> model.SpecialValueMap:
+    """Return a mapping that says in words what no number says."""
+    return model.SpecialValueMap(
+        options=model.DashboardSpecialValueMapOptions(
+            match=model.SpecialValueMatch.NULL_AND_NAN, result=model.ValueMappingResult(text=text, color=color)
+        )
+    )
+
+
+def fixed(color: str) -> dict[str, str]:
+    """Return what the property ``color`` of a field is for one colour that never changes."""
+    return {"fixedColor": color, "mode": "fixed"}
+
+
+def only_what_stands_out(verdict: board.ThresholdsConfig) -> board.ThresholdsConfig:
+    """Return the same thresholds without a colour for what is well."""
+    first, *rest = verdict.build().steps
+    return (
+        board.ThresholdsConfig()
+        .mode(model.ThresholdsMode.ABSOLUTE)
+        .steps([model.Threshold(color=NONE, value=first.value), *rest])
+    )
+
+
+def bound(verdict: board.ThresholdsConfig, color: str) -> float:
+    """Return from which value on a threshold says this colour."""
+    return next(step.value for step in verdict.build().steps if step.color == color and step.value is not None)

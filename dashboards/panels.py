@@ -1,0 +1,221 @@
+"""The kinds of panels, each a function of what it asks and what it means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dashboards import looks, questions
+from dashboards.sdk import (
+    Builder,
+    board,
+    build,
+    common,
+    heatmap,
+    heatmap_model,
+    model,
+    prometheus,
+    prometheus_model,
+    stat,
+    statetimeline,
+    timeseries,
+)
+
+Panel = Builder[model.Panel]
+
+PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus_datasource}")
+TEMPO = common.DataSourceRef(type_val="tempo", uid="${tempo_datasource}")
+
+CHILD_LEGEND = "#{{index}} {{connector}}"
+VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are few
+
+
+@dataclass(frozen=True)
+class About:
+    """What a panel's description says: what it shows, how to read it, what to do, what not to conclude."""
+
+    what: str
+    read: str
+    do: str
+    beware: str
+
+    def text(self, exprs: Sequence[str]) -> str:
+        """Return the description, with the metrics that these expressions query."""
+        parts = {"What": self.what, "Read": self.read, "Do": self.do, "Don't conclude": self.beware}
+        names = sorted(set(re.findall(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\bprocess_\w+", " ".join(exprs))))
+        if names:
+            parts["Metrics"] = ", ".join(f"`{name.replace('[:_]', ':')}`" for name in names)
+        return "\n\n".join(f"**{part}:** {text}" for part, text in parts.items())
+
+
+@dataclass(frozen=True)
+class Query:
+    expr: str
+    legend: str = ""
+    color: str = ""  # where the meaning has one
+    width: int = 1
+    dashed: bool = False
+
+
+def of_child(expr: str, what: str = "", *, dashed: bool = False) -> Query:
+    """Return a query with a series for each child, in the child's own colour on every board."""
+    return Query(questions.numbered(expr), f"{CHILD_LEGEND} {what}".strip(), dashed=dashed)
+
+
+def _target(query: Query, index: int) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().datasource(PROMETHEUS).expr(query.expr).ref_id(ref_id(index))
+    return target.legend_format(query.legend) if query.legend else target
+
+
+def ref_id(index: int) -> str:
+    """Return the name of a panel's query."""
+    return chr(ord("A") + index)
+
+
+def number(
+    title: str,
+    about: About,
+    query: Query,
+    *,
+    unit: str,
+    verdict: board.ThresholdsConfig = looks.PLAIN,
+    words: dict[int, tuple[str, str]] | None = None,
+    empty: str = looks.NO_TRAFFIC,
+) -> Panel:
+    """Return one number and its colour: the child's name above it where the query has a legend, else its course."""
+    target = _target(query, 0)
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(about.text([query.expr]))
+        .datasource(PROMETHEUS)
+        .with_target(target.instant() if query.legend else target.range())
+        .unit(unit)
+        .min(0)
+        .no_value(empty)
+        .mappings([looks.not_a_number(empty), *([looks.named(words)] if words else [])])
+        .thresholds(verdict)
+        .color_scheme(board.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
+        .color_mode(common.BigValueColorMode.BACKGROUND_SOLID if query.legend else common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.NONE if query.legend else common.BigValueGraphMode.AREA)
+        .text_mode(common.BigValueTextMode.VALUE_AND_NAME if query.legend else common.BigValueTextMode.VALUE)
+        .justify_mode(common.BigValueJustifyMode.CENTER)
+        .wide_layout(False)
+        .reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    )
+    # A course may not have it: Grafana would end it at a multiple of the window, which may be long ago.
+    return panel.interval(VERDICT_WINDOW) if query.legend else panel
+
+
+def lines(
+    title: str,
+    about: About,
+    *queries: Query,
+    unit: str,
+    colors: Mapping[str, str] | None = None,
+    stacked: bool = False,
+    exemplars: bool = False,
+) -> Panel:
+    """Return courses over time; ``colors`` are those of series whose names end with a word."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(about.text([query.expr for query in queries]))
+        .datasource(PROMETHEUS)
+        .unit(unit)
+        .min(0)
+        .no_value(looks.NO_DATA)
+        .color_scheme(board.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
+        .draw_style(common.GraphDrawStyle.LINE)
+        .line_width(1)
+        .fill_opacity(40 if stacked else 0)
+        .show_points(common.VisibilityMode.AUTO)
+        .point_size(4)
+        .stacking(build.StackingConfig().mode(common.StackingMode.NORMAL if stacked else common.StackingMode.NONE))
+        .tooltip(build.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING))
+        .legend(
+            build.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(common.LegendDisplayMode.TABLE)
+            .placement(common.LegendPlacement.BOTTOM)
+            .calcs(["mean", "max", "lastNotNull"])
+            .sort_by("Max")
+            .sort_desc(True)
+        )
+    )
+    for index, query in enumerate(queries):
+        panel.with_target(_target(query, index).range().exemplar(exemplars))
+        if query.color:
+            panel.override_by_query(ref_id(index), [*_colored(query.color), _property("custom.lineWidth", query.width)])
+        if query.dashed:
+            panel.override_by_query(ref_id(index), [_property("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})])
+    if any(query.legend.startswith(CHILD_LEGEND) for query in queries):
+        for index, color in enumerate(looks.BY_INDEX):
+            panel.override_by_regexp(f"/^#{index} /", _colored(color))
+    for word, color in (colors or {}).items():
+        panel.override_by_regexp(f"/(^| ){word}$/", _colored(color))
+    return panel
+
+
+def distribution(title: str, about: About, expr: str) -> Panel:
+    """Return a heatmap of durations; its points are exemplars, each a trace."""
+    target = _target(Query(expr, "{{le}}"), 0).range().format(prometheus_model.PromQueryFormat.HEATMAP).exemplar(True)
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(about.text([expr]))
+        .datasource(PROMETHEUS)
+        .with_target(target)
+        .no_value(looks.NO_DATA)
+        .unit("short")
+        .y_axis(heatmap.YAxisConfig().unit("s").axis_placement(common.AxisPlacement.LEFT))
+        .color(
+            heatmap.HeatmapColorOptions()
+            .mode(heatmap_model.HeatmapColorMode.SCHEME)
+            .scheme("Blues")
+            .fill("dark-blue")
+            .scale(heatmap_model.HeatmapColorScale.EXPONENTIAL)
+            .exponent(0.5)
+            .steps(64)
+        )
+        .cell_gap(1)
+        .exemplars_color(looks.WARNING)
+        .tooltip(heatmap.HeatmapTooltip().mode(common.TooltipDisplayMode.SINGLE).y_histogram(True))
+        .show_legend()
+    )
+
+
+def states(title: str, about: About, query: Query, words: dict[int, tuple[str, str]]) -> Panel:
+    """Return a band for each series that says in which of a few states it was, and when."""
+    return (
+        statetimeline.Panel()
+        .title(title)
+        .description(about.text([query.expr]))
+        .datasource(PROMETHEUS)
+        .with_target(_target(query, 0).range())
+        .unit("short")
+        .no_value(looks.NO_DATA)
+        .mappings([looks.named(words)])
+        .thresholds(looks.PLAIN)
+        .color_scheme(board.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
+        .show_value(common.VisibilityMode.AUTO)
+        .row_height(0.8)
+        .merge_values(True)
+        .fill_opacity(80)
+        .tooltip(build.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE))
+        .legend(
+            build.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+        )
+    )
+
+
+def _property(name: str, value: object) -> model.DynamicConfigValue:
+    return model.DynamicConfigValue(id_val=name, value=value)
+
+
+def _colored(color: str) -> list[model.DynamicConfigValue]:
+    return [_property("color", looks.fixed(color))]

@@ -1,0 +1,146 @@
+"""Write PromQL about the signals of kvobs: what is not registered can't be queried.
+
+Boards ask with variables and ``$__rate_interval``, rules with fixed windows: both are a ``Selection``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvobs.signals import OPEN, SIGNALS, Kind, Scope, Signal
+
+HOST_LABELS = ("job", "instance", "model_name", "engine")
+"""Labels of every series that are not the signal's own: Prometheus's and vLLM's."""
+CHILD = "connector"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Say whose series are meant, and over which window rates go.
+
+    ``host`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends without
+    a comma, as ``job=~"$job"``.
+    """
+
+    window: str
+    host: str = ""
+    child: str = ""
+
+    def series(self, signal: Signal, part: str = "", **labels: str) -> str:
+        """Return a selector; ``part`` is a histogram's ``_bucket``, ``_sum`` or ``_count``.
+
+        A label's value may be several, with "|" between them; ValueError for what the signal has not.
+        """
+        _check(signal, part, labels)
+        own = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
+        child = self.child if signal.scope is Scope.CHILD else ""
+        matchers = ",".join(m for m in (self.host, child, *own) if m)
+        return f"{signal.name}{part}{{{matchers}}}"
+
+    def rate(self, signal: Signal, *by: str, part: str = "", **labels: str) -> str:
+        """Return a counter's rate per second, summed up by these labels."""
+        return self._summed("rate", signal, by, part, labels)
+
+    def increase(self, signal: Signal, *by: str, part: str = "", **labels: str) -> str:
+        """Return a counter's increase over the window, summed up by these labels."""
+        return self._summed("increase", signal, by, part, labels)
+
+    def counted(self, signal: Signal, *by: str) -> str:
+        """Return how often something rare happened within the window, summed up by these labels.
+
+        A series begins with its first event, which no increase shows: what was not there before counts as a whole.
+        """
+        _check_counter(signal)
+        series = self.series(signal)
+        young = f"({series} unless {series} offset {self.window})"
+        return f"sum{_by(by)} ({young} or increase({series}[{self.window}]))"
+
+    def quantile(self, q: float, signal: Signal, *by: str, **labels: str) -> str:
+        """Return a quantile of a histogram over the window, for each combination of these labels."""
+        return f"histogram_quantile({q}, {self.rate(signal, 'le', *by, part='_bucket', **labels)})"
+
+    def mean(self, signal: Signal, *by: str, **labels: str) -> str:
+        """Return a histogram's mean over the window, absent where nothing was observed."""
+        total, count = (self.rate(signal, *by, part=part, **labels) for part in ("_sum", "_count"))
+        return ratio(total, count)
+
+    def gauge(self, signal: Signal, *by: str, how: str = "sum", **labels: str) -> str:
+        """Return a gauge, put together by these labels: ``how`` is sum, max or min."""
+        return f"{how}{_by(by)} ({self.series(signal, **labels)})"
+
+    def rates(self, signal: Signal, **labels: str) -> str:
+        """Return a counter's rates per second, series by series, to be put together with those of others."""
+        _check_counter(signal)
+        return f"rate({self.series(signal, **labels)}[{self.window}])"
+
+    def host_series(self, name: str, *matchers: str) -> str:
+        """Return a selector of a metric of vLLM's own, given without prefix.
+
+        Prometheus 2 stores ``vllm_x`` where vLLM says ``vllm:x`` in OpenMetrics.
+        """
+        named = f'__name__=~"vllm[:_]{name}"'
+        return "{" + ",".join(m for m in (named, self.host, *matchers) if m) + "}"
+
+    def host_quantile(self, q: float, name: str, *by: str) -> str:
+        """Return a quantile of a histogram of vLLM's own."""
+        selector = self.host_series(f"{name}_bucket")
+        return f"histogram_quantile({q}, sum{_by(('le', *by))} (rate({selector}[{self.window}])))"
+
+    def host_rate(self, name: str, *by: str) -> str:
+        """Return the rate per second of a counter of vLLM's own."""
+        return f"sum{_by(by)} (rate({self.host_series(name)}[{self.window}]))"
+
+    def _summed(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
+        if signal.kind is Kind.GAUGE:
+            raise ValueError(f"{signal.name} is a gauge: it has no rate")
+        for name in by:
+            _check_label(signal, name)
+        return f"sum{_by(by)} ({function}({self.series(signal, part, **labels)}[{self.window}]))"
+
+
+def ratio(part: str, whole: str) -> str:
+    """Return a share that is absent, not NaN, where there is nothing to divide by."""
+    return f"{part} / ({whole} > 0)"
+
+
+def share(part: str, whole: str) -> str:
+    """Return a share that is 0, not absent, where the whole is there and the part has not been counted yet.
+
+    A series appears when it is first used: without this, what never failed would look as if it had no traffic.
+    """
+    return f"({part} or 0 * {whole}) / ({whole} > 0)"
+
+
+def worst(expr: str) -> str:
+    """Return the greatest of some values, with the labels that say whose it is."""
+    return f"topk(1, {expr})"
+
+
+def _by(labels: tuple[str, ...]) -> str:
+    return f" by ({', '.join(labels)})" if labels else ""
+
+
+def _check(signal: Signal, part: str, labels: dict[str, str]) -> None:
+    if not any(signal is known for known in SIGNALS):
+        raise ValueError(f"{signal.name} is not a signal of kvobs")
+    parts = ("_bucket", "_sum", "_count") if signal.kind is Kind.HISTOGRAM else ("",)
+    if part not in parts:
+        raise ValueError(f"{signal.name} is a {signal.kind.value}: its parts are {parts}, not {part!r}")
+    for name, value in labels.items():
+        _check_label(signal, name)
+        allowed = signal.labels.get(name, OPEN)
+        if allowed is not OPEN and not set(value.split("|")) <= set(allowed):
+            raise ValueError(f"{signal.name}: {name} is one of {', '.join(allowed)}, not {value!r}")
+
+
+def _check_counter(signal: Signal) -> None:
+    if signal.kind is not Kind.COUNTER:
+        raise ValueError(f"{signal.name} is a {signal.kind.value}, not a counter")
+
+
+def _check_label(signal: Signal, name: str) -> None:
+    known = {*HOST_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
+    if signal.scope is Scope.CHILD:
+        known.add(CHILD)
+    if name not in known:
+        raise ValueError(f"{signal.name} has no label {name!r}: it has {', '.join(sorted(known))}")

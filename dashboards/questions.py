@@ -1,0 +1,118 @@
+"""What boards ask of children: each question once, as PromQL with a board's variables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dashboards import looks
+from dashboards.promql import HOST_LABELS, Selection, share
+from kvobs import signals
+
+VARIABLES = (*HOST_LABELS, "connector")
+
+SELECTION = Selection(
+    window="$__rate_interval",
+    host=",".join(f'{label}=~"${label}"' for label in HOST_LABELS),
+    child='connector=~"$connector"',
+)
+
+VLLM = replace(SELECTION, host=",".join(f'{label}=~"${label}"' for label in HOST_LABELS if label != "job"))
+"""vLLM's own metrics come from another scrape job (see the README): the job that is chosen is that of kvobs."""
+
+by_child = ("connector",)
+
+_INFO = SELECTION.series(signals.CONNECTOR_INFO)
+EVERY_CHILD = SELECTION.gauge(signals.CONNECTOR_INFO, *by_child, how="max")
+"""A 1 for every configured child, whether or not it has done anything."""
+
+
+def failures(*by: str) -> str:
+    """Return loads that failed and exceptions, per second."""
+    failed = SELECTION.rates(signals.LOADS, outcome="failed")
+    raised = SELECTION.rates(signals.CALL_ERRORS)
+    return f"sum by ({', '.join(by)}) ({failed} or {raised})"
+
+
+def attempts(*by: str) -> str:
+    """Return loads that ended and exceptions, per second."""
+    return f"sum by ({', '.join(by)}) ({SELECTION.rates(signals.LOADS)} or {SELECTION.rates(signals.CALL_ERRORS)})"
+
+
+def failing_share(*by: str) -> str:
+    """Return failures among attempts: a child whose lookups raise has no loads that could fail."""
+    return share(failures(*by), attempts(*by))
+
+
+def hit_share(*by: str) -> str:
+    """Return hits among the lookups that were answered."""
+    hits, answered = (SELECTION.rate(signals.LOOKUPS, *by, outcome=o) for o in ("hit", "hit|miss"))
+    return share(hits, answered)
+
+
+def forgone_share(*by: str) -> str:
+    """Return the tokens that no child loaded although this one had them, among those that it offered."""
+    forgone, offered = (SELECTION.rate(s, *by) for s in (signals.FORGONE_TOKENS, signals.OFFERED_TOKENS))
+    return share(forgone, offered)
+
+
+def loaded_share() -> str:
+    """Return the prompt tokens that children brought, among all."""
+    return share(SELECTION.rate(signals.LOAD_TOKENS), VLLM.host_rate("prompt_tokens_total"))
+
+
+def oldest(*by: str) -> str:
+    """Return how long the oldest open load or promised save has been open; nothing while none is."""
+    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min')}) >= 0"
+
+
+def quarantined(*by: str) -> str:
+    """Return 1 for children that are left out."""
+    return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
+
+
+def none_if_empty(expr: str) -> str:
+    """Return 0 of a child called "none" where there is no such child, nothing where there is no kvobs at all."""
+    nobody = f'label_replace(0 * max({EVERY_CHILD}), "connector", "none", "", "")'
+    return f"{expr} or on () {nobody}"
+
+
+def child_or_zero(expr: str) -> str:
+    """Return a value for every child: 0 where it has not been counted yet."""
+    return f"{expr} or 0 * {EVERY_CHILD}"
+
+
+def numbered(expr: str) -> str:
+    """Return values by child with the child's place in the configuration as the label ``index``.
+
+    Where engines are configured differently one of its places is taken.
+    """
+    return f"({expr}) * on (connector) group_left (index) topk by (connector) (1, {_INFO})"
+
+
+def verdict() -> str:
+    """Return how each child is, in the numbers of ``looks``: what is worst counts."""
+    called = SELECTION.rate(signals.CALL_DURATION, *by_child, part="_count")
+    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)
+    failing, slow = looks.bound(looks.FAILING_SHARE, looks.BAD), looks.bound(looks.LOAD_SECONDS, looks.WARNING)
+    return " or ".join(
+        (
+            f"{looks.LEFT_OUT} * ({quarantined(*by_child)} > 0)",
+            f"0 * ({failing_share(*by_child)} >= {failing:g}) + {looks.FAILING}",
+            f"0 * ({p99} >= {slow:g}) + {looks.SLOW}",
+            f"0 * ({called} > 0) + {looks.WELL}",
+            f"{looks.IDLE_CHILD} * {EVERY_CHILD}",
+        )
+    )
+
+
+def restarts() -> str:
+    """Return a value where a process that runs kvobs has started anew; its metric is of vLLM's job."""
+    changed = 'changes(process_start_time_seconds{instance=~"$instance"}[$__rate_interval]) > 0'
+    return f"{changed} and on (instance) {SELECTION.series(signals.BUILD_INFO)}"
+
+
+def new_versions() -> str:
+    """Return a value where a version runs that did not five minutes before."""
+    running = SELECTION.series(signals.BUILD_INFO)
+    versions = "group by (version, vllm_version)"
+    return f"{versions} ({running}) unless {versions} ({running} offset 5m)"

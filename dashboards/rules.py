@@ -1,0 +1,209 @@
+"""Make Prometheus's rules: the recording rules, as data, and the files in which rules travel.
+
+Rules sum up *without* the labels they do not need, so that whatever a site adds to its targets (namespace, pod,
+cluster) is on every result and every alert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import yaml
+
+from dashboards.promql import Selection, ratio
+from kvobs import signals
+from kvobs.signals import Kind, Signal
+
+WINDOW = "5m"
+"""Of rates: at least four scrapes, whatever their interval."""
+LONG_WINDOW = "15m"
+"""Of what is rare."""
+RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
+INTERVAL = "30s"
+"""How often rules are evaluated."""
+
+
+class Rule(Protocol):
+    """What a group holds."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as Prometheus's YAML has it."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recording rule; its name is level:metric:operation."""
+
+    record: str
+    expr: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as Prometheus's YAML has it."""
+        return {"record": self.record, "expr": self.expr}
+
+
+class Severity(StrEnum):
+    """How soon somebody has to look."""
+
+    CRITICAL = "critical"  # requests fail or hang
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One alert. ``about`` are labels of its series that choose what the linked board shows."""
+
+    grafana: str
+    board: str
+    about: tuple[str, ...]
+    name: str
+    severity: Severity
+    expr: str
+    hold: str
+    summary: str
+    description: str
+
+    @property
+    def runbook_url(self) -> str:
+        """Where the runbook tells of it."""
+        return f"{RUNBOOK}#{self.name.lower()}"
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where to see it, at what it is about."""
+        chosen = "&".join(f"var-{label}={{{{ $labels.{label} | urlquery }}}}" for label in self.about)
+        return f"{self.grafana}/d/{self.board}?{chosen}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as Prometheus's YAML has it."""
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.hold,
+            "labels": {"severity": str(self.severity)},
+            "annotations": {
+                "summary": self.summary,
+                "description": self.description,
+                "runbook_url": self.runbook_url,
+                "dashboard_url": self.dashboard_url,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rules that are evaluated one after the other."""
+
+    name: str
+    rules: Sequence[Rule]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as Prometheus's YAML has it."""
+        return {"name": self.name, "interval": INTERVAL, "rules": [rule.as_dict() for rule in self.rules]}
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Write the expressions of rules; ``scope`` are matchers that all series must meet, such as ``cluster="a"``."""
+
+    scope: str = ""
+
+    def series(self, signal: Signal, part: str = "", **labels: str) -> str:
+        """Return a selector, without braces where it has nothing to say."""
+        return Selection(WINDOW, self.scope).series(signal, part, **labels).removesuffix("{}")
+
+    def rate(self, signal: Signal, *keep: str, part: str = "", window: str = WINDOW, **labels: str) -> str:
+        """Return a rate per second; of the signal's own labels it has those to keep."""
+        return without(signal, keep, f"rate({self.series(signal, part, **labels)}[{window}])")
+
+    def increase(self, signal: Signal, *keep: str, part: str = "", window: str = WINDOW) -> str:
+        """Return an increase, likewise."""
+        return without(signal, keep, f"increase({self.series(signal, part)}[{window}])")
+
+    def rare(self, signal: Signal, *keep: str) -> str:
+        """Return how often something rare happened.
+
+        Series begin with their first event, which no increase shows: those that are young count as a whole.
+        """
+        series = self.series(signal)
+        young = f"({series} unless last_over_time({series}[{LONG_WINDOW}] offset {LONG_WINDOW}))"
+        both = f"{young} or increase({series}[{LONG_WINDOW}])"
+        summed = without(signal, keep, both)
+        return f"({both})" if summed == both else summed
+
+    def mean(self, signal: Signal, *keep: str, window: str = WINDOW) -> str:
+        """Return a histogram's mean."""
+        total, count = (self.rate(signal, *keep, part=part, window=window) for part in ("_sum", "_count"))
+        return ratio(total, count)
+
+    def quantile(self, q: float, signal: Signal, *keep: str) -> str:
+        """Return a histogram's quantile."""
+        return f"histogram_quantile({q}, {self.rate(signal, 'le', *keep, part='_bucket')})"
+
+
+def without(signal: Signal, keep: Sequence[str], vector: str) -> str:
+    """Return the sum over all of a signal's own labels but those to keep."""
+    own = (*signal.labels, *(("le",) if signal.kind is Kind.HISTOGRAM and "_bucket" in vector else ()))
+    if unknown := set(keep) - set(own):
+        raise ValueError(f"{signal.name} has no label {', '.join(sorted(unknown))}: it has {', '.join(own)}")
+    dropped = [label for label in own if label not in keep]
+    return f"sum without ({', '.join(dropped)}) ({vector})" if dropped else vector
+
+
+FAILED_SHARE = "connector:kvobs_failed_loads:ratio_rate5m"
+LOAD_P99 = "connector_mode:kvobs_load_duration_seconds:p99_rate5m"
+FORGONE_SHARE = "connector:kvobs_forgone_tokens:ratio_rate5m"
+OLDEST_AGE = "connector_kind:kvobs_oldest_in_flight:age_seconds"
+RANK_SHARE = "connector_rank:kvobs_slowest_rank:ratio_rate15m"
+RANK_SKEW = "connector:kvobs_rank_skew_seconds:mean_rate15m"
+SELF = "engine:kvobs_self_seconds:rate5m"
+SPANS_DROPPED = "engine:kvobs_spans_dropped:rate5m"
+
+
+def recordings(asks: Asks) -> tuple[Recording, ...]:
+    """Return all recording rules: rates and errors of each child, and what alerts ask."""
+    failed, ended = (asks.rate(signals.LOADS, outcome=outcome) for outcome in ("failed", "ok|failed"))
+    forgone, offered = asks.rate(signals.FORGONE_TOKENS), asks.rate(signals.OFFERED_TOKENS)
+    last = (asks.rate(signals.SLOWEST_RANK, *keep, window=LONG_WINDOW) for keep in (("rank",), ()))
+    table = {
+        "connector_outcome:kvobs_lookups:rate5m": asks.rate(signals.LOOKUPS, "outcome"),
+        "connector_outcome:kvobs_loads:rate5m": asks.rate(signals.LOADS, "outcome"),
+        FAILED_SHARE: ratio(failed, ended),
+        "connector:kvobs_call_errors:rate5m": asks.rate(signals.CALL_ERRORS),
+        LOAD_P99: asks.quantile(0.99, signals.LOAD_DURATION, "mode"),
+        "connector:kvobs_load_bytes:rate5m": asks.rate(signals.LOAD_BYTES),
+        "connector:kvobs_load_stall_seconds:rate5m": asks.rate(signals.LOAD_STALL, part="_sum"),
+        FORGONE_SHARE: ratio(forgone, offered),
+        OLDEST_AGE: f"time() - {asks.series(signals.OLDEST_IN_FLIGHT)}",
+        RANK_SHARE: "{} / ignoring (rank) group_left () ({} > 0)".format(*last),
+        RANK_SKEW: asks.mean(signals.RANK_SKEW, window=LONG_WINDOW),
+        SELF: asks.rate(signals.SELF_SECONDS),
+        SPANS_DROPPED: asks.rate(signals.SPANS_DROPPED),
+    }
+    return tuple(Recording(record, expr) for record, expr in table.items())
+
+
+HEADER = "# Made by `python -m dashboards`; change what makes it.\n"
+
+
+def to_yaml(*documents: Mapping[str, Any], header: str = HEADER) -> str:
+    """Write YAML that people read: keys in their order, long lines and multi-line texts whole."""
+    written = [yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True) for one in documents]
+    return header + "---\n".join(written)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists within maps indented, and texts of several lines as such."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
+        super().increase_indent(flow, indentless=False)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)

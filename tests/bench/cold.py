@@ -1,0 +1,55 @@
+"""What routing and recording add to a whole step of an engine that has something else in its caches.
+
+vLLM's real scheduler, one worker and what passes between them, without a model; CPU time, vLLM's own MultiConnector and
+kvobs in turns. All of it runs once a step, so that the caches are cold: between two steps they are filled with other
+things, as a model's Python and its data do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+
+from tests.bench.calls import CHILDREN, BusyChild, rig_of
+from tests.bench.report import Line, Part
+from tests.bench.yardstick import slowness
+from tests.rig import BLOCK, Rig
+
+STEPS = 20
+ROUNDS = 30
+OTHER_THINGS = json.dumps([{f"key {i} {j}": [i, j / 3, str(j)] for j in range(12)} for i in range(700)])
+
+
+def measure(rounds: int = ROUNDS) -> Part:
+    added, steps = [], []
+    for _ in range(rounds):
+        rigs = {router: started(router) for router in ("stock", "kvobs")}
+        for _ in range(STEPS):
+            spent = {router: step_us(rigs[router]) for router in random.sample(sorted(rigs), len(rigs))}
+            added.append(spent["kvobs"] - spent["stock"])
+            steps.append(spent["stock"])
+    title = f"added by {CHILDREN} children, of which no step hook is empty"
+    return Part(
+        "A decode step without a flush, scheduler and worker, cold caches, as on the reference machine",
+        [
+            Line("the same with vLLM's own", "us", statistics.median(steps), tuple(steps)),
+            Line(title, "us", statistics.median(added), tuple(added)),
+        ],
+    )
+
+
+def started(router: str) -> Rig:
+    """Return an engine with one request, past its prompt."""
+    rig = rig_of(router, *[BusyChild] * CHILDREN)
+    rig.add("r", tokens=BLOCK, max_tokens=STEPS + 5)
+    rig.run(3)
+    return rig
+
+
+def step_us(rig: Rig) -> float:
+    json.loads(OTHER_THINGS)
+    begin = time.thread_time_ns()
+    rig.step()
+    return (time.thread_time_ns() - begin) / 1e3 / slowness()

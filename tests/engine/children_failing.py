@@ -1,0 +1,51 @@
+"""A best-effort child that fails in the hook that a file names, on the rank that it names, for as long as it is there.
+
+Options in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``order``, the file: a hook, or a hook and a
+rank; ``failed``, a folder that gets an empty file ``<hook>`` for each hook that has failed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvobs.hooks import HOOKS, Cadence, Side
+
+from .children_steered import SteeredChild
+
+FAILING = tuple(
+    hook.name
+    for hook in HOOKS.values()
+    if hook.cadence is not Cadence.ONCE and hook.side is not Side.CONFIG and hasattr(SteeredChild, hook.name)
+)
+
+
+class FailingChild(SteeredChild):
+    """Does what each request's plan says, unless it has been told to fail."""
+
+    requires_kv_delivery = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        option = self._kv_transfer_config.get_from_extra_config
+        self._order, self._failed = Path(option("order", "")), Path(option("failed", ""))
+
+    def fail_if_told(self, hook: str) -> None:
+        try:
+            told, *rank = self._order.read_text().split()
+        except (OSError, ValueError):
+            return
+        if told == hook and rank in ([], [str(self._rank)]):
+            (self._failed / hook).touch()
+            raise ConnectionError(f"told to fail in {hook}")
+
+
+def _failing(hook: str) -> Callable[..., Any]:
+    def call(self: FailingChild, *args: Any, **kwargs: Any) -> Any:
+        self.fail_if_told(hook)
+        return getattr(super(FailingChild, self), hook)(*args, **kwargs)
+
+    return call
+
+
+for _hook in FAILING:
+    setattr(FailingChild, _hook, _failing(_hook))

@@ -1,0 +1,136 @@
+"""Every place of kvobs whose faults are contained, found in its syntax trees, and made to break from inside.
+
+A seam is a block whose exceptions ``kvobs.faults`` takes: the body of a function under ``@contained``, or of a ``try``
+with a handler that calls ``faults.contain``. None is listed by hand, so none can be forgotten.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import kvobs
+
+PACKAGE = Path(kvobs.__file__).parent
+_POINT = "_point_of_tests"
+
+Point = Callable[[str, int], None]
+"""Called with a seam and a number: that of each statement before it, and LEFT when the block is left."""
+
+LEFT = -1
+
+Undo = Callable[[], None]
+
+
+def find() -> dict[str, str]:
+    """Return seam -> the place that its faults are counted by; a seam is called "module:function"."""
+    found: dict[str, str] = {}
+    for finder, _ in _finders():
+        assert not found.keys() & finder.seams.keys(), "two seams of one name"
+        found |= finder.seams
+    return found
+
+
+def instrument(point: Point) -> Undo:
+    """Have every seam of this process call ``point`` all along its block; return what undoes it."""
+    changed: list[tuple[FunctionType, CodeType]] = []
+    for finder, tree in _finders():
+        path = PACKAGE / f"{finder.module}.py"
+        compiled = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
+        codes = {code.co_qualname: code for code in _codes(compiled)}
+        module = importlib.import_module(f"kvobs.{finder.module}")
+        setattr(module, _POINT, point)
+        for name in {seam.partition(":")[2].partition(".<locals>")[0] for seam in finder.seams}:
+            function = _function(module, name)
+            changed.append((function, function.__code__))
+            function.__code__ = codes[name]
+
+    def undo() -> None:
+        for function, code in changed:
+            function.__code__ = code
+
+    return undo
+
+
+class _Finder(ast.NodeTransformer):
+    """Finds the seams of one module, and puts the calls of ``point`` in."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.seams: dict[str, str] = {}
+        self._path: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        return self._within(node, node.name)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        self._within(node, node.name, "<locals>")
+        where = next((w for decorator in node.decorator_list if (w := _where(decorator, "contained"))), None)
+        if where is not None:
+            docstring = node.body[: ast.get_docstring(node) is not None]
+            node.body = docstring + self._broken(node.body[len(docstring) :], where, [*self._path, node.name])
+        return node
+
+    def visit_Try(self, node: ast.Try) -> Any:
+        self.generic_visit(node)
+        calls = [c for handler in node.handlers for statement in handler.body for c in ast.walk(statement)]
+        where = next((w for call in calls if (w := _where(call, "contain"))), None)
+        if where is not None:
+            node.body = self._broken(node.body, where, self._path[:-1])
+        return node
+
+    def _within(self, node: ast.AST, *names: str) -> Any:
+        self._path += names
+        self.generic_visit(node)
+        del self._path[-len(names) :]
+        return node
+
+    def _broken(self, body: list[ast.stmt], where: str, path: list[str]) -> list[ast.stmt]:
+        seam = f"{self.module}:{'.'.join(path)}"
+        assert seam not in self.seams, f"two seams in {seam}: give one of them a function of its own"
+        self.seams[seam] = where
+        steps = [step for i, statement in enumerate(body) for step in (_call(seam, i, statement), statement)]
+        return [ast.Try(body=steps, handlers=[], orelse=[], finalbody=[_call(seam, LEFT, body[-1])])]
+
+
+def _finders() -> Iterator[tuple[_Finder, ast.Module]]:
+    for path in sorted(PACKAGE.glob("*.py")):
+        finder, tree = _Finder(path.stem), ast.parse(path.read_text(encoding="utf-8"))
+        finder.visit(tree)
+        if path.stem != "faults":
+            yield finder, tree
+
+
+def _where(node: ast.AST, function: str) -> str | None:
+    """Return the argument of ``function("...")`` or ``faults.function("...")``, if this is one."""
+    if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+        return None
+    name = ast.unparse(node.func)
+    return str(node.args[0].value) if name in (function, f"faults.{function}") else None
+
+
+def _call(seam: str, number: int, at: ast.stmt) -> ast.stmt:
+    call = ast.parse(f"{_POINT}({seam!r}, {number})").body[0]
+    for node in ast.walk(call):
+        ast.copy_location(node, at)
+    return call
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def _function(module: Any, name: str) -> FunctionType:
+    found: Any = reduce(inspect.getattr_static, name.split("."), module)
+    found = found.fget if isinstance(found, property) else inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(found, FunctionType), name
+    return found

@@ -1,0 +1,112 @@
+"""Each fault of the demo, on a real server: serving goes on, and top, metrics and trace name the child or the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvobs.demo import report
+from kvobs.demo.collector import Collector, Span
+from kvobs.demo.faults import FAULTS
+from kvobs.demo.faulty import SLOW_RANK, SLOW_S
+from kvobs.demo.run import Demo
+from kvobs.demo.server import Server
+from kvobs.top.rows import Child
+from kvobs.top.servers import Watch, url_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@dataclass
+class Seen:
+    """What the tools said."""
+
+    printed: StringIO = field(default_factory=StringIO)
+    top: dict[str, Child] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
+
+    def span(self, name: str, **attributes: Any) -> Span:
+        return next(
+            span
+            for span in self.spans
+            if span.name == name and attributes.items() <= {**span.attributes, "error": span.error}.items()
+        )
+
+
+@dataclass(frozen=True)
+class Watched(Demo):
+    """A demo that is also looked at with ``top``, and whose spans are kept."""
+
+    seen: Seen = field(default_factory=Seen)
+
+    def measure(self, server: Server) -> list[report.Child]:
+        watch = Watch(url_of(server.url), 1.0)
+        watch.scrape()
+        rows = super().measure(server)
+        watch.scrape()
+        self.seen.top = {child.connector: child for child in watch.row(watch.heard, since_start=False).children}
+        return rows
+
+    def show_slowest_load(self, collector: Collector) -> None:
+        super().show_slowest_load(collector)
+        self.seen.spans = list(collector.spans)
+
+
+def run(fault: str) -> tuple[dict[str, report.Child], Seen]:
+    """Run the demo with a fault: it fails by itself if an answer is missing, or another one than before."""
+    seen = Seen()
+    demo = Watched(Console(file=seen.printed, width=200), requests=48, fault=FAULTS[fault], seen=seen)
+    return {row.name: row for row in demo.run()}, seen
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
+
+
+def test_a_slow_child_is_named() -> None:
+    rows, seen = run("slow-child")
+    assert rows["cpu"].loads["ok"]
+    assert rows["cpu"].load_ms > 1e3 * SLOW_S > rows["disk"].load_ms
+    cpu, disk = seen.top["cpu"], seen.top["disk"]
+    assert cpu.load_p50_s
+    assert disk.load_p99_s
+    assert cpu.load_p50_s > 1 > disk.load_p99_s
+    load = seen.span("kv.load cpu")
+    assert load.end_ns - load.start_ns > 1e9 * SLOW_S
+    assert 'kvobs_load_duration_seconds{connector="cpu", mode="async"}' in seen.printed.getvalue()
+
+
+def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> None:
+    rows, seen = run("failing-child")
+    assert not rows["cpu"].loads["ok"]
+    assert rows["cpu"].loads["failed"]
+    assert rows["disk"].loads["ok"]
+    assert seen.top["cpu"].exceptions
+    assert not seen.top["disk"].exceptions
+    assert not seen.top["disk"].failed_loads
+    failed = seen.span("kv.call update_state_after_alloc", **{"kv_transfer.connector": "cpu"}, error=True)
+    assert failed.attributes["error.type"] == "ConnectionError"
+    printed = seen.printed.getvalue()
+    errors = 'kvobs_call_errors_total{connector="cpu", hook="update_state_after_alloc", error_type="ConnectionError"}'
+    assert errors in printed
+    assert 'kvobs_quarantined{connector="cpu"}' in printed
+    assert "AssertionError" not in printed, "of OffloadingConnector, asked for results without a step's metadata"
+
+
+def test_a_slow_rank_is_named() -> None:
+    rows, seen = run("slow-rank")
+    loads = rows["cpu"].loads["ok"]
+    assert loads
+    assert seen.top["cpu"].slowest_rank == str(SLOW_RANK)
+    assert seen.top["cpu"].slowest_rank_share == 1
+    assert seen.top["cpu"].skew_p99_s
+    assert seen.top["cpu"].skew_p99_s > 1
+    quick, slow = (seen.span("kv.load.rank", **{"kv_transfer.rank": rank}) for rank in (0, SLOW_RANK))
+    assert slow.end_ns - slow.start_ns > 1e9 * SLOW_S > quick.end_ns - quick.start_ns
+    assert f'kvobs_slowest_rank_total{{connector="cpu", rank="{SLOW_RANK}"}} {loads}' in seen.printed.getvalue()

@@ -1,0 +1,135 @@
+"""Best-effort children that fail in each of their hooks in turn, under load: every answer is there, and the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kvobs.demo.run import child, host_memory
+from kvobs.demo.server import Server
+from kvobs.hooks import HOOKS, Side
+from tests.engine.children_failing import FAILING
+from tests.engine.metered import assert_promtool_finds_no_fault, configuration
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, prompt, serve, total
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+NAMES = ("red", "green", "blue", "grey", "pink")
+NEVER_CALLED = {"get_finished", "finish_forward", "register_finished_partial_tail", "has_pending_block_frees"}  # here
+PROMPTS = [prompt("isolated", i) for i in range(2 * len(NAMES))]
+
+
+def failing_child(name: str, folder: Path) -> dict[str, Any]:
+    (folder / f"{name}.failed").mkdir()
+    options = {"order": str(folder / name), "failed": str(folder / f"{name}.failed")}
+    configured = child("FailingChild", tag=name, **options)
+    return {**configured, "kv_connector_module_path": "tests.engine.children_failing"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("isolated")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[Server]:
+    config = configuration(*(failing_child(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
+    config["kv_connector_extra_config"]["kvobs"] |= {"isolate": list(NAMES)}
+    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+        yield server
+
+
+def ask_all(server: Server) -> list[tuple[int, ...]]:
+    """Ask for every prompt: each child loads two of them."""
+
+    def ask(i: int) -> tuple[int, ...]:
+        plan = {"offer": "stored", "async": True, "load_ms": 10}
+        return server.complete(PROMPTS[i], TOKENS, kv_transfer_params={"steer": {NAMES[i % len(NAMES)]: plan}}).tokens
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(ask, range(len(PROMPTS))))
+
+
+def is_out(server: Server, name: str) -> bool:
+    return total(server, "kvobs_quarantined", connector=name) == 1
+
+
+class Watch:
+    """Reads /metrics all the time, in a thread, and notes which children were out."""
+
+    def __init__(self, server: Server, failed: Callable[[], set[str]]) -> None:
+        self.seen: set[str] = set()
+        self._failed = failed
+        self._server, self._is_over = server, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.05):
+            self.seen |= {name for name in NAMES if is_out(self._server, name)}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _turn in range(20):  # some hooks are called when all is done, and told of with the next step
+            keep_busy(self._server)
+            if self._failed() <= self.seen:
+                break
+        self._is_over.set()
+        self._thread.join()
+
+
+def keep_busy(server: Server) -> None:
+    """Let the engine step: time passes for it in steps only."""
+    server.complete("busy", 1)
+    time.sleep(0.1)
+
+
+def test_every_hook_in_turn(server: Server, folder: Path) -> None:
+    """Five children at a time; half of the worker's hooks fail on one of the two ranks only."""
+    expected = ask_all(server)
+    log = folder / "server.log"
+    turns = [FAILING[i : i + len(NAMES)] for i in range(0, len(FAILING), len(NAMES))]
+    fits = dict.fromkeys(NAMES, 0)
+    for turn, hooks in enumerate(turns):
+        server.reset_prefix_cache()
+        for i, (name, hook) in enumerate(zip(NAMES, hooks, strict=False)):
+            on_one_rank = HOOKS[hook].side is Side.WORKER and (turn + i) % 2
+            (folder / name).write_text(f"{hook} 1" if on_one_rank else hook)
+        told = dict(zip(NAMES, hooks, strict=False))
+
+        def failed(told: dict[str, str] = told) -> set[str]:
+            return {name for name, hook in told.items() if (folder / f"{name}.failed" / hook).exists()}
+
+        with Watch(server, failed) as watch:
+            assert ask_all(server) == expected, hooks
+        assert watch.seen == failed()
+        for name in watch.seen:
+            fits[name] += 1
+        for name in NAMES:
+            (folder / name).unlink(missing_ok=True)
+        while any(times_fit(log, name) < fits[name] for name in NAMES):
+            keep_busy(server)
+        assert not any(is_out(server, name) for name in NAMES)
+        assert ask_all(server) == expected, "and with all of them back"
+    all_failed = {path.name for name in NAMES for path in (folder / f"{name}.failed").iterdir()}
+    assert all_failed == set(FAILING) - NEVER_CALLED
+    errors = {s.labels["error_type"] for s in server.metrics() if s.name == "kvobs_call_errors_total"}
+    assert "ConnectionError" in errors
+    assert errors <= {"ConnectionError", "KeyError", "AssertionError"}, "of its own, once it has missed something"
+    assert total(server, "kvobs_internal_errors_total") == 0
+
+
+def times_fit(log: Path, name: str) -> int:
+    return log.read_text().count(f"connector '{name}' is fit again")
+
+
+def test_promtool_finds_no_fault(server: Server) -> None:
+    assert_promtool_finds_no_fault(server)

@@ -1,0 +1,65 @@
+"""How much memory a soak takes: sampled as it goes, and whether it stays flat."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+WARM = 0.2
+"""Part of the requests after which memory must stay: caches, pools and imports are filled by then."""
+
+MIB = 1 << 20
+
+
+class Sample(NamedTuple):
+    """What a process holds after so many requests."""
+
+    requests: int
+    resident: int  # bytes
+    objects: int = 0  # that Python's collector tracks; 0 where it can't be known
+
+
+def sample(requests: int) -> Sample:
+    """Look at this process, with all garbage collected and what the allocator keeps for later given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Sample(requests, pages * 4096, len(gc.get_objects()))
+
+
+def warm(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Return the samples that must be flat."""
+    first, last = samples[0].requests, samples[-1].requests
+    return [s for s in samples if s.requests >= first + WARM * (last - first)]
+
+
+def growth(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Return by how many bytes and objects a process has grown since it was warm: the last quarter against the first.
+
+    Medians, since a sample is as good as the moment it was taken in.
+    """
+    flat = warm(samples)
+    quarter = max(1, len(flat) // 4)
+    first, last = flat[:quarter], flat[-quarter:]
+    return _median([s.resident for s in last]) - _median([s.resident for s in first]), _median(
+        [s.objects for s in last]
+    ) - _median([s.objects for s in first])
+
+
+def _median(numbers: Sequence[int]) -> int:
+    return sorted(numbers)[len(numbers) // 2]
+
+
+def types() -> Counter[str]:
+    """Count this process's objects by type."""
+    gc.collect()
+    return Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
+
+
+def grown(before: Counter[str], after: Counter[str], most: int = 8) -> list[tuple[str, int]]:
+    """Return the types that have grown most."""
+    return [(name, n) for name, n in (after - before).most_common(most) if n > 0]

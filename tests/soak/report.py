@@ -1,0 +1,101 @@
+"""What a soak found, as one result of each part and as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.table import Table
+
+from tests.soak.memory import MIB, Sample, growth, warm
+
+if TYPE_CHECKING:
+    from tests.soak.ledger import Ledger
+
+
+class Growth(NamedTuple):
+    """What one process, or one life in it, held when it was warm and at the end."""
+
+    who: str
+    first_mib: float
+    last_mib: float
+    mib: float
+    objects: int
+
+
+@dataclass
+class Result:
+    """What one part of the soak found."""
+
+    title: str
+    budget_mib: float  # that each process may grow once it is warm
+    budgets: dict[str, float] = field(default_factory=dict)  # of single processes, where they differ
+    budget_objects: int = 500
+    requests: int = 0
+    seconds: float = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    completed: int = 0
+    lost: int = 0
+    doubled: int = 0
+    series: int = 0  # of the metrics that were compared
+    wrong: list[str] = field(default_factory=list)  # what differs
+    memory: dict[str, list[Sample]] = field(default_factory=dict)
+    grown_types: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def take(self, ledger: Ledger) -> None:
+        """Add the books of one life that is over."""
+        self.requests += sum(ledger.ends.values())
+        self.ends += ledger.ends
+        self.faults += ledger.faults
+        self.completed += ledger.completed
+        self.lost += ledger.lost + len(ledger.running)
+        self.doubled += ledger.doubled
+        self.series += len(ledger.expected)
+
+    @property
+    def growths(self) -> Iterator[Growth]:
+        for who, samples in self.memory.items():
+            size, objects = growth(samples)
+            first = warm(samples)[0]
+            yield Growth(who, first.resident / MIB, samples[-1].resident / MIB, size / MIB, objects)
+
+    @property
+    def mistakes(self) -> list[str]:
+        """Return what must not be."""
+        counts = (("lost", self.lost), ("doubled", self.doubled))
+        found = [*self.wrong, *(f"{n} completions {what}" for what, n in counts if n)]
+        for grown in self.growths:
+            if grown.mib > self.budgets.get(grown.who, self.budget_mib) or grown.objects > self.budget_objects:
+                types = ", ".join(f"{n} {name}" for name, n in self.grown_types.get(grown.who, ()))
+                found.append(f"{grown.who}: grown by {grown.mib:.1f} MiB and {grown.objects} objects: {types}")
+        return found
+
+
+def tables(results: Iterable[Result]) -> Iterator[Table]:
+    """Show each part's counts and memory."""
+    for result in results:
+        counts = Table(title=result.title, title_justify="left", title_style="bold", pad_edge=False)
+        counts.add_column("")
+        counts.add_column("", justify="right")
+        rows = {"requests": result.requests, **{f"  ended: {how}": n for how, n in sorted(result.ends.items())}}
+        for name, n in rows.items():
+            counts.add_row(name, f"{n:,}")
+        counts.add_section()
+        for name, n in sorted(result.faults.items()):
+            counts.add_row(f"  {name}", f"{n:,}")
+        counts.add_section()
+        counts.add_row("completions of loads and saves", f"{result.completed:,}")
+        counts.add_row("  lost", f"{result.lost:,}")
+        counts.add_row("  doubled", f"{result.doubled:,}")
+        counts.add_row("series of metrics compared with the ledger", f"{result.series:,}")
+        counts.add_row("seconds", f"{result.seconds:,.0f}")
+        yield counts
+        held = Table(pad_edge=False)
+        for heading in ("memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown"):
+            held.add_column(heading, justify="left" if heading == "memory of" else "right")
+        for who, first, last, mib, objects in result.growths:
+            held.add_row(who, f"{first:,.1f}", f"{last:,.1f}", f"{mib:+,.1f}", f"{objects:+,}" if objects else "")
+        yield held

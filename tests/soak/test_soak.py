@@ -1,0 +1,146 @@
+"""The soak's short form; and it can fail: completions lost or doubled, a number that differs, memory that grows."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.ledger import Ledger as KvobsLedger
+from kvobs.outcomes import Outcomes
+from tests.soak import inprocess, isolated
+from tests.soak.engine import RANKS, REPORTERS, SHAPES
+from tests.soak.ledger import Ledger
+from tests.soak.memory import MIB, Sample, growth
+from tests.soak.orders import ORDERS, TOKENS, expected
+from tests.soak.plans import NEVER, draw
+from tests.soak.plot import draw as draw_plot
+from tests.soak.report import Result, tables
+
+FAULTS = {
+    *("failed on one rank", "failed on all ranks", "bad blocks", "sync load failed on one rank"),
+    *("sync load failed on all ranks", "late by many steps", "reported twice", "never reported", "stuck at a rank"),
+    *("reported by a child that owns nothing", "abort while waiting", "abort while loading", "abort while running"),
+    *("abort while saving", "preemption", "lookup not yet", "stats that can't be merged", "collector down"),
+    "collector hanging",
+}
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Log nothing: vLLM logs every failed load."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_thousands_of_requests_with_every_fault_there_is() -> None:
+    result = inprocess.run(3_200, seed=7, tell=lambda _: None, every=400)
+    assert (result.lost, result.doubled) == (0, 0)
+    assert sum(result.ends.values()) == result.requests >= 3_200
+    assert result.completed > 1_000
+    assert {fault for fault, n in result.faults.items() if n} == FAULTS
+
+
+@pytest.mark.usefixtures("quiet")
+def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
+    result = isolated.run(480, seed=3, tell=lambda _: None)
+    assert result.wrong == []
+    assert result.requests >= 480
+    assert result.faults["quarantines"] > 20
+    assert max(grown.objects for grown in result.growths) < result.budget_objects
+
+
+# --- the soak can fail
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, calls = Outcomes.saved, iter(range(1_000_000))
+    monkeypatch.setattr(Outcomes, "saved", lambda *args: saved(*args) if next(calls) % 20 else None)
+    with pytest.raises(AssertionError, match="kvobs_saves_total of"):
+        inprocess.run(100, seed=1, tell=lambda _: None, shapes=SHAPES[:1])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_completion_that_vllm_never_hears_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = KvobsLedger.take_received
+    monkeypatch.setattr(KvobsLedger, "take_received", lambda self: set(sorted(take(self))[1:]))
+    monkeypatch.setattr("tests.soak.engine.STALLED_AFTER", 100)
+    with pytest.raises(AssertionError, match="requests never end"):
+        inprocess.run(100, seed=1, tell=lambda _: None, shapes=SHAPES[:1])
+
+
+def test_completions_are_told_once() -> None:
+    ledger = Ledger(RANKS, REPORTERS, 1)
+    ledger.due["received", "r"] += 1
+    assert ledger.lost == 1
+    ledger.told_vllm(["r"], [])
+    assert (ledger.lost, ledger.doubled) == (0, 0)
+    ledger.told_vllm(["r"], ["r"])
+    ledger.ended("r", "length")
+    assert (ledger.lost, ledger.doubled) == (0, 3)
+
+
+levels = st.integers(200, 4_000)
+
+
+@given(levels, st.lists(st.integers(-2, 2), min_size=20, max_size=60), st.integers(0, 5))
+def test_growth_is_what_is_added_and_not_noise(level: int, noise: list[int], each: int) -> None:
+    samples = [Sample(100 * i, (level + n + each * i) * MIB, level + each * i) for i, n in enumerate(noise)]
+    size, objects = growth(samples)
+    between = each * (len(noise) - 1)  # from the first sample to the last
+    assert size / MIB <= between + 4
+    assert size / MIB >= 0.5 * between - 4
+    assert 0.5 * between <= objects <= between
+
+
+def test_what_must_not_be_is_told() -> None:
+    leaky = [Sample(i, (100 + i) * MIB, 1_000 * i) for i in range(40)]
+    flat = [Sample(i, 100 * MIB, 1_000) for i in range(40)]
+    assert Result("x", 5, memory={"flat": flat}).mistakes == []
+    wrong = Result("x", 5, lost=2, doubled=1, memory={"leaky": leaky}, grown_types={"leaky": [("builtins.dict", 9)]})
+    lost, doubled, grown = wrong.mistakes
+    assert (lost, doubled) == ("2 completions lost", "1 completions doubled")
+    assert grown.startswith("leaky: grown by ")
+    assert grown.endswith("9 builtins.dict")
+
+
+# --- its parts
+
+
+@given(st.integers())
+def test_only_children_that_report_at_all_have_ranks_that_do(seed: int) -> None:
+    orders = draw(Random(seed), RANKS, REPORTERS)
+    for plan, reporters in zip(orders.plans, REPORTERS, strict=True):
+        assert all(plan.received[rank] is not None for rank in plan.fails_on)
+        for steps in filter(None, (plan.received, plan.saved)):
+            reporting = {rank for rank, after in enumerate(steps) if after is not None}
+            assert len(reporting) == reporters
+            assert max(after for after in steps if after is not None) < NEVER
+
+
+def test_what_orders_add_up_to() -> None:
+    by_name = {order.name: order for order in ORDERS}
+    counts = expected(Counter({by_name["loads between steps"]: 3, by_name["has bad blocks"]: 2, by_name["saves"]: 1}))
+    assert counts["kvobs_loads_total/async/ok"] == 3
+    assert counts["kvobs_loads_total/async/failed"] == 2
+    assert counts["kvobs_admitted_tokens_total"] == 5 * TOKENS
+    assert counts["kvobs_saves_total/ok"] == 1
+
+
+def test_every_result_can_be_shown(tmp_path: Path) -> None:
+    samples = [Sample(i, 100 * MIB, objects) for i, objects in enumerate((0, 10, 10))]
+    result = Result("Part", 5, faults=Counter({"preemption": 3}), memory={"process": samples})
+    draw_plot([result, Result("Other", 5, memory={"process": samples})], tmp_path / "a" / "soak.png")
+    assert (tmp_path / "a" / "soak.png").stat().st_size > 10_000
+    shown: list[Any] = [list(column.cells) for table in tables([result]) for column in table.columns]
+    assert "  preemption" in shown[0]

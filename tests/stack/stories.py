@@ -1,0 +1,147 @@
+"""What clients ask of a server in a run, and what its children are ordered to do then: data, no action.
+
+Every story has the children ``cpu`` (vLLM's own, in host memory), ``disk`` and ``remote`` (steered, best-effort).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvobs.context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
+from kvobs.demo.run import child, host_memory, multi_connector
+from tests.engine.serving import prompt
+
+NAMES = ("cpu", "disk", "remote")
+DOCUMENTS = 12
+HOST_MEMORY = 256 << 20
+"""In bytes. Until a document comes again its blocks have left the engine's own cache, and not yet host memory."""
+CACHE = ("--num-gpu-blocks-override", "192")
+ONCE = math.inf
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: its orders to the children by name, and what else is special about it."""
+
+    steer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    document: bool = False
+    """Ask about a document that was asked about before, and is known to ``cpu``."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    hangs_up_after: float | None = None
+
+    def text(self, i: int) -> str:
+        return prompt("document", i % DOCUMENTS) if self.document else prompt("live", i)
+
+    def context(self) -> Mapping[str, str]:
+        """Return the headers of a client with a trace of its own."""
+        return {TRACEPARENT: TraceContext(new_trace_id(), new_span_id(), is_sampled=True).traceparent, **self.headers}
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run's requests.
+
+    ``rounds`` says what is asked in turn, by the share of the run that is over; ``events`` are asked beside that, each
+    once in so many seconds while the share is at least that of its start.
+    """
+
+    rounds: Callable[[float], Sequence[Ask]]
+    events: Sequence[tuple[float, float, Ask]]
+    options: dict[str, Any]
+    has_bad_stats: bool = False
+    collector_is_down: tuple[float, float] = (2.0, 2.0)
+    """From and to which share of the run; never, if over 1."""
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the server's ``--kv-transfer-config``."""
+        disk = of_stack("BufferedChild", tag="disk", bad_stats=self.has_bad_stats)
+        config = multi_connector(host_memory(HOST_MEMORY), disk, of_stack("BestEffortChild", tag="remote"), names=NAMES)
+        config["kv_connector_extra_config"]["kvobs"] |= {"isolate": ["remote"], "lookup_timeout_ms": 400} | self.options
+        return {**config, "kv_load_failure_policy": "recompute"}
+
+
+def of_stack(cls: str, **extra: Any) -> dict[str, Any]:
+    return {**child(cls, **extra), "kv_connector_module_path": "tests.stack.children"}
+
+
+def load(tokens: int, rank_0: float, rank_1: float, **more: Any) -> dict[str, Any]:
+    """Return orders for an asynchronous load that takes so many milliseconds on each rank."""
+    return {"offer": tokens, "async": True, "load_ms": {"0": rank_0, "1": rank_1}, **more}
+
+
+def save(rank_0: float, rank_1: float) -> dict[str, Any]:
+    return {"promise": True, "save_ms": {"0": rank_0, "1": rank_1}}
+
+
+DOCUMENT = Ask(document=True)
+PLAIN = Ask()
+HEALTHY = (
+    DOCUMENT,
+    Ask({"disk": load(96, 8, 14)}),
+    DOCUMENT,
+    Ask({"remote": load(160, 30, 36) | save(80, 90)}),
+    PLAIN,
+    DOCUMENT,
+    Ask({"disk": load(64, 5, 7) | save(40, 60)}),
+    Ask({"remote": load(128, 22, 30)}),
+)
+BROKEN = {"fail": "recv", "fail_ranks": [1]}
+
+_EVERYTHING = (
+    *HEALTHY,
+    Ask({"disk": {"offer": 64}}),
+    Ask({"disk": load(64, 5, 180)}),
+    Ask({"remote": load(128, 40, 300, not_yet_ms=60) | save(200, 1200)}),
+    Ask({"disk": load(64, 5, 5), "remote": load(160, 5, 5)}),
+    Ask({"remote": load(96, 10, 10, **BROKEN)}),
+    Ask({"disk": load(64, 10, 10, **BROKEN)}),
+)
+_RAISING = load(64, 5, 5, raise_in="start_load_kv", raise_ranks=[1])
+
+EVERYTHING = Story(
+    rounds=lambda _share: _EVERYTHING,
+    events=(
+        (9.0, 0.1, Ask({"remote": _RAISING})),
+        (ONCE, 0.05, Ask({"disk": {"offer": 64, "fail": "blocks"}})),  # kvobs empties the siblings' caches then
+        (3.0, 0.0, Ask({"disk": {"offer": 64, "sleep_in": "start_load_kv", "sleep_ms": {"1": 160}}})),
+        (3.0, 0.0, Ask({"disk": {"sleep_in": "wait_for_save", "sleep_ms": {"0": 130}}})),
+        (3.0, 0.0, Ask({"remote": {"not_yet_ms": 60_000}})),
+        (4.0, 0.0, Ask({"disk": load(64, 5, 2600)})),
+        (3.0, 0.0, Ask({"remote": save(5, 3000)})),
+        (5.0, 0.0, Ask({"disk": save(5, 8000)})),  # something is open at any time, at the end too
+        (15.0, 0.0, Ask({"remote": {"promise": True, "save_ms": {"0": 5}}})),  # rank 1 never reports
+        (3.0, 0.0, Ask({"disk": {"foreign": "load"}})),
+        (3.0, 0.0, Ask({"disk": {"foreign": "save"}})),
+        (3.0, 0.0, Ask({"remote": {"foreign": "failure"}})),
+        (3.0, 0.0, Ask({"disk": load(64, 400, 400)}, hangs_up_after=0.1)),
+        (2.0, 0.0, Ask(headers={TRACEPARENT: "garbage"})),
+        (2.0, 0.0, Ask(params={"kvobs": {TRACEPARENT: 7}})),
+    ),
+    options={"stuck_after_s": 1.5, "slow_load_ms": 250},
+    has_bad_stats=True,
+    collector_is_down=(0.5, 0.65),
+)
+"""Every metric that one engine without NIXL or a GPU can have, in one run."""
+
+
+def _failing(share: float) -> Sequence[Ask]:
+    if share < ONSET:
+        return HEALTHY
+    slow = Ask({"remote": load(160, 40, 420) | save(100, 1500)})
+    failed = Ask({"remote": load(128, 60, 60, **BROKEN)})
+    return tuple((slow, failed, failed)[i % 3] if "remote" in ask.steer else ask for i, ask in enumerate(HEALTHY))
+
+
+ONSET = 0.35
+"""Share of the run that is over when ``remote`` begins to fail."""
+
+ONE_FAILING = Story(
+    rounds=_failing,
+    events=((20.0, ONSET, Ask({"remote": _RAISING})), (2.0, ONSET, Ask({"remote": load(96, 5, 4000)}))),
+    options={"stuck_after_s": 3},
+)
+"""All is well, then one of three children fails and the others do not."""

@@ -1,0 +1,132 @@
+"""Every query of the boards and rules, on a real Prometheus that has watched a real server get into trouble."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import yaml
+
+from kvobs.demo.model import make_model
+from tests.engine.serving import ROOT
+from tests.stack.queries import Target, boards, faults, filled, labels_of, targets
+from tests.stack.run import RULES, Live, live
+from tests.stack.stories import EVERYTHING, NAMES
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BOARDS = boards(ROOT / "dashboards" / "generated" / "boards")
+TARGETS = [target for board in BOARDS.values() for target in targets(board)]
+GROUPS = [group for file in sorted(RULES.glob("*.y*ml")) for group in yaml.safe_load(file.read_text())["groups"]]
+RULE_LIST = [rule for group in GROUPS for rule in group["rules"]]
+RECORDED = {rule["record"]: rule["expr"] for rule in RULE_LIST if "record" in rule}
+ALERTS = {rule["alert"]: rule for rule in RULE_LIST if "alert" in rule}
+
+SECONDS = 45
+NOBODY = "none"
+"""What boards call the guilty child where there is none."""
+HOST_LABELS = {"job", "instance", "model_name", "engine"}
+
+WITHOUT_DATA: dict[str, str] = {}
+"""Metrics that such a run can't have, and why."""
+
+EMPTY: dict[str, str] = {}
+"""Queries that must find nothing in such a run, by their board, panel and letter, and why."""
+
+FIRING = {
+    "KvobsConnectorFailing": {"disk", "remote"},
+    "KvobsConnectorErrors": {"remote"},
+    "KvobsStuckTransfers": {"disk", "remote"},
+    "KvobsInternalErrors": {None},
+}
+"""Alerts that such a run must raise, and about whom."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("live")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
+            run = stack.enter_context(live(make_model(folder / "model"), folder, EVERYTHING, SECONDS))
+        yield run
+
+
+def test_every_metric_has_data(run: Live) -> None:
+    assert run.without_data() == sorted(WITHOUT_DATA)
+
+
+def test_there_are_boards_and_rules() -> None:
+    assert {"kvobs-overview", "kvobs-connector", "kvobs-slow-loads"} == BOARDS.keys()
+    assert all(any(target.board == uid for target in TARGETS) for uid in BOARDS)
+    assert RECORDED
+    assert len(ALERTS) >= 9
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Target, run: Live) -> None:
+    # At a single moment nothing may be open, or nobody left out.
+    found = (run.at_the_end(target.query) if target.is_instant else []) or run.series(target.query)
+    if str(target) in EMPTY:
+        assert found == [], "it has data: no gap any more"
+    else:
+        assert faults(found, labels_of(target.query), target.legend) == [], target.query
+    named = {series["metric"]["connector"] for series in found if "connector" in series["metric"]}
+    assert named <= {*NAMES, NOBODY}
+
+
+@pytest.mark.parametrize("uid", BOARDS)
+def test_a_boards_variables_have_values_and_its_annotations_can_be_asked(uid: str, run: Live) -> None:
+    variables = [v for v in BOARDS[uid]["templating"]["list"] if v["type"] == "query"]
+    assert variables
+    for variable in variables:
+        ((series, label),) = re.findall(r"^label_values\((.*), (\w+)\)$", variable["query"]["query"])
+        found = run.prometheus.api(f"label/{label}/values", **{"match[]": filled(series)})
+        assert found, variable["name"]
+        if variable["name"] == "connector":
+            assert sorted(found) == sorted(NAMES)
+    for annotation in BOARDS[uid]["annotations"]["list"]:
+        if "expr" in annotation:
+            run.series(filled(annotation["expr"]))  # raises for what Prometheus refuses
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recording_rule_records_finite_series_with_the_labels_of_its_name(name: str, run: Live) -> None:
+    found = run.series(name)
+    assert faults(found, None) == []
+    level = set(name.partition(":")[0].split("_")) - {"engine"}
+    for series in found:
+        assert series["metric"].keys() - {"__name__"} == HOST_LABELS | level
+
+
+@pytest.mark.parametrize("name", FIRING)
+def test_an_alert_fires_for_real_and_names_the_guilty(name: str, run: Live) -> None:
+    found = run.series(f'ALERTS{{alertname="{name}",alertstate="firing"}}')
+    assert {series["metric"].get("connector") for series in found} == FIRING[name]
+
+
+def test_the_healthy_child_is_not_accused(run: Live) -> None:
+    assert run.series('ALERTS{connector="cpu"}') == []
+
+
+def test_what_an_alert_says_is_filled_in(run: Live) -> None:
+    """As Prometheus tells it while the alert is active; a template that fails says so in its place."""
+    groups = run.prometheus.api("rules", type="alert")["groups"]
+    active = [alert for group in groups for rule in group["rules"] for alert in rule["alerts"]]
+    assert active
+    for alert in active:
+        told = " ".join(alert["annotations"].values())
+        assert not re.search(r"{{|<error|<no value>|%!", told), told
+        if connector := alert["labels"].get("connector"):
+            assert connector in alert["annotations"]["description"]
+            assert f"var-connector={connector}" in alert["annotations"]["dashboard_url"]
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.has_exemplars], ids=str)
+def test_a_panels_exemplars_lead_to_traces_that_were_exported(target: Target, run: Live) -> None:
+    found = run.prometheus.api("query_exemplars", query=target.query, start=run.began, end=run.ended)
+    traces = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+    exported = {span.trace_id for span in run.collector.spans if span.scope == "kvobs"}
+    assert traces & exported

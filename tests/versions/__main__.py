@@ -1,0 +1,65 @@
+"""Serve with each version, check that both children load and answers stay the same, and keep what came of it.
+
+    python -m tests.versions [VERSION ...]
+
+A run of all versions writes ``results.json``, of which README's table of versions is made.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.versions.engines import VERSIONS, engine
+
+RESULTS = Path(__file__).parent / "results.json"
+PATIENCE_S = 600
+
+
+def serve(version: str, folder: Path) -> dict[str, Any]:
+    """Serve with one version and return what each child did; RuntimeError with the run's last words."""
+    made = engine(version)
+    found, log = folder / f"{version}.json", folder / f"{version}.log"
+    with log.open("wb") as words:
+        command = [str(made.python), "-m", "tests.versions.serve", str(found)]
+        done = subprocess.run(
+            command, env=made.environment, cwd=folder, stdout=words, stderr=words, timeout=PATIENCE_S, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"vLLM {version} ended with {done.returncode}:\n{log.read_text()[-4000:]}")
+    result: dict[str, Any] = json.loads(found.read_text())
+    if not result["vllm"].startswith(version):
+        raise RuntimeError(f"asked for vLLM {version}, got {result['vllm']}")
+    for name, child in result["children"].items():
+        loads = child["loads"]
+        if not child["hits"] or not loads["ok"] or loads["failed"] or loads["aborted"]:
+            raise RuntimeError(f"vLLM {version}: the child {name} should have served: {child}")
+    return {name: child["loads"]["ok"] for name, child in result["children"].items()}
+
+
+def main(versions: list[str]) -> int:
+    """Serve with these versions, or all; return how many did not."""
+    if unknown := set(versions) - set(VERSIONS):
+        raise SystemExit(f"no recipe for vLLM {', '.join(sorted(unknown))}; known: {', '.join(VERSIONS)}")
+    results: dict[str, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvobs-versions-") as folder:
+        for version in versions or VERSIONS:
+            begin = time.monotonic()
+            try:
+                results[version] = serve(version, Path(folder))
+                words = ", ".join(f"{name} loaded {loads} times" for name, loads in results[version].items())
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                words = f"FAILED: {error}"
+            print(f"vLLM {version:7} {time.monotonic() - begin:5.0f} s  {words}", flush=True)
+    if not versions and len(results) == len(VERSIONS):
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    return len(versions or VERSIONS) - len(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""Run the demo with the vLLM of this interpreter, and say what came of it as JSON: ``serve.py FILE``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvobs.demo.run import Demo
+from kvobs.demo.server import ServerError
+
+
+def main(target: Path) -> None:
+    from vllm import __version__
+
+    try:
+        rows = Demo(Console(), requests=48).run()
+    except ServerError as error:
+        sys.exit(str(error))
+    children = {row.name: {"hits": row.lookups["hit"], "loads": dict(row.loads), "tokens": row.loaded} for row in rows}
+    target.write_text(json.dumps({"vllm": __version__, "children": children}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
