@@ -20,6 +20,7 @@ from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.faults import Fault, evidence
 from kvobs.demo.model import make_model
+from kvobs.demo.processes import keeping_off
 from kvobs.demo.server import HOST, Completion, Server, ServerError, cores
 from kvobs.demo.tree import tree
 from kvobs.spans import LOAD
@@ -82,6 +83,8 @@ class Demo:
                     host=self.host,
                 )
                 stack.enter_context(server)
+                if ranks > 1:
+                    stack.enter_context(keeping_off(cores(1)[0]))
                 done(f"vLLM with kvobs is up on {server.url}")
             rows = self.measure(server)
             self.show_slowest_load(collector)

@@ -14,13 +14,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import session_members
+from kvobs.demo.processes import keeping_off, session_members, set_affinity
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, cores
 from tests.bench.report import Budget, Line, Part
@@ -113,26 +113,18 @@ def running(
     # A server ends with the thread that started it: the pool outlives the servers.
     with ThreadPoolExecutor(len(servers)) as starters, ExitStack() as stack:
         list(starters.map(stack.enter_context, servers.values()))
-        ours = os.sched_getaffinity(0)
-        others = ours - set(cores(1)) or ours
+        stack.enter_context(keeping_off(cores(1)[0]))
         for server in servers.values():
-            pin(server, others)
-        os.sched_setaffinity(0, others)
-        try:
-            yield servers
-        finally:
-            os.sched_setaffinity(0, ours)
+            keep_off_too(server)
+        yield servers
 
 
-def pin(server: Server, to: set[int]) -> None:
-    """Keep every thread of a server off the worker's core, but the worker's own."""
+def keep_off_too(server: Server) -> None:
+    """Keep a server, but its worker, where we are: off the worker's core."""
     assert server.process
     for pid in session_members(server.process.pid):
-        if "Worker" in Path(f"/proc/{pid}/comm").read_text():
-            continue
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), to)
+        if "Worker" not in Path(f"/proc/{pid}/comm").read_text():
+            set_affinity(pid, os.sched_getaffinity(0))
 
 
 def check_hits(servers: dict[str, Server]) -> None:

@@ -9,23 +9,24 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import session_members
+from kvobs.demo.processes import keeping_off, session_members
 from kvobs.demo.run import child, on_one_core
-from kvobs.demo.server import HOST, Server
+from kvobs.demo.server import HOST, Server, cores
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 8
 LINES = 40
 
+THE_CORE = cores(1)[0]
 BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 """While a transfer is pending vLLM's workers spin: on all of two cores, the server and the test may get no CPU for
-seconds (Linux 6.18), and what is to happen during the transfer happens after it."""
+seconds (Linux 6.18), and what is to happen during the transfer happens after it. `serve` leaves that core to them."""
 
 
 def importing_tests() -> dict[str, str]:
@@ -37,9 +38,11 @@ def importing_tests() -> dict[str, str]:
 def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
     """Run a server that can import the tests' connectors; a test that fails prints what the server said last."""
     env = {**importing_tests(), **more.pop("env", {})}
+    shares = BOTH_RANKS_ON_ONE_CORE.items() <= env.items()
     with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
         try:
-            yield server
+            with keeping_off(THE_CORE) if shares else nullcontext():
+                yield server
         except BaseException:
             print(f"{time.strftime('%H:%M:%S')}, the server:", server.tail(LINES), *states(server), sep="\n")
             raise
