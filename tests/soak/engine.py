@@ -208,6 +208,14 @@ class Engine:
             self.ledger.faults[f"collector {mood}"] += 1
         self.exporter.turn(mood)
 
+    def export_spans(self) -> None:
+        """Let the collector come up and take what waits for it; every span must be accounted for then."""
+        self.turn_collector("up")
+        cutter = self.front.metrics._cutter
+        if cutter is not None:
+            cutter._processor.force_flush()
+            assert self.shipped_spans == self.exporter.taken + self.lost_spans
+
     def _abort(self, request_id: str) -> None:
         states = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "gone": ""}
         status = self.rig.status(request_id)
@@ -267,11 +275,9 @@ class Engine:
         self.drain()
         assert_nothing_is_left(self.rig)
         self._deliver()
-        self.exporter.turn("up")
+        self.export_spans()
         cutter = self.front.metrics._cutter
         if cutter is not None:
-            cutter._processor.force_flush()
-            assert self.shipped_spans == self.exporter.taken + self.lost_spans
             cutter.close()
         for connector in (self.rig.connector, *self.rig.workers):
             connector.shutdown()

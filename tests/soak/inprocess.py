@@ -55,6 +55,7 @@ def _live(engine: Engine, requests: int, every: int, result: Result, tell: Calla
         engine.serve(min(every, requests - served))
         differ = engine.differences()
         assert not differ, f"{shape}, seed {engine.seed}, after {engine.added} requests:\n" + "\n".join(differ)
+        engine.export_spans()  # or what is held depends on the collector's mood
         samples.append(memory.sample(before + engine.added))
         if types is None and samples[-1].requests >= before + memory.WARM * requests:
             types = memory.types()
