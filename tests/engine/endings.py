@@ -36,7 +36,7 @@ SHORT, LONG = 40, 1500  # tokens of an answer
 WARM_S, UNDER_WAY_S = 60.0, 0.5
 GONE_S = 60.0
 """Seconds in which a server is to be gone."""
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 """Seconds after which a client gives up."""
 SHARED_MEMORY = Path("/dev/shm")
 LOADS = {"offer": 64, "async": True, "load_ms": 20}
@@ -56,6 +56,8 @@ class Case:
     plan: dict[str, Any] = field(default_factory=lambda: LOADS)
     either: frozenset[str] = frozenset()
     """What requests in flight get from vLLM now and then, with and without kvobs."""
+    may_leave: str = "(?!)"
+    """Files that vLLM leaves behind now and then, with and without kvobs: a pattern; this one matches none."""
 
 
 def kill(part: str) -> Callable[[Server], None]:
@@ -79,12 +81,13 @@ def terminate(server: Server) -> None:
 CASES = {
     case.name: case
     for case in (
-        Case("kill -9 of a worker", kill("Worker_TP"), ranks=2),
+        # The other worker ends by itself, within 3 s, or vLLM kills it after 9, and its shared memory stays.
+        Case("kill -9 of a worker", kill("Worker_TP"), ranks=2, may_leave="vllm_dist_.*cpushm"),
         Case("kill -9 of EngineCore", kill("EngineCor")),
         # vLLM ends with EngineCore, whether or not what it aborted has been told.
         Case("SIGTERM", terminate, either=frozenset({"cut short, abort", "gave up", "answered"})),
-        Case("SIGTERM, --shutdown-timeout 20", terminate, args=("--shutdown-timeout", "20")),
-        Case("SIGTERM, --shutdown-timeout 12, a save pending", terminate, 1, ("--shutdown-timeout", "12"), NEVER_SAVED),
+        Case("SIGTERM, --shutdown-timeout 25", terminate, args=("--shutdown-timeout", "25")),
+        Case("SIGTERM, --shutdown-timeout 25, a save pending", terminate, 1, ("--shutdown-timeout", "25"), NEVER_SAVED),
     )
 }
 
@@ -109,7 +112,8 @@ class Ending:
 
     def comparable(self, case: Case) -> tuple[Any, ...]:
         """Return what must be the same with and without kvobs."""
-        return self.exit_code, self.in_flight - case.either, self.processes, self.files
+        files = tuple(name for name in self.files if not re.match(case.may_leave, name))
+        return self.exit_code, self.in_flight - case.either, self.processes, files
 
 
 class Clients:
@@ -218,11 +222,11 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
         server.complete(prompt("first"), SHORT)  # torch compiles with it, for longer than a client waits
         clients, scraper = Clients(server, SHORT), Scraper(server)
         assert eventually(lambda: clients.answered(time.monotonic() - 2) > 0, WARM_S), "nothing is answered"
-        underway = Clients(server, LONG)
-        time.sleep(UNDER_WAY_S)
         asked = time.monotonic()
         counted = scraper.read()
         ledger = None if counted is None else (1 + clients.answered(asked - 1), counted, 1 + clients.begun)
+        underway = Clients(server, LONG)  # after /metrics has been read, which may take long on a busy server
+        time.sleep(UNDER_WAY_S)
         moment = time.monotonic()
         case.end(server)
         scraper.start()
