@@ -7,28 +7,39 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DEMO_TEST := tests/engine/test_demo.py::test_the_demo_shows_both_connectors_loading
 
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-slow test-versions lint format bench soak pictures dashboards hosts promtool clean
+.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format bench soak pictures dashboards docs hosts packages rdma promtool clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with kvobs, vLLM for CPUs and the tools; again only when pyproject.toml changes
 
 demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what each does
 	@$(BIN)/kvobs demo $(DEMO)
 
-test: $(INSTALLED) hosts promtool ## Run the tests, on real engines too
-	$(BIN)/python -m pytest -m "not slow" tests $(TESTS)
+test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's own router, and the demo on a real engine
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not engine and not contract and not connectors" tests $(TESTS)
+	$(BIN)/python -m pytest $(DEMO_TEST)
+
+test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and those under other vLLM versions
+	$(BIN)/python -m pytest -m "(engine or contract) and not slow and not connectors" --deselect $(DEMO_TEST) tests $(TESTS)
 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
 	$(BIN)/python -m pytest -m slow tests $(TESTS)
 
-test-versions: $(INSTALLED) ## Serve with every vLLM version that runs on a CPU, a real engine each
-	$(BIN)/python -m tests.versions $(VERSIONS)
+test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; ten minutes
+	$(BIN)/python -m pytest -rP -m "connectors and not ray" tests/connectors $(TESTS)
+
+test-ray: $(INSTALLED) packages ## Run engines under Ray, with both of vLLM's executors for it; five minutes
+	$(BIN)/python -m pytest -rP -m ray tests/connectors $(TESTS)
+
+test-versions: $(INSTALLED) ## Serve with the oldest and the newest vLLM that run on a CPU, a real engine each; ALL=1: with all
+	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(ALL),--all)
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
@@ -53,8 +64,25 @@ pictures: ## Draw the boards: make pictures PICTURES='--prometheus URL --from T 
 dashboards: $(INSTALLED) ## Make boards, rules and manifests anew from the table of metrics
 	$(BIN)/python -m dashboards
 
+docs: $(INSTALLED) ## Write the tables of README and docs/ anew from the tables of the code
+	$(BIN)/python -m docs
+
 hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
 	$(BIN)/python tests/contract/hosts.py
+
+test-upstream: $(INSTALLED) ## Run vLLM's own tests with kvobs in place: make test-upstream VLLM_TESTS=/path/to/vllm/tests
+	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is the folder tests of vLLM's source: docs/upstream-tests.md"; false; }
+	$(BIN)/python -m tests.upstream $(VLLM_TESTS)
+
+packages: $(INSTALLED) ## Fetch LMCache, Mooncake and Ray, for the tests with them only
+	$(BIN)/python -m tests.connectors.packages
+
+# Mooncake's library is linked against them, with and without such a network.
+RDMA := libibverbs1 libnl-3-200 libnl-route-3-200
+
+rdma: ## Install the libraries that Mooncake is linked against, where they are missing
+	@dpkg-query --show $(RDMA) >/dev/null 2>&1 || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(RDMA); } \
+		|| { echo "Mooncake needs libibverbs and libnl: install them ($(RDMA) are Debian's packages)"; false; }
 
 promtool: ## Install Prometheus's tool that checks metrics, where it is missing
 	@command -v promtool >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus; } \

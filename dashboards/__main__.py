@@ -1,4 +1,4 @@
-"""Write what is generated under ``dashboards/generated``, or with ``--check`` say where it differs."""
+"""Generate the files under ``dashboards/generated``, or with ``--check`` list those that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES: dict[str, Callable[[], str]] = {
     "rules/kvobs.rules.yml": rules_yaml,
     "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
     "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,
-    "kubernetes/dashboards.yaml": lambda: kubernetes.config_maps(BOARDS),
+    "kustomization.yaml": lambda: kubernetes.kustomization(BOARDS),
 }
 
 

@@ -1,6 +1,6 @@
-"""Make the alerts: what is wrong, from when on, and where to look.
+"""Define the alerts: condition, threshold, and the board to open.
 
-All of them are quiet without traffic. An alert is about one engine, and mostly about one child of it.
+An alert is about one engine, and mostly about one of its connectors.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ PREFIX = "Kvobs"
 
 @dataclass(frozen=True)
 class Site:
-    """What differs from site to site: the thresholds, the scrape job, where Grafana is."""
+    """The settings of a site: thresholds, scrape job, Grafana's address."""
 
     job: str = "kvobs"
-    """The job that scrapes ``kvobs_*``, as in the README."""
+    """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
     scope: str = ""
     """Matchers that all series must meet, such as ``cluster="a"``."""
     grafana: str = "http://localhost:3000"
     failed_share: float = 0.05
     """Of the loads that ended, those that failed."""
     slow_load_s: float = signals.LOAD_DURATION.buckets[10]
-    """About a second. A histogram tells exactly what is above a bound of it, and nothing else: it must be one."""
+    """About a second. It must be a bucket bound: only there is a histogram exact."""
     few_loads: int = 20
     """In five minutes; fewer have no 99th percentile worth the name."""
     save_age_s: int = 60
-    forgone_share: float = 0.3
+    unused_hit_share: float = 0.3
     few_tokens: int = 100
     """A second: a child that offers fewer is not worth a change."""
     rank_share: float = 0.8
@@ -53,7 +53,7 @@ OF_CHILD = "{{ $labels.connector }} on " + OF_ENGINE
 
 
 def alerts(site: Site) -> tuple[Alert, ...]:
-    """Return all alerts, what hurts most first."""
+    """Return all alerts, the most severe first."""
     return tuple(make(site) for make in ALERTS)
 
 
@@ -66,8 +66,27 @@ def connector_failing(site: Site) -> Alert:
         "5m",
         "Loads from a KV connector fail.",
         "{{ $value | humanizePercentage }} of the loads from " + OF_CHILD + " failed in the last five minutes. "
-        "Their tokens are computed again, or their requests fail, as kv_load_failure_policy says.",
+        "Their tokens are recomputed, or their requests fail, depending on kv_load_failure_policy.",
     )
+
+
+def failed_sync_loads(site: Site) -> Alert:
+    others = (
+        '{{ with printf "kvobs_connector_info{job=%q,instance=%q,engine=%q,connector!=%q}" $labels.job '
+        "$labels.instance $labels.engine $labels.connector | query }}{{ range . }} {{ .Labels.connector }}"
+        "{{ end }}{{ end }}"
+    )
+    return _of_child(
+        site,
+        "FailedSyncLoads",
+        Severity.CRITICAL,
+        f"{Asks(site.scope).rare(signals.FAILED_SYNC_LOADS)} > 0",
+        "0m",
+        "Synchronous loads failed: other connectors may have saved unfilled blocks.",
+        "{{ $value | humanize }} synchronous loads from " + OF_CHILD + " failed in the last fifteen minutes. Blocks "
+        "that other connectors saved in the same step may be wrong, and so are answers that use them. Other "
+        "connectors:" + others + ".",
+    )  # fmt: skip
 
 
 def stuck_transfers(site: Site) -> Alert:
@@ -77,9 +96,10 @@ def stuck_transfers(site: Site) -> Alert:
         Severity.CRITICAL,
         f"{Asks(site.scope).rare(signals.STUCK_TRANSFERS, 'rank')} > 0",
         "1m",
-        "A rank does not report loads or saves that others have done.",
-        "Rank {{ $labels.rank }} owes {{ $value | humanize }} loads or saves of " + OF_CHILD + ", of the last fifteen "
-        "minutes, that other ranks have done long ago. Requests wait for them, or their blocks stay taken.",
+        "A rank has not reported transfers that other ranks finished.",
+        "Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of " + OF_CHILD + " that other "
+        "ranks finished more than `stuck_after_s` ago (last fifteen minutes). Their requests wait, or their blocks "
+        "stay held.",
     )
 
 
@@ -90,9 +110,9 @@ def connector_quarantined(site: Site) -> Alert:
         Severity.WARNING,
         f"avg_over_time({Asks(site.scope).series(signals.QUARANTINED)}[{rules.WINDOW}]) > 0.5",
         "2m",
-        "A best-effort KV connector is left out.",
-        OF_CHILD + " was left out for {{ $value | humanizePercentage }} of the last five minutes, because it fails. "
-        "Serving goes on without its hits and saves.",
+        "A best-effort KV connector is in quarantine.",
+        OF_CHILD + " was in quarantine for {{ $value | humanizePercentage }} of the last five minutes, because it "
+        "fails. Requests are served without this cache.",
     )
 
 
@@ -104,9 +124,8 @@ def connector_errors(site: Site) -> Alert:
         f"{Asks(site.scope).rare(signals.CALL_ERRORS)} > 0",
         "1m",
         "A KV connector raises exceptions.",
-        OF_CHILD
-        + " raised {{ $value | humanize }} exceptions in the last fifteen minutes. Outside the option isolate, one "
-        "is enough to end the engine.",
+        OF_CHILD + " raised {{ $value | humanize }} exceptions in the last fifteen minutes. If it is not in the option "
+        "isolate, one exception can end the engine.",
     )
 
 
@@ -119,10 +138,8 @@ def loads_slow(site: Site) -> Alert:
         f"{rules.LOAD_P99} > {site.slow_load_s}\nand {loads} >= {site.few_loads}",
         "10m",
         "Loads from a KV connector are slow.",
-        "The slowest hundredth of the {{ $labels.mode }} loads from "
-        + OF_CHILD
-        + " takes {{ $value | humanizeDuration }} "
-        "or more. Requests wait that long for their first token.",
+        "The p99 of {{ $labels.mode }} loads from " + OF_CHILD + " is about {{ $value | humanizeDuration }} "
+        f"(threshold {site.slow_load_s:.2f} s). Requests wait that long for their first token.",
         board="kvobs-slow-loads",
     )
 
@@ -134,9 +151,9 @@ def save_backlog(site: Site) -> Alert:
         Severity.WARNING,
         f'{rules.OLDEST_AGE}{{kind="save"}} > {site.save_age_s}',
         "5m",
-        "Saves hold the blocks of finished requests for long.",
-        "The oldest save that " + OF_CHILD + " has promised is open for {{ $value | humanizeDuration }}. The blocks of "
-        "such requests are not free for others.",
+        "Saves hold the blocks of finished requests for a long time.",
+        "The oldest promised save of " + OF_CHILD + " has been in progress for {{ $value | humanizeDuration }}. Other "
+        "requests cannot use its blocks.",
     )
 
 
@@ -150,28 +167,29 @@ def slowest_rank(site: Site) -> Alert:
         f"and ignoring (rank) {rules.RANK_SKEW} > {site.rank_skew_s}\n"
         f"and ignoring (rank) {transfers} >= {site.few_transfers}",
         "10m",
-        "One rank is last in nearly all loads and saves.",
+        "One rank finishes last in most loads and saves.",
         "Rank {{ $labels.rank }} was last in {{ $value | humanizePercentage }} of the loads and saves of " + OF_CHILD
-        + " in the last fifteen minutes, and all others waited for it.",
+        + " in the last fifteen minutes; all other ranks waited for it.",
     )  # fmt: skip
 
 
-def forgone_tokens(site: Site) -> Alert:
+def unused_hit_tokens(site: Site) -> Alert:
     offered = Asks(site.scope).rate(signals.OFFERED_TOKENS)
     return _of_child(
         site,
-        "ForgoneTokens",
+        "UnusedHitTokens",
         Severity.WARNING,
-        f"{rules.FORGONE_SHARE} > {site.forgone_share}\nand {offered} >= {site.few_tokens}",
+        f"{rules.UNUSED_HIT_SHARE} > {site.unused_hit_share}\nand {offered} >= {site.few_tokens}",
         "30m",
-        "Much of what a KV connector could load is computed.",
-        "{{ $value | humanizePercentage }} of the tokens that " + OF_CHILD + " offered were beyond what the chosen "
-        "connector had: they were computed.",
+        "Hit tokens are recomputed because another connector was chosen.",
+        "{{ $value | humanizePercentage }} of the tokens offered by " + OF_CHILD + " were not loaded but computed, "
+        "because a connector with fewer tokens was chosen.",
     )
 
 
 def telemetry_missing(site: Site) -> Alert:
-    build = Asks(site.scope).series(signals.BUILD_INFO)
+    asks = Asks(site.scope)
+    build, engine_up = asks.series(signals.BUILD_INFO), asks.series(signals.ENGINE_UP)
     matchers = ",".join(matcher for matcher in (site.scope, f'job="{site.job}"') if matcher)
     return Alert(
         site.grafana,
@@ -179,12 +197,14 @@ def telemetry_missing(site: Site) -> Alert:
         TARGET,
         PREFIX + "TelemetryMissing",
         Severity.WARNING,
-        f"up{{{matchers}}} unless on (job, instance) {build}",
+        # Both parts have the labels of the target, so that an alert goes on when an exporter ends after its engine.
+        f"(up{{{matchers}}} unless on (job, instance) {build})\n"
+        f"or (min without (model_name, engine) ({engine_up}) == 0) - 1",
         "5m",
-        "A vLLM server tells nothing of its KV connectors.",
+        "kvobs metrics are missing.",
         "{{ $labels.instance }} of job {{ $labels.job }} "
-        "{{ if eq $value 0.0 }}can't be scraped{{ else }}is scraped, and has no metrics of kvobs{{ end }} "
-        "(up is {{ $value }}). All other alerts of kvobs are blind to it.",
+        "{{ if eq $value 0.0 }}can't be scraped{{ else if lt $value 0.0 }}is an exporter whose engine is gone{{ else }}"
+        "is scraped but has no kvobs metrics{{ end }}. No other kvobs alert can fire for this server.",
     )
 
 
@@ -195,9 +215,9 @@ def internal_errors(site: Site) -> Alert:
         Severity.WARNING,
         f"{Asks(site.scope).rare(signals.INTERNAL_ERRORS, 'where')} > 0",
         "1m",
-        "kvobs's telemetry has a fault of its own.",
-        "{{ $value | humanize }} faults in {{ $labels.where }} in the last fifteen minutes, contained, on " + OF_ENGINE
-        + ". Numbers or spans are lost; serving is not touched.",
+        "Internal errors in kvobs's telemetry.",
+        "{{ $value | humanize }} contained errors in {{ $labels.where }} in the last fifteen minutes on " + OF_ENGINE
+        + ". Numbers or spans are lost; serving is not affected.",
     )  # fmt: skip
 
 
@@ -220,22 +240,21 @@ def telemetry_cost(site: Site) -> Alert:
         Severity.WARNING,
         f"{rules.SELF} > {site.self_share}",
         "15m",
-        "kvobs's telemetry takes much time.",
-        "Recording and reporting take {{ $value | humanizePercentage }} of a core, all processes together, of "
-        + OF_ENGINE
-        + ".",
+        "kvobs's telemetry uses much CPU time.",
+        "Telemetry uses {{ $value | humanizePercentage }} of one core over all processes of " + OF_ENGINE + ".",
     )
 
 
 ALERTS: tuple[Callable[[Site], Alert], ...] = (
     connector_failing,
+    failed_sync_loads,
     stuck_transfers,
     connector_quarantined,
     connector_errors,
     loads_slow,
     save_backlog,
     slowest_rank,
-    forgone_tokens,
+    unused_hit_tokens,
     telemetry_missing,
     internal_errors,
     telemetry_dropping,

@@ -16,19 +16,19 @@ def connector() -> str:
     return frame.board_text(
         frame.CONNECTOR,
         "kvobs / Connector",
-        "One child, or some beside each other: what it was asked and brought, how it failed, how long it took, what it "
-        "holds. Choose it above.",
+        "One connector, or several side by side: lookups, loads, failures, durations, and the blocks it holds. Select "
+        "connectors above.",
         [
             Section("", [(6, [(13, _configured()), (11, _where())])]),
             Section(
-                "Asked and brought: rate, errors, duration",
+                "Requests: rate, errors, duration",
                 [
                     (9, [(8, _lookups()), (8, _loads()), (8, _errors())]),
                     (9, [(8, _durations()), (8, _quantiles()), (8, _tokens())]),
                 ],
             ),
             Section(
-                "Held and waited for: use, backlog",
+                "Saturation: transfers in progress, waits, holds",
                 [
                     (8, [(8, _in_flight()), (8, _age()), (8, _stalls())]),
                     (8, [(8, _saves()), (8, _hold()), (8, _delay())]),
@@ -41,16 +41,16 @@ def connector() -> str:
 
 def _configured() -> Panel:
     return rows(
-        "What is configured?",
+        "Configuration",
         About(
-            "The children as they are configured, in the order in which they are asked.",
-            "Index 0 is asked first. Role and policies are those of the whole engine.",
-            "Compare engines: a row more than there are children means that they are configured differently.",
-            "That a child is configured does not say that it works.",
+            "The configured connectors, in the order of their lookups.",
+            "Index 0 is looked up first. Role and policies are those of the whole engine.",
+            "Compare engines: more rows than connectors means that engines are configured differently.",
+            "A configured connector does not necessarily work.",
         ),
         {
             "index": "Index",
-            "connector": "Child",
+            "connector": "Connector",
             "class": "Class",
             "role": "Role",
             "load_policy": "Load policy",
@@ -71,29 +71,29 @@ def _configured() -> Panel:
 def _where() -> Panel:
     by = ("connector", "instance", "engine")
     return rows(
-        "Where does it fail?",
+        "Failures by instance",
         About(
-            "Failures by child, instance and engine, the most on top.",
-            "One instance only: that machine. All: the child, or what it talks to.",
-            "Take the instance that is alone out of the routing, and look at its log.",
+            "Failures by connector, instance and engine, most failures on top.",
+            "One instance only: that machine. All instances: the connector, or its store or network.",
+            "Take a single failing instance out of the load balancing, and check its log.",
             "An instance without traffic has no failures either.",
         ),
-        {"connector": "Child", "instance": "Instance", "engine": "Engine"},
+        {"connector": "Connector", "instance": "Instance", "engine": "Engine"},
         [
             Column("Failures/s", f"topk(10, {questions.failures(*by)})", verdict=looks.ANY_IS_WARNING, decimals=2),
-            Column("Failing", f"topk(10, {questions.failing_share(*by)})", "percentunit", looks.FAILING_SHARE),
+            Column("Failure share", f"topk(10, {questions.failing_share(*by)})", "percentunit", looks.FAILING_SHARE),
         ],
     )
 
 
 def _lookups() -> Panel:
     return lines(
-        "What did it answer? (lookups/s)",
+        "Lookups by outcome (requests/s)",
         About(
-            "Lookups per second by their outcome, as vLLM asked them.",
-            "pending: not yet, ask again. timeout: it was passed over after lookup_timeout_ms.",
-            "Many misses: is it asked for what it has? Many pending: lookups wait, see the delay below.",
-            "A request may be asked about several times; these are not requests.",
+            "Lookups per second by outcome; an outcome is counted once per request.",
+            "pending: the answer was 'not yet'. timeout: not waited for any longer after lookup_timeout_ms.",
+            "Many misses: check whether its cache fits the traffic. Many pending: see the lookup delay below.",
+            "A request that was pending and then a hit counts in both.",
         ),
         Query(SELECTION.rate(signals.LOOKUPS, "connector", "outcome"), "{{connector}} {{outcome}}"),
         unit="reqps",
@@ -104,12 +104,12 @@ def _lookups() -> Panel:
 
 def _loads() -> Panel:
     return lines(
-        "How did its loads end? (loads/s)",
+        "Loads by outcome (loads/s)",
         About(
             "Loads per second by mode and outcome.",
-            "aborted: the request was cancelled. failed: its tokens are computed again, unless the policy is fail.",
-            "Failed ones: see errors beside this, and the traces on Slow loads.",
-            "A hit without a load was another child's request: see forgone and unclaimed.",
+            "aborted: the request was cancelled. failed: tokens are recomputed, unless kv_load_failure_policy is fail.",
+            "For failures see 'Exceptions by hook and class', and the traces on Slow loads.",
+            "After a hit another connector may load instead: see unused hit tokens and unused offers.",
         ),
         Query(SELECTION.rate(signals.LOADS, "connector", "mode", "outcome"), "{{connector}} {{mode}} {{outcome}}"),
         unit="ops",
@@ -120,12 +120,12 @@ def _loads() -> Panel:
 
 def _errors() -> Panel:
     return lines(
-        "What did it raise, and where?",
+        "Exceptions by hook and class",
         About(
             "Exceptions by hook and class: the ten most frequent of each interval.",
-            "No line is health.",
-            "Look for the class in vLLM's log at that time; a red span has the same error.type.",
-            "A child may fail loads without raising anything: see the outcomes of loads.",
+            "No data is normal.",
+            "Search vLLM's log for the class at that time; a red span has the same error.type.",
+            "A connector may fail loads without an exception: see 'Loads by outcome'.",
         ),
         Query(
             f"topk(10, {SELECTION.counted(signals.CALL_ERRORS, 'connector', 'hook', 'error_type')})",
@@ -137,12 +137,12 @@ def _errors() -> Panel:
 
 def _durations() -> Panel:
     return distribution(
-        "How long did loads take?",
+        "Load duration (points are traces)",
         About(
-            "Loads that ended well, by duration; the points are single loads with a trace.",
-            "Two bands are two kinds of loads. A point above them is worth a click.",
+            "Successful loads by duration; each point is a load with a trace.",
+            "Two bands are two kinds of loads. Points above them are outliers.",
             "Click a point for its trace (needs Tempo, and the data source's exemplar setting).",
-            "Failed and aborted loads are not in it. Choose one child: several are added up here.",
+            "Failed and aborted loads are not included. Select one connector: several are summed here.",
         ),
         SELECTION.increase(signals.LOAD_DURATION, "le", part="_bucket"),
     )
@@ -150,12 +150,12 @@ def _durations() -> Panel:
 
 def _quantiles() -> Panel:
     return lines(
-        "Durations of loads",
+        "Load duration by mode (p50, p95, p99)",
         About(
-            "p50, p95 and p99 of loads that ended well, by child and mode.",
-            "A p99 far from the p50: some loads are much slower, see ranks and traces.",
-            "Compare with other children, and with time to first token on the Overview.",
-            "Values lie within a bucket, a factor of two wide: small steps mean nothing. Modes are different "
+            "p50, p95 and p99 of successful loads, by connector and mode.",
+            "A p99 far above the p50: some loads are much slower, see ranks and traces.",
+            "Compare with other connectors, and with time to first token on the Overview.",
+            "Values are interpolated within a histogram bucket: small steps mean nothing. The modes measure different "
             "durations: async from allocation to the last rank's receipt, sync a part of the step.",
         ),
         *(
@@ -176,17 +176,17 @@ def _tokens() -> Panel:
         "offered": signals.OFFERED_TOKENS,
         "admitted": signals.ADMITTED_TOKENS,
         "loaded": signals.LOAD_TOKENS,
-        "forgone": signals.FORGONE_TOKENS,
+        "unused": signals.UNUSED_HIT_TOKENS,
         "recomputed": signals.RECOMPUTED_TOKENS,
     }
     return lines(
-        "What became of the tokens it offered? (tokens/s)",
+        "Offered, loaded and unused tokens (tokens/s)",
         About(
-            "Tokens per second: offered, of these admitted for loading and loaded; forgone, because another child was "
-            "chosen that had fewer; recomputed, because a load failed.",
-            "Admitted close to offered: this child is the one that is used.",
-            "Much forgone: load_policy longest, or another order. Recomputed: mend the failures.",
-            "Offered but not admitted is no loss where another child had the same tokens.",
+            "Tokens per second: offered; admitted for loading; loaded; unused, because a connector with fewer tokens "
+            "was chosen; recomputed, because a load failed.",
+            "Admitted close to offered: this connector is the one in use.",
+            "Many unused: try load_policy longest, or another order. Recomputed: fix the failures.",
+            "Offered but not admitted is no loss if another connector had the same tokens.",
         ),
         *(
             Query(SELECTION.rate(signal, "connector"), f"{{{{connector}}}} {name}", looks.BY_TOKENS[name])
@@ -198,12 +198,12 @@ def _tokens() -> Panel:
 
 def _in_flight() -> Panel:
     return lines(
-        "What is open?",
+        "Transfers in progress",
         About(
-            "Open loads, and open promised saves, whose blocks are held.",
-            "A line that only climbs is a backlog.",
-            "Saves pile up: the other side is slow or gone. Loads pile up: so are their requests.",
-            "The number is as old as the engine's last step: it stands still while the engine is idle.",
+            "Loads in progress, and promised saves in progress, whose blocks are held.",
+            "A line that only rises is a backlog.",
+            "More and more saves: the reading side is slow or gone. More and more loads: their requests wait.",
+            "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
         Query(SELECTION.gauge(signals.IN_FLIGHT, "connector", "kind"), "{{connector}} {{kind}}"),
         unit="short",
@@ -212,12 +212,12 @@ def _in_flight() -> Panel:
 
 def _age() -> Panel:
     return lines(
-        "How old is the oldest?",
+        "Age of the oldest transfer",
         About(
-            "Age of the oldest open load and promised save.",
-            "A saw is normal. A straight line upwards is one that does not end, or an engine that hangs.",
-            "See which rank is stuck, below; then that worker's log.",
-            "Nothing is shown while nothing is open.",
+            "Age of the oldest load and promised save in progress.",
+            "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
+            "See 'Stuck transfers by rank' below; then that worker's log.",
+            "There is no data while no transfer is in progress.",
         ),
         Query(questions.oldest("connector", "kind"), "{{connector}} {{kind}}"),
         unit="s",
@@ -226,12 +226,12 @@ def _age() -> Panel:
 
 def _stalls() -> Panel:
     return lines(
-        "How long do steps wait for it? (p99)",
+        "Steps blocked by loads and saves (p99)",
         About(
-            "How long a step's forward waited for loads, and how long it spent in saves (dashed).",
-            "Everything in that step waits, also requests that load nothing.",
-            "A child that lets steps wait should be fast, or asynchronous.",
-            "No line is not zero: asynchronous loads let no step wait, and full CUDA graphs hide it.",
+            "Time a step's forward waited for loads, and time it spent in saves (dashed).",
+            "All requests of that step wait, including those that load nothing.",
+            "A connector that blocks steps should be fast, or load asynchronously.",
+            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
         ),
         of_child(SELECTION.quantile(0.99, signals.LOAD_STALL, "connector"), "loads"),
         of_child(SELECTION.quantile(0.99, signals.SAVE_STALL, "connector"), "saves", dashed=True),
@@ -241,12 +241,12 @@ def _stalls() -> Panel:
 
 def _saves() -> Panel:
     return lines(
-        "How did promised saves end? (saves/s)",
+        "Promised saves by outcome (saves/s)",
         About(
-            "Saves promised at the end of a request and reported since, per second.",
-            "abandoned: the child was in quarantine when it should have reported.",
-            "None while requests end: the child promises none, which most do not.",
-            "Saves that a child makes within a step are not promised, and not counted.",
+            "Finished promised saves per second, by outcome.",
+            "abandoned: the connector was in quarantine and did not report it.",
+            "No data while requests end: the connector promises no saves, as most.",
+            "Saves within a step are not promised, and not counted here.",
         ),
         Query(SELECTION.rate(signals.SAVES, "connector", "outcome"), "{{connector}} {{outcome}}"),
         unit="ops",
@@ -257,12 +257,12 @@ def _saves() -> Panel:
 
 def _hold() -> Panel:
     return lines(
-        "How long are blocks held for saves? (p99)",
+        "Hold: time blocks are held for saves (p99)",
         About(
-            "Time from a request's end to its promised save's completion.",
-            "So long its blocks are not free for other requests.",
-            "Long, and the KV cache is full: this child costs capacity.",
-            "It is not the time of the transfer itself, which may have waited to be fetched.",
+            "Time from a request's end to the completion of its promised save.",
+            "During this time other requests cannot use its blocks.",
+            "Long holds while the KV cache is full: this connector costs capacity.",
+            "It includes the time the blocks wait to be fetched, not only the transfer itself.",
         ),
         of_child(SELECTION.quantile(0.99, signals.SAVE_HOLD, "connector")),
         unit="s",
@@ -272,12 +272,12 @@ def _hold() -> Panel:
 
 def _delay() -> Panel:
     return lines(
-        "How long do lookups wait for an answer?",
+        "Lookup delay (mean)",
         About(
-            "Mean time from the child's first 'not yet' about a request to its answer.",
-            "All of it is time to first token of these requests.",
-            "Set lookup_timeout_ms, so that others may load in its stead.",
-            "Requests that were answered at once are not in it.",
+            "Mean time from the connector's first 'not yet' for a request to its answer.",
+            "It delays the first token of these requests by the same time.",
+            "Set lookup_timeout_ms, so that another connector may load instead.",
+            "Requests answered immediately are not included.",
         ),
         of_child(SELECTION.mean(signals.LOOKUP_DELAY, "connector")),
         unit="s",

@@ -13,22 +13,27 @@ from kvobs.signals import Scope, Signal
 def details() -> list[Section]:
     """Return the closed rows."""
     return [
-        Section("Ranks: who is last? (requires more than one rank)", [(8, ranks())], collapsed=True),
-        Section("Calls: which hook is slow?", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
-        Section("Bytes, and offers that were not taken", [(8, [(12, _bytes()), (12, _unclaimed())])], collapsed=True),
+        Section("Ranks (requires more than one rank)", [(8, ranks())], collapsed=True),
+        Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
+        Section("Bytes and unused offers", [(8, [(12, _bytes()), (12, _unused())])], collapsed=True),
         Section(
-            "Block copies (requires a child with a host buffer)",
+            "Block copies (requires a connector with a host buffer)",
             [(8, [(12, _copy_durations()), (12, _copy_bytes())])],
             collapsed=True,
         ),
         Section(
-            "Isolation and mended faults (quarantine requires the option isolate)",
-            [(8, [(8, _quarantine()), (8, _foreign()), (8, _failed_sync())])],
+            "Quarantine and connector faults (quarantine requires the option isolate)",
+            [(8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())])],
             collapsed=True,
         ),
         Section(
-            "kvobs itself: cost and faults",
+            "kvobs: cost and internal errors",
             [(8, [(6, _self()), (6, _faults()), (6, _dropped()), (6, _malformed())])],
+            collapsed=True,
+        ),
+        Section(
+            "Exporter (requires the option exporter)",
+            [(8, [(8, _engines()), (8, _silence()), (8, _queued())])],
             collapsed=True,
         ),
     ]
@@ -40,12 +45,12 @@ def ranks() -> list[tuple[int, Panel]]:
         (
             8,
             lines(
-                "How far apart do ranks end? (p99)",
+                "Rank skew (p99)",
                 About(
-                    "Time between the first and the last rank of a load or promised save.",
-                    "Near the load's own duration: one rank makes the load slow.",
-                    "See which rank is last, beside this.",
-                    "Values lie within a bucket, a factor of four wide. With one rank there is nothing to see.",
+                    "Time between the first and the last rank's report of a load or promised save.",
+                    "Close to the load's own duration: one rank makes the load slow.",
+                    "See 'Slowest rank' to the right.",
+                    "Values are interpolated within a bucket, a factor of four wide. One rank has no skew.",
                 ),
                 Query(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", "kind"), "{{connector}} {{kind}}"),
                 unit="s",
@@ -54,12 +59,12 @@ def ranks() -> list[tuple[int, Panel]]:
         (
             8,
             lines(
-                "Which rank is last? (transfers/s)",
+                "Slowest rank (transfers/s)",
                 About(
-                    "Loads and promised saves that ended last on this rank, per second.",
-                    "Ranks that take turns are well. One line far above the others is a slow rank.",
-                    "Look at that worker's machine: PCIe, network, disk, neighbours.",
-                    "With little skew somebody is last too: look at the skew first.",
+                    "Loads and promised saves that this rank finished last, per second.",
+                    "Similar rates are normal. One line far above the others is a slow rank.",
+                    "Check that worker's machine: PCIe, network, disk, other processes.",
+                    "One rank is always last, even with little skew: check the skew first.",
                 ),
                 Query(
                     f"topk(10, {SELECTION.rate(signals.SLOWEST_RANK, 'connector', 'rank')})",
@@ -72,12 +77,12 @@ def ranks() -> list[tuple[int, Panel]]:
         (
             8,
             lines(
-                "Which rank is stuck?",
+                "Stuck transfers by rank",
                 About(
-                    "Loads and promised saves that this rank had not reported stuck_after_s after another one did.",
-                    "Any line is a fault: blocks are held, and a request may wait for ever.",
-                    "Look at that worker's log for the child; restart the engine if it does not end.",
-                    "It is counted once for each transfer: the line falls although it is still stuck.",
+                    "Loads and promised saves that this rank had not reported stuck_after_s after another rank.",
+                    "Zero is normal. Otherwise blocks are held, and a request may wait for ever.",
+                    "Check that worker's log for the connector; restart the engine if the transfer does not finish.",
+                    "A transfer is counted once: the line falls although it is still stuck.",
                 ),
                 Query(
                     f"topk(10, {SELECTION.counted(signals.STUCK_TRANSFERS, 'connector', 'rank')})",
@@ -92,12 +97,12 @@ def ranks() -> list[tuple[int, Panel]]:
 def calls() -> Panel:
     """Return the durations of calls by hook."""
     return lines(
-        "Which calls take long? (p99)",
+        "Call duration by hook (p99)",
         About(
-            "p99 of calls into the child by vLLM's hook: the ten slowest.",
-            "Hooks of the scheduler hold up every request; start_load_kv may be the load itself.",
-            "Find the slow ones as spans on Slow loads.",
-            "Values lie within a bucket, a factor of four wide.",
+            "p99 of calls into the connector by vLLM's hook: the ten slowest.",
+            "Scheduler hooks delay every request; start_load_kv may be the load itself.",
+            "Slow calls are spans: see Slow loads.",
+            "Values are interpolated within a bucket, a factor of four wide.",
         ),
         Query(
             f"topk(10, {SELECTION.quantile(0.99, signals.CALL_DURATION, 'connector', 'hook')})",
@@ -111,12 +116,12 @@ def calls() -> Panel:
 def slow_calls() -> Panel:
     """Return the calls that were slow by hook."""
     return lines(
-        "Which calls were slow?",
+        "Slow calls by hook",
         About(
             "Calls that took longer than slow_call_ms, by hook: the ten most frequent of each interval.",
-            "No line is health.",
-            "Each is a span, whatever was sampled: see Slow loads.",
-            "What is slow is an option; where it differs between engines, so do these numbers.",
+            "No data is normal.",
+            "Each slow call is a span, sampled or not: see Slow loads.",
+            "slow_call_ms is an option: engines with different values are not comparable.",
         ),
         Query(f"topk(10, {SELECTION.counted(signals.SLOW_CALLS, 'connector', 'hook')})", "{{connector}} {{hook}}"),
         unit="short",
@@ -125,39 +130,39 @@ def slow_calls() -> Panel:
 
 def _bytes() -> Panel:
     return lines(
-        "How many bytes does it load?",
+        "Bytes loaded",
         About(
             "Bytes loaded per second over all ranks.",
-            "A plateau beside rising durations: the path is full.",
-            "Compare with what the path can do.",
-            "Bytes are tokens times their size in the KV cache; a child may move more or fewer.",
+            "A plateau together with rising durations: the link or store is saturated.",
+            "Compare with the bandwidth of the link or store.",
+            "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
         ),
         of_child(SELECTION.rate(signals.LOAD_BYTES, "connector")),
         unit="Bps",
     )
 
 
-def _unclaimed() -> Panel:
+def _unused() -> Panel:
     return _counted(
-        signals.UNCLAIMED_OFFERS,
-        "How often was it not chosen?",
+        signals.UNUSED_OFFERS,
+        "Unused offers (requests/s)",
         About(
-            "Requests per second for which it offered tokens and another child was chosen.",
-            "High for all but the first child is what policy first does.",
-            "See forgone tokens for what that cost.",
-            "An offer that is not taken costs only its lookup.",
+            "Requests per second for which it offered tokens and another connector was chosen.",
+            "High for all but the first connector is normal with load_policy first.",
+            "Unused hit tokens show what could have been loaded instead of computed.",
+            "An unused offer costs its lookup only.",
         ),
     )
 
 
 def _copy_durations() -> Panel:
     return lines(
-        "How long do block copies take? (p99)",
+        "Block copy duration (p99)",
         About(
-            "Copies between the KV cache and the child's host buffer: h2d before loads are used, d2h before saves.",
-            "Part of the child's own time.",
-            "Rising: PCIe or memory is busy. Compare block_copy options.",
-            "Values lie within a bucket, a factor of four wide.",
+            "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves.",
+            "Included in the connector's own durations.",
+            "Rising: PCIe or memory is busy. Compare the values of the option block_copy.",
+            "Values are interpolated within a bucket, a factor of four wide.",
         ),
         Query(
             SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", "direction"),
@@ -170,12 +175,12 @@ def _copy_durations() -> Panel:
 def _copy_bytes() -> Panel:
     return _counted(
         signals.BLOCK_COPY_BYTES,
-        "How much do block copies move?",
+        "Block copy throughput",
         About(
-            "Bytes per second that these copies moved, on all ranks.",
-            "Compare with PCIe's or the memory's speed.",
-            "Much more than the loads' bytes: blocks are copied that nobody needs.",
-            "A child without a host buffer has none.",
+            "Bytes per second of these copies, over all ranks.",
+            "Compare with the bandwidth of PCIe or memory.",
+            "Far above the bytes loaded: unneeded blocks are copied.",
+            "A connector without a host buffer has no block copies.",
         ),
         "direction",
         unit="Bps",
@@ -184,27 +189,40 @@ def _copy_bytes() -> Panel:
 
 def _quarantine() -> Panel:
     return states(
-        "When was it left out?",
+        "Quarantine",
         About(
-            "When a best-effort child was in quarantine.",
-            "Red: requests went on without it. Bands that alternate: it fails each time it is tried.",
-            "See what it raised; it is tried again by itself.",
-            "A child that is not in the option isolate has no band.",
+            "Periods in which a best-effort connector was in quarantine.",
+            "Red: new requests were served without it. Alternating bands: it fails in each probation.",
+            "See its exceptions. It is enabled again automatically.",
+            "A connector that is not in the option isolate has no band.",
         ),
         Query(questions.quarantined("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
-        {0: ("takes part", looks.GOOD), 1: ("left out", looks.BAD)},
+        {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
     )
 
 
-def _foreign() -> Panel:
+def _quarantines() -> Panel:
     return _rare(
-        signals.FOREIGN_REPORTS,
-        "What did it report that is not its own?",
+        signals.QUARANTINES,
+        "Quarantines begun",
         About(
-            "Reports about loads or saves that the child does not own; they have no effect.",
-            "Some are normal for children that report what a sibling did.",
-            "Many failures: the child may be confused about requests, tell its authors.",
-            "With vLLM's own MultiConnector these would free blocks too early; here they do nothing.",
+            "Quarantines of a best-effort connector, begun after a failure or a slow call.",
+            "Requests that arrived during each back-off (1 to 60 s) were served without it.",
+            "See which hook raised or was slow.",
+            "A back-off of one second seldom falls on a scrape: the panel Quarantine misses it.",
+        ),
+    )
+
+
+def _stray() -> Panel:
+    return _rare(
+        signals.STRAY_REPORTS,
+        "Stray reports",
+        About(
+            "Reports about loads or saves that the connector does not own; they are ignored.",
+            "Some are normal for connectors that also report the transfers of others.",
+            "Many of kind failure: the connector may have a bug, report it to its authors.",
+            "With vLLM's own MultiConnector these would free blocks too early; here they have no effect.",
         ),
         "kind",
     )
@@ -213,12 +231,12 @@ def _foreign() -> Panel:
 def _failed_sync() -> Panel:
     return _rare(
         signals.FAILED_SYNC_LOADS,
-        "Which failed loads may siblings have saved?",
+        "Failed synchronous loads",
         About(
-            "Synchronous loads that failed in a step whose blocks the siblings may have saved.",
-            "Any: a sibling may hold what was never loaded.",
-            "Mend the failures; empty the siblings' caches if answers look wrong.",
-            "That it may have been saved does not say that it was.",
+            "Failed synchronous loads: other connectors may have saved the unfilled blocks in that step.",
+            "Zero is normal. Otherwise a later hit on such blocks gives a wrong answer.",
+            "See the runbook, KvobsFailedSyncLoads: clear the caches of the other connectors.",
+            "It is not known whether the blocks were saved.",
         ),
     )
 
@@ -239,12 +257,12 @@ def _by(expr: str, labels: tuple[str, ...]) -> Query:
 
 def _self() -> Panel:
     return lines(
-        "What does kvobs cost?",
+        "CPU time of kvobs's telemetry",
         About(
-            "The share of one core's time that kvobs's telemetry takes, over all processes of these engines.",
+            "CPU time of kvobs's telemetry as a share of one core, over all processes of these engines.",
             "A few percent under load; the alert is at 20 % for an engine.",
-            "Much more: lower tracing.level; where says which part it is.",
-            "Of recording calls this is an estimate.",
+            "Much more: lower tracing.level; the label where shows which part it is.",
+            "For recording calls the value is an estimate.",
         ),
         Query(SELECTION.rate(signals.SELF_SECONDS, "where"), "{{where}}"),
         unit="percentunit",
@@ -255,12 +273,12 @@ def _self() -> Panel:
 def _faults() -> Panel:
     return _rare(
         signals.INTERNAL_ERRORS,
-        "Does kvobs itself fail?",
+        "Internal errors",
         About(
-            "Faults inside kvobs's telemetry, contained: serving is not touched.",
-            "Any line: some numbers are lost. version: processes with different versions of kvobs.",
-            "Look in vLLM's log for the first one, logged with its traceback; report it.",
-            "Children's own failures are never counted here.",
+            "Contained errors of kvobs's telemetry: serving is not affected.",
+            "Zero is normal. Otherwise some numbers are lost. version: processes run different versions of kvobs.",
+            "The first error is in vLLM's log with its traceback; report it.",
+            "Failures of connectors are not counted here.",
         ),
         "where",
     )
@@ -269,12 +287,12 @@ def _faults() -> Panel:
 def _dropped() -> Panel:
     return _rare(
         signals.SPANS_DROPPED,
-        "Are spans lost?",
+        "Spans dropped",
         About(
-            "Spans lost, by where.",
-            "rate, flush: more spans than are allowed. queue, export: the collector is slow or gone.",
-            "Sample less, or mend the collector.",
-            "Metrics lose nothing: only traces are incomplete.",
+            "Spans lost, by place.",
+            "rate, flush: more spans than the limits allow. queue, export: the collector is slow or gone.",
+            "Sample less, or fix the collector.",
+            "Metrics are complete: only traces have gaps.",
         ),
         "where",
     )
@@ -283,12 +301,58 @@ def _dropped() -> Panel:
 def _malformed() -> Panel:
     return _rare(
         signals.MALFORMED_CONTEXTS,
-        "Do clients send broken trace contexts?",
+        "Malformed trace contexts",
         About(
-            "Requests whose traceparent, or kv_transfer_params.kvobs, is no trace context.",
+            "Requests with a malformed traceparent header or kv_transfer_params.kvobs.",
             "Such requests have no spans, unless slow or failed.",
-            "Find the client or proxy that makes them.",
-            "They are served as all others.",
+            "Find the client or proxy that creates them.",
+            "They are served like all others.",
         ),
         "source",
+    )
+
+
+_OF_ENGINE = ("instance", "engine")
+_ENGINE = "{{instance}} engine {{engine}}"
+
+
+def _engines() -> Panel:
+    return states(
+        "Engines",
+        About(
+            "Whether the engine of each exporter runs.",
+            "Red: the exporter serves the last numbers of an engine that was killed or crashed.",
+            "See the log of that engine, and the runbook, KvobsTelemetryMissing.",
+            "No data without the exporter. An exporter ends with its engine: a band that ends is a gone engine, too.",
+        ),
+        Query(SELECTION.gauge(signals.ENGINE_UP, *_OF_ENGINE, how="min"), _ENGINE),
+        {0: ("gone", looks.BAD), 1: ("running", looks.GOOD)},
+    )
+
+
+def _silence() -> Panel:
+    return lines(
+        "Time since the engine's last numbers",
+        About(
+            "Age of the last numbers that the exporter got from its engine: the ten highest.",
+            "Near zero under load; it rises while the engine is idle, or hangs.",
+            "If it rises while requests wait: see the engine's log, and Transfers in progress on this board.",
+            "No data without the exporter. An idle engine sends nothing: a high value alone does not indicate an error.",
+        ),
+        Query(f"topk(10, time() - {SELECTION.gauge(signals.LAST_PAYLOAD, *_OF_ENGINE, how='max')})", _ENGINE),
+        unit="s",
+    )
+
+
+def _queued() -> Panel:
+    return lines(
+        "Spans queued",
+        About(
+            "Spans that wait in the exporter for the collector: the ten highest.",
+            "Near zero is normal. Only rising: the collector is slow or gone, and spans will be dropped.",
+            "Check the collector; see 'Spans dropped'.",
+            "No data without the exporter, where spans wait in the API server.",
+        ),
+        Query(f"topk(10, {SELECTION.gauge(signals.SPANS_QUEUED, *_OF_ENGINE)})", _ENGINE),
+        unit="short",
     )

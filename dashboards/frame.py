@@ -1,4 +1,4 @@
-"""What all boards share: variables, annotations, links, and where panels lie on Grafana's 24 columns."""
+"""The common parts of all boards: variables, annotations, links, and the layout of panels on 24 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS = {
     "instance": "Instance",
     "model_name": "Model",
     "engine": "Engine",
-    "connector": "Child",
+    "connector": "Connector",
 }
 
 
@@ -102,7 +102,7 @@ def _sources() -> list[Builder[model.VariableModel]]:
 
 
 def _variables() -> list[Builder[model.VariableModel]]:
-    """Return a variable for each label, offering what the ones before it leave."""
+    """Return a variable for each label; its values are filtered by the variables before it."""
     made: list[Builder[model.VariableModel]] = []
     for index, name in enumerate(questions.VARIABLES):
         before = ",".join(f'{label}=~"${label}"' for label in questions.VARIABLES[:index])
@@ -150,8 +150,8 @@ def _links() -> list[board.DashboardLink]:
         return _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
 
     return [
-        tagged("kvobs", "kvobs", "The other boards of kvobs"),
-        tagged("vLLM", "vllm", "vLLM's own boards, where they are installed"),
+        tagged("kvobs", "kvobs", "kvobs's other boards"),
+        tagged("vLLM", "vllm", "vLLM's own boards, if installed"),
         _link("Runbook", "What each alert means, and what to do")
         .url(RUNBOOK)
         .target_blank(True)

@@ -1,29 +1,33 @@
-"""Make manifests for a cluster with Prometheus's operator: what to scrape, the rules, the boards."""
+"""Make manifests for a cluster with Prometheus's operator: scraping, rules, and a kustomization with the boards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dashboards.alerts import rule_groups
 from dashboards.rules import HEADER, to_yaml
 
-SCRAPES = {"vllm": ("/metrics", "drop"), "kvobs": ("/metrics/", "keep")}
-"""By job: the path, and what becomes of ``kvobs_*`` there, as in the README."""
+PORTS = {"vllm": "http", "kvobs": "kvobs"}
+"""By job, as in the README: the name of the port, that of vLLM's API server and that of the exporter."""
 
-POD_HEADER = HEADER + "# Yours to change: the labels of the pods of vLLM, and the name of their port.\n"
+POD_HEADER = HEADER + (
+    "# Change for your site: the labels of vLLM's pods, and the names of their ports (http: 8000, kvobs: 9464).\n"
+    "# The exporter must listen on the pod's address: KVOBS_EXPORTER=0.0.0.0:9464, or the option exporter.host.\n"
+)
+APPLY_HEADER = HEADER + "# Apply with: kubectl apply --server-side -k .\n"
+LABEL = {"app.kubernetes.io/name": "kvobs"}
 
 
 def pod_monitor() -> str:
-    """Return what has the pods scraped, in two jobs of the same names as elsewhere: rules and boards ask for them."""
+    """Return the PodMonitor: vLLM and the exporter, with the job names that rules and boards expect."""
     endpoints = [
         {
-            "port": "http",
-            "path": path,
+            "port": port,
+            "path": "/metrics",
             "relabelings": [{"action": "replace", "targetLabel": "job", "replacement": job}],
-            "metricRelabelings": [{"action": action, "sourceLabels": ["__name__"], "regex": "kvobs_.*"}],
         }
-        for job, (path, action) in SCRAPES.items()
+        for job, port in PORTS.items()
     ]
     selector = {"matchLabels": {"app.kubernetes.io/name": "vllm"}}
     spec = {"selector": selector, "podMetricsEndpoints": endpoints}
@@ -31,22 +35,29 @@ def pod_monitor() -> str:
 
 
 def prometheus_rule() -> str:
-    """Return the rules."""
+    """Return the PrometheusRule."""
     return to_yaml(_object("monitoring.coreos.com/v1", "PrometheusRule", "kvobs", spec=rule_groups()))
 
 
-def config_maps(boards: Mapping[str, Callable[[], str]]) -> str:
-    """Return one ConfigMap a board, as Grafana's sidecar looks for them."""
-    return to_yaml(*(_config_map(uid, text()) for uid, text in boards.items()))
+def kustomization(boards: Iterable[str]) -> str:
+    """Return the kustomization of all manifests: one ConfigMap per board, labelled for Grafana's sidecar.
 
-
-def _config_map(uid: str, text: str) -> dict[str, Any]:
-    content = _object("v1", "ConfigMap", uid, data={f"{uid}.json": text})
-    content["metadata"]["labels"]["grafana_dashboard"] = "1"
-    content["metadata"]["annotations"] = {"grafana_folder": "kvobs"}
-    return content
+    It belongs above ``boards`` and ``kubernetes``: kustomize loads no file from outside its own folder.
+    """
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"kubernetes/{name}.yaml" for name in ("podmonitor", "prometheusrule")],
+        "configMapGenerator": [{"name": uid, "files": [f"boards/{uid}.json"]} for uid in boards],
+        "generatorOptions": {
+            "disableNameSuffixHash": True,
+            "labels": LABEL | {"grafana_dashboard": "1"},
+            "annotations": {"grafana_folder": "kvobs"},
+        },
+    }
+    return to_yaml(content, header=APPLY_HEADER)
 
 
 def _object(version: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
-    metadata = {"name": name, "labels": {"app.kubernetes.io/name": "kvobs"}}
+    metadata = {"name": name, "labels": dict(LABEL)}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}

@@ -1,4 +1,4 @@
-"""How boards look: colours by meaning, from Okabe and Ito's palette that colour-blind people can tell apart."""
+"""Colours and value mappings of boards: colours by meaning, from Okabe and Ito's colour-blind safe palette."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_TOKENS = {
     "offered": "#56B4E9",
     "admitted": "#0072B2",
     "loaded": "#009E73",
-    "forgone": "#E69F00",
+    "unused": "#E69F00",
     "recomputed": "#D55E00",
 }
 
@@ -36,7 +36,7 @@ NO_DATA = "No data"
 
 
 def thresholds(*steps: tuple[float, str], first: str = GOOD) -> board.ThresholdsConfig:
-    """Return thresholds that say how a value is: ``first``, and what it is from each step's value on."""
+    """Return thresholds: colour ``first``, then each step's colour from its value on."""
     marks = [model.Threshold(color=first, value=None), *(model.Threshold(color=c, value=v) for v, c in steps)]
     return board.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(marks)
 
@@ -48,7 +48,7 @@ FAILING_SHARE = thresholds((1e-9, WARNING), (0.05, BAD))
 LOAD_SECONDS = thresholds((1, WARNING), (5, BAD))  # slow_load_ms is 1000
 STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
-FORGONE_SHARE = thresholds((0.3, WARNING))
+UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))
@@ -59,14 +59,14 @@ VERDICTS = {
     WELL: ("OK", GOOD),
     SLOW: ("Slow", WARNING),
     FAILING: ("Failing", BAD),
-    LEFT_OUT: ("Left out", BAD),
+    LEFT_OUT: ("Quarantined", BAD),
 }
 
-PARTAKING = {0: ("all take part", GOOD), 1: ("left out", BAD)}
+PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
 
 
 def named(values: dict[int, tuple[str, str]]) -> model.ValueMap:
-    """Return a mapping that shows numbers as words, in their colours."""
+    """Return a mapping from numbers to texts with colours."""
     return model.ValueMap(
         options={
             str(value): model.ValueMappingResult(text=text, color=color, index=index)
@@ -76,7 +76,7 @@ def named(values: dict[int, tuple[str, str]]) -> model.ValueMap:
 
 
 def not_a_number(text: str, color: str = IDLE) -> model.SpecialValueMap:
-    """Return a mapping that says in words what no number says."""
+    """Return a mapping from null and NaN to a text."""
     return model.SpecialValueMap(
         options=model.DashboardSpecialValueMapOptions(
             match=model.SpecialValueMatch.NULL_AND_NAN, result=model.ValueMappingResult(text=text, color=color)
@@ -85,12 +85,12 @@ def not_a_number(text: str, color: str = IDLE) -> model.SpecialValueMap:
 
 
 def fixed(color: str) -> dict[str, str]:
-    """Return what the property ``color`` of a field is for one colour that never changes."""
+    """Return a field's property ``color`` for a fixed colour."""
     return {"fixedColor": color, "mode": "fixed"}
 
 
 def only_what_stands_out(verdict: board.ThresholdsConfig) -> board.ThresholdsConfig:
-    """Return the same thresholds without a colour for what is well."""
+    """Return the same thresholds without a colour for normal values."""
     first, *rest = verdict.build().steps
     return (
         board.ThresholdsConfig()
@@ -100,5 +100,5 @@ def only_what_stands_out(verdict: board.ThresholdsConfig) -> board.ThresholdsCon
 
 
 def bound(verdict: board.ThresholdsConfig, color: str) -> float:
-    """Return from which value on a threshold says this colour."""
+    """Return the value from which a threshold has this colour."""
     return next(step.value for step in verdict.build().steps if step.color == color and step.value is not None)

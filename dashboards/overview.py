@@ -18,12 +18,12 @@ def overview() -> str:
     return frame.board_text(
         frame.OVERVIEW,
         "kvobs / Overview",
-        "Is KV transfer healthy, which child is guilty, does it cost time to first token? Top line: the verdict; "
-        "table: the guilty child first.",
+        "Health of KV transfers, the connector that causes a problem, and the effect on time to first token. Top line: "
+        "current state; table: one row per connector, the worst first.",
         [
             Section("", [(5, [(3, panel) for panel in _verdicts()]), (6, [(24, _children())])]),
             Section(
-                "When did it begin?",
+                "Over time",
                 [
                     (9, [(8, _failing()), (8, _slow()), (8, _ttft())]),
                     (9, [(8, _brought()), (8, _open()), (8, _bytes())]),
@@ -39,13 +39,13 @@ def _verdicts() -> list[Panel]:
     stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_child)
     return [
         number(
-            "Who fails most?",
+            "Highest failure share",
             About(
-                "The child with the greatest share of failures: loads that failed and exceptions, among loads and "
+                "The connector with the highest share of failures: failed loads and exceptions, among all loads and "
                 "exceptions.",
                 "Green and 'none': nothing failed in the last minutes. Red: more than 5 %.",
-                "Go to that child's row below, and from there to its board.",
-                "One failure among few loads is a great share: see the rate beside it.",
+                "Open that connector's board from its row in the table below.",
+                "With few loads, one failure is a large share: see Failures/s in the table.",
             ),
             Query(questions.none_if_empty(failing), "{{connector}}"),
             unit="percentunit",
@@ -53,12 +53,12 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Who is left out?",
+            "Quarantined connectors",
             About(
-                "A best-effort child in quarantine: it failed, and requests go on without it.",
-                "Red: this child is left out. 'none': no child is.",
-                "Look at its errors; it is tried again by itself.",
-                "Children that are not in the option isolate are never left out: they end the engine instead.",
+                "A best-effort connector in quarantine: it failed, and new requests are served without it.",
+                "Red: this connector is in quarantine. 'none': no connector is.",
+                "See its exceptions. It is enabled again automatically after its back-off.",
+                "Only connectors in the option isolate can be quarantined: a failure of another one ends the engine.",
             ),
             Query(
                 questions.none_if_empty(worst(f"{questions.quarantined(*by_child)} > 0")),
@@ -70,24 +70,24 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Slowest loads",
+            "Slowest loads (p99)",
             About(
-                "The p99 of load durations of the child that has the greatest.",
-                "Amber from 1 s, red from 5 s. The value is a bucket's bound or between two.",
-                "Compare with time to first token below; open Slow loads for single ones.",
-                "A slow load costs nothing if its requests had been waiting anyway.",
+                "The p99 of load durations, of the connector with the highest.",
+                "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
+                "Compare with time to first token below; open Slow loads for traces of single loads.",
+                "A slow load does not delay a request that is waiting for another reason anyway.",
             ),
             Query(worst(f"({p99}) >= 0"), "{{connector}}"),
             unit="s",
             verdict=looks.LOAD_SECONDS,
         ),
         number(
-            "Steps wait",
+            "Steps blocked (p99)",
             About(
-                "How long a step's forward waits for synchronous loads: p99 of the child that has the greatest.",
-                "Everything in that step waits, not only the request that loads. Amber from 50 ms.",
-                "Put that child behind a faster one, or load asynchronously.",
-                "No value is not zero: asynchronous children let no step wait, and CUDA graphs hide it.",
+                "Time that model steps are blocked by synchronous loads: p99, of the connector with the highest.",
+                "All requests of that step wait, not only the one that loads. Amber from 50 ms.",
+                "Put that connector after a faster one, or load asynchronously.",
+                "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
             ),
             Query(worst(f"({stall}) >= 0"), "{{connector}}"),
             unit="s",
@@ -95,48 +95,48 @@ def _verdicts() -> list[Panel]:
             empty="No waits",
         ),
         number(
-            "Oldest open",
+            "Oldest transfer",
             About(
-                "Age of the oldest load or promised save that is still open.",
-                "Amber from 10 s, red from 60 s; it grows while the engine hangs.",
-                "Look for the rank that has not reported: the board Connector, ranks.",
-                "'Nothing open' is the normal state between requests.",
+                "Age of the oldest unfinished load or promised save.",
+                "Amber from 10 s, red from 60 s; it also grows while the engine hangs.",
+                "Find the rank that has not reported: board Connector, row Ranks.",
+                "'None in progress' is the normal state between requests.",
             ),
             Query(worst(questions.oldest(*by_child)), "{{connector}}"),
             unit="s",
             verdict=looks.AGE_SECONDS,
-            empty="Nothing open",
+            empty="None in progress",
         ),
         number(
-            "Prompt loaded",
+            "Prompt tokens loaded",
             About(
-                "Tokens that children loaded, among all prompt tokens that vLLM took in.",
-                "What the children are for: more is better. What is right depends on the traffic.",
-                "Where it falls: look at hits, and at forgone tokens.",
-                "Tokens in vLLM's own prefix cache are not loaded, so a good local cache lowers this share.",
+                "Share of all prompt tokens that were loaded from connectors.",
+                "Higher is better; the achievable value depends on the traffic.",
+                "If it falls, check hit shares and unused hit tokens.",
+                "Tokens in vLLM's own prefix cache are not loaded: a good local cache lowers this share.",
             ),
             Query(questions.loaded_share()),
             unit="percentunit",
         ),
         number(
-            "Forgone",
+            "Unused hit tokens",
             About(
-                "Tokens that a child offered beyond what the chosen one did, among all offered.",
-                "0: the first child with a hit always had the longest. Amber from 30 %.",
-                "Try load_policy longest, or change the order of the children.",
-                "The longest offer is not always the cheapest one to load.",
+                "Share of all offered tokens that were not loaded because a connector with fewer tokens was chosen.",
+                "0: the chosen connector always had the longest hit. Amber from 30 %.",
+                "Try load_policy longest, or change the order of the connectors.",
+                "The longest offer is not always the fastest one to load.",
             ),
-            Query(questions.forgone_share()),
+            Query(questions.unused_hit_share()),
             unit="percentunit",
-            verdict=looks.FORGONE_SHARE,
+            verdict=looks.UNUSED_HIT_SHARE,
         ),
         number(
             "Bytes loaded",
             About(
-                "Bytes per second that all children load into the KV cache, over all ranks.",
-                "Compare with what the network or the disk can do.",
-                "Near that limit: fewer or shorter loads, or another child first.",
-                "Bytes are tokens times their size in the KV cache; a child may move more or fewer.",
+                "Bytes per second that all connectors load into the KV cache, over all ranks.",
+                "Compare with the bandwidth of the network or disk.",
+                "Near that limit: reduce the loads, or put another connector first.",
+                "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
             ),
             Query(SELECTION.rate(signals.LOAD_BYTES)),
             unit="Bps",
@@ -148,25 +148,27 @@ def _children() -> Panel:
     every = questions.child_or_zero
     in_flight = SELECTION.gauge(signals.IN_FLIGHT, *by_child)
     return rows(
-        "Which child is guilty?",
+        "Connectors, worst first",
         About(
-            "A row for each configured child, the worst on top.",
-            "Verdict: left out (in quarantine); failing (5 % of its loads and calls or more); slow (p99 of 1 s or "
-            "more); OK; idle (not called).",
-            "Click a child for its own board.",
-            "Slow is not guilty where time to first token does not follow.",
+            "One row per configured connector, the worst on top.",
+            "State: Quarantined; Failing (5 % or more of its loads and exceptions); Slow (load p99 of 1 s or more); "
+            "OK; Idle (not called).",
+            "Click a connector for its own board.",
+            "A slow connector is no problem as long as time to first token does not rise with it.",
         ),
-        {"connector": "Child"},
+        {"connector": "Connector"},
         [
-            Column("Verdict", questions.verdict(), words=looks.VERDICTS),
-            Column("Failing", questions.failing_share(*by_child), "percentunit", looks.FAILING_SHARE, decimals=1),
+            Column("State", questions.verdict(), words=looks.VERDICTS),
+            Column("Failure share", questions.failing_share(*by_child), "percentunit", looks.FAILING_SHARE, decimals=1),
             Column("Failures/s", every(questions.failures(*by_child)), verdict=looks.ANY_IS_WARNING, decimals=2),
             Column("Loads/s", every(SELECTION.rate(signals.LOADS, *by_child)), decimals=2),
             Column("Load p99", SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child), "s", looks.LOAD_SECONDS),
-            Column("Step waits", SELECTION.mean(signals.LOAD_STALL, *by_child), "s", looks.STALL_SECONDS),
+            Column("Steps blocked", SELECTION.mean(signals.LOAD_STALL, *by_child), "s", looks.STALL_SECONDS),
             Column("Hit share", questions.hit_share(*by_child), "percentunit", decimals=0),
-            Column("Open", every(in_flight)),
-            Column("Forgone", questions.forgone_share(*by_child), "percentunit", looks.FORGONE_SHARE, decimals=0),
+            Column("In progress", every(in_flight)),
+            Column(
+                "Unused hits", questions.unused_hit_share(*by_child), "percentunit", looks.UNUSED_HIT_SHARE, decimals=0
+            ),
         ],
         link=TO_CHILD,
     )
@@ -174,12 +176,12 @@ def _children() -> Panel:
 
 def _failing() -> Panel:
     return lines(
-        "Which child began to fail, and when? (failures/s)",
+        "Failures by connector (failures/s)",
         About(
-            "Loads that failed and exceptions, per second, by child.",
-            "A flat zero is health.",
-            "Match the beginning with restarts and versions (vertical lines), then open the child.",
-            "A failed load is not a failed request: its tokens are computed again, unless the policy is fail.",
+            "Failed loads and exceptions per second, by connector.",
+            "Zero is normal.",
+            "Compare the start with restarts and version changes (vertical lines), then open the connector's board.",
+            "A failed load is not a failed request: its tokens are recomputed, unless kv_load_failure_policy is fail.",
         ),
         of_child(questions.child_or_zero(questions.failures(*by_child))),
         unit="ops",
@@ -188,12 +190,12 @@ def _failing() -> Panel:
 
 def _slow() -> Panel:
     return lines(
-        "Which child loads slowly? (p99)",
+        "Load duration by connector (p99)",
         About(
-            "The p99 of load durations, by child.",
-            "One line that rises alone: that child. All rising together: the machine or the network.",
-            "Open Slow loads for the traces of such loads.",
-            "Synchronous and asynchronous loads are not the same duration: see the child's board.",
+            "The p99 of load durations, by connector.",
+            "One line rises alone: that connector. All lines rise together: the machine or the network.",
+            "Open Slow loads for traces of such loads.",
+            "Synchronous and asynchronous loads are measured differently: see the connector's board.",
         ),
         of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)),
         unit="s",
@@ -202,29 +204,29 @@ def _slow() -> Panel:
 
 def _ttft() -> Panel:
     return lines(
-        "Does it cost time to first token?",
+        "Time to first token and loads (p95)",
         About(
-            "vLLM's time to first token (grey), beside it how long loads take and how long steps wait (dashed), by "
-            "child: p95.",
-            "A child's line near the grey one, rising with it: that child costs time to first token.",
-            "Compare with the share of prompt tokens from children: loads also save the computing of them.",
-            "Only requests that load pay for loads; time to first token is of all requests.",
+            "vLLM's time to first token (grey), load durations, and the time steps are blocked (dashed), by "
+            "connector: p95.",
+            "A connector's line is near the grey one and rises with it: that connector delays the first token.",
+            "Compare with the share of prompt tokens loaded: loads also save their computation.",
+            "Only requests that load wait for loads; time to first token covers all requests.",
         ),
         Query(questions.VLLM.host_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.HOST, 3),
         of_child(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_child), "load"),
-        of_child(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_child), "step wait", dashed=True),
+        of_child(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_child), "steps blocked", dashed=True),
         unit="s",
     )
 
 
 def _brought() -> Panel:
     return lines(
-        "What do the children bring? (tokens/s)",
+        "Tokens loaded by connector (tokens/s)",
         About(
-            "Tokens loaded per second, by child.",
-            "What does not come from a child, or from vLLM's own cache, is computed.",
-            "A child that never brings anything costs lookups: take it out, or move it.",
-            "A child with few tokens may be the one that has what no other has.",
+            "Tokens loaded per second, by connector.",
+            "Tokens that come neither from a connector nor from vLLM's own cache are computed.",
+            "A connector that never loads anything only costs lookups: remove it, or change the order.",
+            "A connector with few tokens may hold what no other connector has.",
         ),
         of_child(questions.child_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_child))),
         unit="short",
@@ -234,12 +236,12 @@ def _brought() -> Panel:
 
 def _open() -> Panel:
     return lines(
-        "What is open, and does it pile up?",
+        "Transfers in progress by connector",
         About(
-            "Loads and promised saves that are open, by child.",
-            "Up and down is normal; a line that only climbs is a backlog, and its blocks are held.",
-            "Open the child's board: oldest age, save hold, stuck ranks.",
-            "Numbers come while the engine works: an idle engine's last number stays.",
+            "Loads and promised saves in progress, by connector.",
+            "Up and down is normal. A line that only rises is a backlog, whose blocks are held.",
+            "Open the connector's board: age of the oldest transfer, hold, stuck transfers by rank.",
+            "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
         of_child(questions.child_or_zero(SELECTION.gauge(signals.IN_FLIGHT, *by_child))),
         unit="short",
@@ -248,12 +250,12 @@ def _open() -> Panel:
 
 def _bytes() -> Panel:
     return lines(
-        "How many bytes are loaded?",
+        "Bytes loaded by connector",
         About(
-            "Bytes loaded per second over all ranks, by child.",
-            "A plateau beside a rising p99: that child's path is full.",
-            "Compare with what the path can do; shorten loads or spread them.",
-            "Bytes are tokens times their size in the KV cache; a child may move more or fewer.",
+            "Bytes loaded per second over all ranks, by connector.",
+            "A plateau together with a rising p99: that connector's link or store is saturated.",
+            "Compare with the bandwidth of the link or store; reduce or distribute the loads.",
+            "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
         ),
         of_child(questions.child_or_zero(SELECTION.rate(signals.LOAD_BYTES, *by_child))),
         unit="Bps",

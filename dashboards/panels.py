@@ -1,4 +1,4 @@
-"""The kinds of panels, each a function of what it asks and what it means."""
+"""The kinds of panels, each a function of its queries and its description."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are fe
 
 @dataclass(frozen=True)
 class About:
-    """What a panel's description says: what it shows, how to read it, what to do, what not to conclude."""
+    """The parts of a panel's description: what it shows, how to read it, what to do, what not to conclude."""
 
     what: str
     read: str
@@ -117,7 +117,7 @@ def lines(
     stacked: bool = False,
     exemplars: bool = False,
 ) -> Panel:
-    """Return courses over time; ``colors`` are those of series whose names end with a word."""
+    """Return a time series panel; ``colors`` maps the last word of a series' name to its colour."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -187,7 +187,7 @@ def distribution(title: str, about: About, expr: str) -> Panel:
 
 
 def states(title: str, about: About, query: Query, words: dict[int, tuple[str, str]]) -> Panel:
-    """Return a band for each series that says in which of a few states it was, and when."""
+    """Return a state timeline with a band for each series."""
     return (
         statetimeline.Panel()
         .title(title)

@@ -19,12 +19,14 @@ class Selection:
     """Say whose series are meant, and over which window rates go.
 
     ``host`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends without
-    a comma, as ``job=~"$job"``.
+    a comma, as ``job=~"$job"``. ``beside`` is a selector: metrics of vLLM's own are those of the engines that it
+    selects, on the same host, whatever the port.
     """
 
     window: str
     host: str = ""
     child: str = ""
+    beside: str = ""
 
     def series(self, signal: Signal, part: str = "", **labels: str) -> str:
         """Return a selector; ``part`` is a histogram's ``_bucket``, ``_sum`` or ``_count``.
@@ -83,12 +85,17 @@ class Selection:
 
     def host_quantile(self, q: float, name: str, *by: str) -> str:
         """Return a quantile of a histogram of vLLM's own."""
-        selector = self.host_series(f"{name}_bucket")
-        return f"histogram_quantile({q}, sum{_by(('le', *by))} (rate({selector}[{self.window}])))"
+        return f"histogram_quantile({q}, sum{_by(('le', *by))} ({self._host_rates(f'{name}_bucket')}))"
 
     def host_rate(self, name: str, *by: str) -> str:
         """Return the rate per second of a counter of vLLM's own."""
-        return f"sum{_by(by)} (rate({self.host_series(name)}[{self.window}]))"
+        return f"sum{_by(by)} ({self._host_rates(name)})"
+
+    def _host_rates(self, name: str) -> str:
+        rates = f"rate({self.host_series(name)}[{self.window}])"
+        return (
+            f"{_with_host(rates)} and on (host, model_name, engine) {_with_host(self.beside)}" if self.beside else rates
+        )
 
     def _summed(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
         if signal.kind is Kind.GAUGE:
@@ -114,6 +121,11 @@ def share(part: str, whole: str) -> str:
 def worst(expr: str) -> str:
     """Return the greatest of some values, with the labels that say whose it is."""
     return f"topk(1, {expr})"
+
+
+def _with_host(expr: str) -> str:
+    """Return series with the label ``host``: their instance without its port."""
+    return f'label_replace({expr}, "host", "$1", "instance", "(.+?)(:[0-9]+)?")'
 
 
 def _by(labels: tuple[str, ...]) -> str:

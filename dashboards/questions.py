@@ -1,8 +1,6 @@
-"""What boards ask of children: each question once, as PromQL with a board's variables."""
+"""The queries of boards about connectors, as PromQL with a board's variables."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from dashboards import looks
 from dashboards.promql import HOST_LABELS, Selection, share
@@ -16,12 +14,13 @@ SELECTION = Selection(
     child='connector=~"$connector"',
 )
 
-VLLM = replace(SELECTION, host=",".join(f'{label}=~"${label}"' for label in HOST_LABELS if label != "job"))
-"""vLLM's own metrics come from another scrape job (see the README): the job that is chosen is that of kvobs."""
-
 by_child = ("connector",)
 
 _INFO = SELECTION.series(signals.CONNECTOR_INFO)
+
+VLLM = Selection(SELECTION.window, 'model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
+"""vLLM's own metrics come from another job, and with the exporter from another port (see the README)."""
+
 EVERY_CHILD = SELECTION.gauge(signals.CONNECTOR_INFO, *by_child, how="max")
 """A 1 for every configured child, whether or not it has done anything."""
 
@@ -44,15 +43,15 @@ def failing_share(*by: str) -> str:
 
 
 def hit_share(*by: str) -> str:
-    """Return hits among the lookups that were answered."""
+    """Return hits among the requests that were answered."""
     hits, answered = (SELECTION.rate(signals.LOOKUPS, *by, outcome=o) for o in ("hit", "hit|miss"))
     return share(hits, answered)
 
 
-def forgone_share(*by: str) -> str:
+def unused_hit_share(*by: str) -> str:
     """Return the tokens that no child loaded although this one had them, among those that it offered."""
-    forgone, offered = (SELECTION.rate(s, *by) for s in (signals.FORGONE_TOKENS, signals.OFFERED_TOKENS))
-    return share(forgone, offered)
+    unused, offered = (SELECTION.rate(s, *by) for s in (signals.UNUSED_HIT_TOKENS, signals.OFFERED_TOKENS))
+    return share(unused, offered)
 
 
 def loaded_share() -> str:
@@ -66,7 +65,7 @@ def oldest(*by: str) -> str:
 
 
 def quarantined(*by: str) -> str:
-    """Return 1 for children that are left out."""
+    """Return 1 for connectors in quarantine."""
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
 
 
@@ -90,7 +89,7 @@ def numbered(expr: str) -> str:
 
 
 def verdict() -> str:
-    """Return how each child is, in the numbers of ``looks``: what is worst counts."""
+    """Return each connector's state as a number of ``looks``; the worst state counts."""
     called = SELECTION.rate(signals.CALL_DURATION, *by_child, part="_count")
     p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)
     failing, slow = looks.bound(looks.FAILING_SHARE, looks.BAD), looks.bound(looks.LOAD_SECONDS, looks.WARNING)
@@ -106,9 +105,11 @@ def verdict() -> str:
 
 
 def restarts() -> str:
-    """Return a value where a process that runs kvobs has started anew; its metric is of vLLM's job."""
+    """Return a value where an engine has started anew: its server, whose metric is of vLLM's job, or its exporter."""
     changed = 'changes(process_start_time_seconds{instance=~"$instance"}[$__rate_interval]) > 0'
-    return f"{changed} and on (instance) {SELECTION.series(signals.BUILD_INFO)}"
+    up = SELECTION.series(signals.ENGINE_UP)
+    server = f"{changed} and on (instance) {SELECTION.series(signals.BUILD_INFO)}"
+    return f"{server} or ({up} unless {up} offset $__rate_interval)"
 
 
 def new_versions() -> str:

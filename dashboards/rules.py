@@ -20,17 +20,17 @@ from kvobs.signals import Kind, Signal
 WINDOW = "5m"
 """Of rates: at least four scrapes, whatever their interval."""
 LONG_WINDOW = "15m"
-"""Of what is rare."""
+"""For rare events."""
 RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 INTERVAL = "30s"
 """How often rules are evaluated."""
 
 
 class Rule(Protocol):
-    """What a group holds."""
+    """An entry of a group."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as Prometheus's YAML has it."""
+        """Return it in the form of Prometheus's YAML."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recording:
     expr: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as Prometheus's YAML has it."""
+        """Return it in the form of Prometheus's YAML."""
         return {"record": self.record, "expr": self.expr}
 
 
@@ -68,17 +68,17 @@ class Alert:
 
     @property
     def runbook_url(self) -> str:
-        """Where the runbook tells of it."""
+        """The address of its section in the runbook."""
         return f"{RUNBOOK}#{self.name.lower()}"
 
     @property
     def dashboard_url(self) -> str:
-        """Where to see it, at what it is about."""
+        """The address of its board, with its labels selected."""
         chosen = "&".join(f"var-{label}={{{{ $labels.{label} | urlquery }}}}" for label in self.about)
         return f"{self.grafana}/d/{self.board}?{chosen}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as Prometheus's YAML has it."""
+        """Return it in the form of Prometheus's YAML."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -101,7 +101,7 @@ class Group:
     rules: Sequence[Rule]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as Prometheus's YAML has it."""
+        """Return it in the form of Prometheus's YAML."""
         return {"name": self.name, "interval": INTERVAL, "rules": [rule.as_dict() for rule in self.rules]}
 
 
@@ -112,7 +112,7 @@ class Asks:
     scope: str = ""
 
     def series(self, signal: Signal, part: str = "", **labels: str) -> str:
-        """Return a selector, without braces where it has nothing to say."""
+        """Return a selector, without braces if it has no matchers."""
         return Selection(WINDOW, self.scope).series(signal, part, **labels).removesuffix("{}")
 
     def rate(self, signal: Signal, *keep: str, part: str = "", window: str = WINDOW, **labels: str) -> str:
@@ -155,7 +155,7 @@ def without(signal: Signal, keep: Sequence[str], vector: str) -> str:
 
 FAILED_SHARE = "connector:kvobs_failed_loads:ratio_rate5m"
 LOAD_P99 = "connector_mode:kvobs_load_duration_seconds:p99_rate5m"
-FORGONE_SHARE = "connector:kvobs_forgone_tokens:ratio_rate5m"
+UNUSED_HIT_SHARE = "connector:kvobs_unused_hit_tokens:ratio_rate5m"
 OLDEST_AGE = "connector_kind:kvobs_oldest_in_flight:age_seconds"
 RANK_SHARE = "connector_rank:kvobs_slowest_rank:ratio_rate15m"
 RANK_SKEW = "connector:kvobs_rank_skew_seconds:mean_rate15m"
@@ -164,9 +164,9 @@ SPANS_DROPPED = "engine:kvobs_spans_dropped:rate5m"
 
 
 def recordings(asks: Asks) -> tuple[Recording, ...]:
-    """Return all recording rules: rates and errors of each child, and what alerts ask."""
+    """Return all recording rules: rates and errors of each connector, and the inputs of alerts."""
     failed, ended = (asks.rate(signals.LOADS, outcome=outcome) for outcome in ("failed", "ok|failed"))
-    forgone, offered = asks.rate(signals.FORGONE_TOKENS), asks.rate(signals.OFFERED_TOKENS)
+    unused, offered = asks.rate(signals.UNUSED_HIT_TOKENS), asks.rate(signals.OFFERED_TOKENS)
     last = (asks.rate(signals.SLOWEST_RANK, *keep, window=LONG_WINDOW) for keep in (("rank",), ()))
     table = {
         "connector_outcome:kvobs_lookups:rate5m": asks.rate(signals.LOOKUPS, "outcome"),
@@ -176,7 +176,7 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
         LOAD_P99: asks.quantile(0.99, signals.LOAD_DURATION, "mode"),
         "connector:kvobs_load_bytes:rate5m": asks.rate(signals.LOAD_BYTES),
         "connector:kvobs_load_stall_seconds:rate5m": asks.rate(signals.LOAD_STALL, part="_sum"),
-        FORGONE_SHARE: ratio(forgone, offered),
+        UNUSED_HIT_SHARE: ratio(unused, offered),
         OLDEST_AGE: f"time() - {asks.series(signals.OLDEST_IN_FLIGHT)}",
         RANK_SHARE: "{} / ignoring (rank) group_left () ({} > 0)".format(*last),
         RANK_SKEW: asks.mean(signals.RANK_SKEW, window=LONG_WINDOW),

@@ -18,16 +18,16 @@ def slow_loads() -> str:
     return frame.board_text(
         frame.SLOW_LOADS,
         "kvobs / Slow loads",
-        "Which loads were slow or failed, their traces, and which rank was last. The tables need Tempo; without it the "
-        "metrics still work.",
+        "Slow and failed loads, their traces, and the rank that was last. The tables need Tempo; the metrics work "
+        "without it.",
         [
             Section("", [(10, [(12, _durations()), (12, _slow())])]),
             Section(
                 "Traces (requires Tempo, and spans: --otlp-traces-endpoint)",
                 [(8, [(24, _slow_loads())]), (8, [(12, _failed_loads()), (12, _slow_calls())])],
             ),
-            Section("Ranks: who is last? (requires more than one rank)", [(8, ranks())]),
-            Section("Calls: which hook is slow?", [(8, [(12, calls()), (12, slow_calls())])]),
+            Section("Ranks (requires more than one rank)", [(8, ranks())]),
+            Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],
     )
 
@@ -40,12 +40,12 @@ def named(span: Span) -> str:
 
 def _durations() -> Panel:
     return distribution(
-        "Which loads were slow? Points are traces",
+        "Load duration (points are traces)",
         About(
-            "Loads that ended well, by duration; each point is a load with a trace.",
-            "Points far above the dark band are the ones to open.",
-            "Click a point, then 'Query with Tempo'. Choose one child above: several are added up here.",
-            "Not every load has a point: one for each bucket and scrape at most, and only exported traces.",
+            "Successful loads by duration; each point is a load with a trace.",
+            "Points far above the dark band are the slow loads to open.",
+            "Click a point, then 'Query with Tempo'. Select one connector above: several are summed here.",
+            "Not every load has a point: at most one for each bucket and scrape, and only exported traces.",
         ),
         SELECTION.increase(signals.LOAD_DURATION, "le", part="_bucket"),
     )
@@ -53,12 +53,12 @@ def _durations() -> Panel:
 
 def _slow() -> Panel:
     return lines(
-        "Whose loads are slow? (p99)",
+        "Load duration by connector and mode (p99)",
         About(
-            "p99 of load durations by child and mode; the points are exemplars.",
-            "The line that rises is the child to look at.",
+            "p99 of load durations by connector and mode; the points are exemplars.",
+            "A rising line shows the slow connector.",
             "Click a point for its trace.",
-            "Values lie within a bucket, a factor of two wide.",
+            "Values are interpolated within a histogram bucket: small steps mean nothing.",
         ),
         Query(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", "mode"), "{{connector}} {{mode}}"),
         unit="s",
@@ -71,13 +71,13 @@ def _slow_loads() -> Panel:
         "Slow loads",
         About(
             "Loads that took longer than slow_load_ms, as spans.",
-            "Rank skew near the duration: one rank was late, and the column beside it says which.",
+            "Rank skew close to the duration: one rank was late, shown in the column Slowest rank.",
             "Click a name for its trace: kv.load.rank shows each rank, kv.lookup what was offered.",
-            "Slow loads are exported always, others as sampled: count in metrics, not here.",
+            "Slow loads are always exported, others as sampled: use metrics for counts.",
         ),
         f'{{ {named(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
         {
-            names.CONNECTOR: "Child",
+            names.CONNECTOR: "Connector",
             names.MODE: "Mode",
             names.OUTCOME: "Outcome",
             names.TOKENS: "Tokens",
@@ -95,13 +95,13 @@ def _failed_loads() -> Panel:
         "Failed loads",
         About(
             "Loads that failed, as spans.",
-            "Recomputed tokens are what the failure cost.",
-            "Click a name for its trace; look for the exception among the failed calls beside this.",
-            "A failed load need not be a failed request.",
+            "Recomputed tokens are the cost of the failure.",
+            "Click a name for its trace; see the exception in 'Slow and failed calls' to the right.",
+            "A failed load is not necessarily a failed request.",
         ),
         f"{{ {named(names.LOAD)} && status = error }}",
         {
-            names.CONNECTOR: "Child",
+            names.CONNECTOR: "Connector",
             names.ERROR_TYPE: "Error",
             names.RECOMPUTED_TOKENS: "Recomputed",
             names.GEN_AI_REQUEST: "Request",
@@ -113,14 +113,14 @@ def _slow_calls() -> Panel:
     return spans(
         "Slow and failed calls",
         About(
-            "Calls into children that took longer than slow_call_ms, or raised.",
+            "Calls into connectors that took longer than slow_call_ms, or raised.",
             "Rank is the worker's; calls of the scheduler have none.",
-            "Click a name for its trace, or look for the same second in the log.",
-            "Calls about no request are traces of their own.",
+            "Click a name for its trace, or check the log at the same time.",
+            "Calls that belong to no request have their own traces.",
         ),
         f'{{ {named(names.CALL)} && {attribute(names.REASON)} =~ "{Reason.SLOW}|{Reason.ERROR}" }}',
         {
-            names.CONNECTOR: "Child",
+            names.CONNECTOR: "Connector",
             names.HOOK: "Hook",
             names.ERROR_TYPE: "Error",
             names.RANK: "Rank",

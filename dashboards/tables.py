@@ -65,7 +65,7 @@ def rows(title: str, about: About, labels: dict[str, str], columns: Sequence[Col
         if properties := _looks_of(column):
             panel.override_by_name(column.title, properties)
     if link:
-        links = [{"title": "Look into this child", "url": link, "targetBlank": False}]
+        links = [{"title": "Open this connector's board", "url": link, "targetBlank": False}]
         panel.override_by_name(next(iter(labels.values())), [model.DynamicConfigValue(id_val="links", value=links)])
     for name, width in NARROW.items():
         if name in labels.values():
@@ -131,7 +131,7 @@ def spans(title: str, about: About, query: str, shown: dict[str, str], limit: in
         .description(about.text([]))
         .datasource(TEMPO)
         .unit("short")
-        .no_value("No such span in this time, or no Tempo")
+        .no_value("No such span in this time range, or no Tempo")
         .cell_height(common.TableCellHeight.SM)
         .with_target(
             tempo.Dataquery()

@@ -1,44 +1,40 @@
-"""What the workers say in one step, combined for the scheduler: vLLM's ``KVOutputAggregator``, rank by rank.
+"""Combine the workers' outputs of one step for the scheduler: a replacement of vLLM's ``KVOutputAggregator``.
 
-Stock counts down a number for each request: a rank that reports twice stands for two, and what never completes stays
-for ever. Here a rank counts once; what stays open is told of, with the ranks that were not heard from, and forgotten.
+vLLM counts reports: a duplicate counts twice, and an incomplete transfer is never forgotten. This class counts ranks:
+a duplicate has no effect, and an incomplete transfer is logged with its missing ranks, then forgotten.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector import utils as stock
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as StockAggregator
 from vllm.v1.executor import abstract as executors
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvobs import faults
-from kvobs.notices import line, log, once
-from kvobs.tallies import FORGET_AFTER, Reports, Rounds, Step, Tally
-from kvobs.transfers import Stuck
+from kvobs import faults, host
+from kvobs.log import line, log, once
+from kvobs.state.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, Step, Tally
+from kvobs.state.transfers import Stuck
 
-_KNOWN_FIELDS = {
-    "finished_sending", "finished_recving", "kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta",
-    "invalid_block_ids", "failed_recving", "expected_finished_count",
-}  # fmt: skip
-_HOST_FIELDS = {field.name for field in dataclasses.fields(KVConnectorOutput)}
-_MISSING_FIELDS = _KNOWN_FIELDS - _HOST_FIELDS  # vLLM before 0.30 has no failed_recving
-_HAS_FAILURES = "failed_recving" in _HOST_FIELDS
+__all__ = ["Aggregation", "KVOutputAggregator", "install", "obstacle"]
+
+_MISSING_FIELDS = host.OUTPUT_FIELDS - host.output_fields()
+_HAS_FAILURES = "failed_recving" not in _MISSING_FIELDS
 
 
 class Aggregation(NamedTuple):
-    """How a connector wants its workers' outputs to be combined; its attribute ``aggregation``."""
+    """A connector's choice of aggregator (its attribute ``aggregation``)."""
 
     stuck_after_s: float
     on_stuck: Callable[[Stuck], None]
 
 
-class KVOutputAggregator(stock.KVOutputAggregator):
-    """Combines the outputs of all workers into the one that the scheduler sees."""
+class KVOutputAggregator(StockAggregator):
+    """Combine the outputs of all workers into the scheduler's."""
 
     _expected_finished_count: int
 
@@ -50,11 +46,11 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         on_stuck: Callable[[Stuck], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Expect this many reports of each load and save, as long as no worker says otherwise."""
+        """Set the expected number of reports per load and save; a worker's output may change it."""
         if not isinstance(expected_finished_count, int) or expected_finished_count < 1:
             raise ValueError(
-                f"expected_finished_count is {expected_finished_count!r}: allowed is the number of ranks that report "
-                "each load and save, 1 or more (get_finished_count() of the connector, or the world size)"
+                f"expected_finished_count is {expected_finished_count!r}, must be the number of ranks that report each "
+                "load and save, at least 1 (get_finished_count() of the connector, or the world size)"
             )
         super().__init__(expected_finished_count)
         self._stuck_after_s = stuck_after_s
@@ -63,17 +59,20 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         self._loads = Tally()
         self._saves = Tally()
         self._failures = Rounds()
-        self._kept = _Combined()  # what has come in since the last result
-        self._salvaged: list[KVConnectorOutput] = []
+        # Attributes of vLLM's class, for code that reads them.
+        self._recv_remaining_count = Remaining(self._loads)
+        self._send_remaining_count = Remaining(self._saves)
+        self._kept = _Combined()  # outputs since the last result
+        self._salvaged_outputs: list[KVConnectorOutput] = []
         self._salvaged_before = 0
         self._check_at = clock() + stuck_after_s
 
     @classmethod
-    def from_connector(cls, connector: Any, world_size: int) -> stock.KVOutputAggregator:
-        """Build what the connector asks for: kvobs's aggregator, else vLLM's own."""
+    def from_connector(cls, connector: Any, world_size: int) -> StockAggregator:
+        """Build the aggregator that the connector chooses: kvobs's or vLLM's."""
         aggregation = getattr(connector, "aggregation", None)
-        if aggregation is None or unknown_fields():
-            return stock.KVOutputAggregator.from_connector(connector, world_size)
+        if aggregation is None or obstacle() is not None:
+            return StockAggregator.from_connector(connector, world_size)
         return cls(connector.get_finished_count() or world_size, **aggregation._asdict())
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0) -> ModelRunnerOutput | None:
@@ -81,7 +80,7 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         if not any(outputs):
             return None
         now = self._clock()
-        self._hear(outputs, now)
+        self._read_outputs(outputs, now)
         if now >= self._check_at:
             self._check(now)
         output = outputs[output_rank]
@@ -92,7 +91,7 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         return output
 
     def ft_defer_kv_connector_outputs(self, kv_connector_outputs: Sequence[KVConnectorOutput | None]) -> None:
-        """Keep what failed workers had to say for the next ``aggregate``.
+        """Keep the outputs of failed workers for the next ``aggregate``.
 
         Their events are dropped: replayed, they would count for one more worker than there are; a missed event only
         costs a cache miss.
@@ -100,16 +99,16 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         for output in kv_connector_outputs:
             if output is not None:
                 output.kv_cache_events = None
-                self._salvaged.append(output)
+                self._salvaged_outputs.append(output)
 
-    def _hear(self, outputs: Sequence[ModelRunnerOutput | None], now: float) -> None:
-        """Take in what every worker says; how many reports are expected may change from one to the next."""
+    def _read_outputs(self, outputs: Sequence[ModelRunnerOutput | None], now: float) -> None:
+        """Merge every worker's output; the expected number of reports may change with each of them."""
         said = [
             (rank, theirs)
             for rank, output in enumerate(outputs)
             if output is not None and (theirs := output.kv_connector_output) is not None
         ]
-        if self._salvaged:
+        if self._salvaged_outputs:
             said = [*self._take_salvaged(len(outputs)), *said]
         sent: list[tuple[int, set[str]]] = []
         received: list[tuple[int, set[str]]] = []
@@ -127,23 +126,23 @@ class KVOutputAggregator(stock.KVOutputAggregator):
                 received.append((1 << rank, output.finished_recving))
             if _HAS_FAILURES and output.failed_recving:
                 for request in output.failed_recving:
-                    self._failures.hear(request, 1 << rank, step)
+                    self._failures.count(request, 1 << rank, step)
                 self._failures.trim(but=self._loads.open)
             self._kept.add(rank, output)
         self._count(sent, received, step)
 
     def _take_salvaged(self, ranks: int) -> list[tuple[int, KVConnectorOutput]]:
-        """Return the failed workers' outputs, each with a number above the ranks that nobody else gets."""
+        """Return the failed workers' outputs, each with a unique reporter number above the ranks."""
         first = ranks + self._salvaged_before
-        self._salvaged_before += len(self._salvaged)
-        salvaged, self._salvaged = self._salvaged, []
+        self._salvaged_before += len(self._salvaged_outputs)
+        salvaged, self._salvaged_outputs = self._salvaged_outputs, []
         return list(enumerate(salvaged, first))
 
     def _count(self, sent: Reports, received: Reports, step: Step) -> None:
         if sent:
-            self._kept.sent |= self._saves.hear(sent, step)
+            self._kept.sent |= self._saves.count(sent, step)
         if received:
-            self._kept.received |= self._loads.hear(received, step)
+            self._kept.received |= self._loads.count(received, step)
 
     def _result(self, combined: _Combined) -> KVConnectorOutput:
         failed: set[str] = set()
@@ -164,7 +163,7 @@ class KVOutputAggregator(stock.KVOutputAggregator):
         return KVConnectorOutput(**fields)
 
     def _check(self, now: float) -> None:
-        """Tell of what is stuck, and forget what is older still or too much."""
+        """Report stuck transfers; forget those that are too old or too many."""
         stuck_before = now - self._stuck_after_s
         forget_before = now - FORGET_AFTER * self._stuck_after_s
         loads = self._loads.open
@@ -179,7 +178,9 @@ class KVOutputAggregator(stock.KVOutputAggregator):
                     self._tell(Stuck(kind, request, stuck.missing))
         self._loads.forget(forget_before)
         self._saves.forget(forget_before)
-        self._failures.forget(forget_before, but=loads)  # a load must not pass for a good one because it took long
+        self._failures.forget(
+            forget_before, but=loads
+        )  # a failed load must not count as successful because its reports came late
         due = (rounds.next_stuck(self._stuck_after_s) for _, rounds in kinds)
         self._check_at = min((at for at in due if at is not None), default=now + self._stuck_after_s)
 
@@ -191,7 +192,7 @@ class KVOutputAggregator(stock.KVOutputAggregator):
 
 
 class _Combined:
-    """What the workers have said since the last result."""
+    """The workers' outputs since the last result."""
 
     __slots__ = ("events", "invalid", "meta", "received", "sent", "stats")
 
@@ -204,9 +205,9 @@ class _Combined:
         self.meta: Any = None
 
     def add(self, rank: int, output: KVConnectorOutput) -> None:
-        """Take over what this worker has besides finished requests."""
+        """Merge everything of this worker's output except finished requests."""
         if (stats := output.kv_connector_stats) is not None:
-            output.kv_connector_stats = None  # ours alone: who merges into it later must not find it elsewhere
+            output.kv_connector_stats = None  # a copy: later merges change it in place
             self._add_stats(stats)
         if (meta := output.kv_connector_worker_meta) is not None:
             self.meta = meta if self.meta is None else self.meta.aggregate(meta)
@@ -225,14 +226,14 @@ class _Combined:
         try:
             if not isinstance(self.stats, type(stats)):
                 raise TypeError(
-                    f"a worker's stats are a {type(stats).__name__}, the others' a {type(self.stats).__name__}"
+                    f"stats of one worker are a {type(stats).__name__}, of the others a {type(self.stats).__name__}"
                 )
             self.stats = self.stats.aggregate(stats)
         except Exception:
             faults.contain("merge")
 
     def all_events(self) -> Any:
-        """Return the ranks' events in one object, which knows how many ranks they are of."""
+        """Return the events of all ranks in one object, with the number of ranks."""
         combined = None
         for events in self.events.values():
             if combined is None:
@@ -243,38 +244,46 @@ class _Combined:
         return combined
 
 
-def unknown_fields() -> list[str]:
-    """Return what vLLM's workers can say that kvobs would not pass on."""
-    return sorted(_HOST_FIELDS - _KNOWN_FIELDS)
+def obstacle() -> str | None:
+    """Return why kvobs's aggregator can't replace this vLLM's; None if it can."""
+    for what, unknown in (
+        ("its KVConnectorOutput has fields", host.unknown_output_fields()),
+        ("it has members", host.unknown_aggregator_members(StockAggregator)),
+        ("its methods have parameters", host.unknown_aggregator_parameters(StockAggregator, KVOutputAggregator)),
+    ):
+        if unknown:
+            return f"{what} that kvobs does not know: {', '.join(unknown)}"
+    return None
 
 
 def install() -> None:
-    """Put kvobs's aggregator where vLLM's executors look for theirs, unless this vLLM is not as it is known."""
+    """Replace the aggregator that vLLM's executors use, unless this vLLM's differs from the known ones."""
     found = getattr(executors, "KVOutputAggregator", None)
     if found is KVOutputAggregator:
         return
     if found is None:
         _leave("vllm.v1.executor.abstract has no KVOutputAggregator")
-    elif unknown := unknown_fields():
-        _leave(f"its KVConnectorOutput has fields that kvobs does not know: {', '.join(unknown)}")
+    elif found is not StockAggregator:
+        _leave(f"vllm.v1.executor.abstract has another one, {found.__module__}.{found.__qualname__}")
+    elif (reason := obstacle()) is not None:
+        _leave(reason)
     else:
         executors.KVOutputAggregator = KVOutputAggregator
 
 
 def _leave(reason: str) -> None:
-    once("aggregation", logging.WARNING, "vLLM's own KVOutputAggregator stays in place: %s", reason)
+    once("aggregation", logging.WARNING, "kvobs's aggregator is not used, vLLM's KVOutputAggregator is: %s", reason)
 
 
 def _events_of(events: Any, others: Any) -> Any:
     if not isinstance(others, type(events)):
         raise TypeError(
-            f"a worker's KV cache events are a {type(events).__name__}, another's a {type(others).__name__}: "
+            f"KV cache events of one worker are a {type(events).__name__}, of another a {type(others).__name__}: "
             "all workers must run the same connectors"
         )
     return events.get_all_events()
 
 
 def _log_stuck(stuck: Stuck) -> None:
-    missing = f"; not heard from: rank {', '.join(map(str, stuck.missing))}" if stuck.missing else ""
-    request = line(stuck.request)
-    log.warning("the %s of request '%s' is not reported by every rank that should%s", stuck.kind, request, missing)
+    missing = f"rank {', '.join(map(str, stuck.missing))}" if stuck.missing else "all expected ranks"
+    log.warning("the %s of request '%s' is stuck: not reported by %s", stuck.kind, line(stuck.request), missing)

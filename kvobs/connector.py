@@ -1,39 +1,46 @@
-"""``MultiConnector``: the one class that vLLM sees. It builds the children and puts the hooks of its role in place.
+"""``MultiConnector``, the class that vLLM loads: it builds the children and binds the hooks of its role.
 
-The name is fixed: vLLM compares the literal string. It subclasses vLLM's own, so that identity checks hold and a hook
-that a newer vLLM adds reaches the children through the inherited routing.
+The name is fixed: vLLM compares the literal string. It subclasses vLLM's own class, so that identity checks hold and
+hooks of newer vLLM versions reach the children through the inherited routing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
+from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvobs import __version__, aggregation, children, fanout, faults, flight, sampling
-from kvobs.block_copies import BlockCopies
-from kvobs.call_spans import CallSpans
-from kvobs.config import Options, read
-from kvobs.hooks import HOOKS, INHERITED, Combine
-from kvobs.layout import CacheLayout
-from kvobs.ledger import Ledger
-from kvobs.metrics import MultiKVConnectorPromMetrics
-from kvobs.notices import log
-from kvobs.recorder import WALL_OFFSET, Recorder
-from kvobs.sampling import Tracing, Verdicts
-from kvobs.scheduler import SchedulerSide
-from kvobs.stats import MultiKVConnectorStats, rebuild
-from kvobs.traces import Traces, Untraced
-from kvobs.worker import WorkerSide
+from kvobs import aggregation, faults, host
+from kvobs.children import configured, fanout
+from kvobs.children.block_copies import BlockCopies
+from kvobs.children.child import build
+from kvobs.children.configured import all_support_hma, read_specs, required_layout
+from kvobs.children.specs import ChildSpec, async_only
+from kvobs.config import Options
+from kvobs.exporting import destinations
+from kvobs.exporting.feed import Feed, described
+from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
+from kvobs.hooks import HOOKS, Combine
+from kvobs.log import log
+from kvobs.routing.scheduler import Ranks, SchedulerSide
+from kvobs.routing.worker import WorkerSide
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.ledger import Ledger
+from kvobs.stats.stats import MultiKVConnectorStats, class_path, rebuild
+from kvobs.telemetry import flight, sampling, telemetry
+from kvobs.telemetry.sampling import TracingSettings
+from kvobs.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,25 +48,26 @@ if TYPE_CHECKING:
 
 
 class MultiConnector(stock.MultiConnector):
-    """Load from one of several KV connectors, save to all, and count what each does.
+    """Load from one of several KV connectors, save to all of them, and record what each does.
 
     Enable it with ``"kv_connector_module_path": "kvobs"`` beside ``"kv_connector": "MultiConnector"``. Options are
     under ``kv_connector_extra_config.kvobs``, see ``kvobs.config.Options``.
 
     Raises:
-        ConfigError: when the configuration has mistakes; lists each with its JSON path.
+        ConfigError: the configuration has mistakes; lists each with its JSON path.
     """
 
     aggregation: aggregation.Aggregation | None = None
-    """How vLLM's executor is to put the workers' outputs together; None leaves it to vLLM's own class."""
+    """The aggregator that vLLM's executor is to use; None: vLLM's own."""
+    _feed: Feed | None = None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        # Not stock's constructor, which builds the children its own way.
+        # vLLM's constructor is skipped: it would build the children itself.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        transfer_config = vllm_config.kv_transfer_config
-        configuration = read(transfer_config.kv_connector_extra_config)
-        specs = children.specs_of(transfer_config, configuration)
-        self._all_support_hma = children.all_support_hma(specs)
+        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
+        validated = configured.read(vllm_config.kv_transfer_config, len(groups))
+        configuration, specs = validated.configuration, validated.specs
+        self._all_support_hma = all_support_hma(specs)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
             lacking = [s.name for s in specs if not KVConnectorFactory.supports_hma_config(s.transfer_config)]
             raise ValueError(
@@ -67,33 +75,32 @@ class MultiConnector(stock.MultiConnector):
                 "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
             )
         options = configuration.options
-        slow_ns_of = {hook: int(ms * 1e6) for hook, ms in options.slow_call_ms_by_hook.items()}
-        recorder = Recorder(len(specs), int(options.slow_call_ms * 1e6), configuration.names, slow_ns_of)
         parallel = vllm_config.parallel_config
         rank = parallel.rank % parallel.world_size  # an external launcher counts on through data parallel engines
-        tracing = Tracing.of(options, vllm_config)
+        tracing = TracingSettings.of(options, vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        recorder.flight = flight.begin(
-            options.timeline, vllm_config, None if is_scheduler else rank, configuration.names, WALL_OFFSET
+        records = telemetry.build(
+            configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
         )
-        traces = _trace(role, recorder, configuration.names, tracing, rank)
-        activated = traces.activated if isinstance(traces, Traces) and tracing and tracing.propagates else None
-        self._children = children.build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
-        # What inherited code and vLLM itself look at: the real objects, and which one loads a request.
+        recorder, activated = records.recorder, records.traces.activation
+        self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
+        # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
         self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
-        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
         if is_scheduler:
-            ranks = parallel.world_size
+            ranks = Ranks(reporting_ranks(vllm_config), parallel.world_size)
+            self._feed = _feed(vllm_config, specs, options, tracing)
             self._side: SchedulerSide | WorkerSide = SchedulerSide(
                 self._children,
-                recorder,
+                records,
                 options,
                 ranks,
-                CacheLayout.of(groups, ranks),
-                traces=traces,
+                CacheLayout.of(groups, ranks.world, getattr(parallel, "decode_context_parallel_size", 1)),
+                all_support_hma=self._all_support_hma,
+                async_only=async_only(specs, len(groups)),
+                feed=self._feed,
             )
             self._requests_to_connector = Choices(self._side.ledger)
             if options.aggregator == "kvobs":
@@ -101,26 +108,31 @@ class MultiConnector(stock.MultiConnector):
                 self.aggregation = aggregation.Aggregation(options.stuck_after_s, note)
                 aggregation.install()
             _introduce(specs, options)
-            children.warn_about(transfer_config, specs)
+            for warning in validated.warnings:
+                log.warning("%s", warning)
             sampling.warn_about(options, tracing)
+            destinations.warn_about(destinations.Setup.of_engine(options, vllm_config, has_traces=tracing is not None))
             _name_unknown_hooks()
         else:
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
             copies = BlockCopies(recorder, options.block_copy, blocks)
-            self._side = WorkerSide(self._children, recorder, rank, len(groups), copies)
-        self._put_hooks_in_place(recorder.flight)
+            self._side = WorkerSide(self._children, records, rank, len(groups), copies)
+        self._put_hooks_in_place(records.flight)
+        if self._feed is not None:
+            shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
+            setattr(self, "shutdown", self._feed.ended_by(shutdown))  # noqa: B010
 
     def _put_hooks_in_place(self, noting: flight.Flight | None) -> None:
-        """Bind the general hooks to the children and those of this role to its side, where this vLLM knows them.
+        """Bind general hooks to the children and the role's hooks to its side, if this vLLM has them.
 
-        What this class defines itself stays its own.
+        Hooks that this class defines itself are not replaced.
         """
-        fanout.bind(self, self._children, _known_to_host)
+        fanout.bind(self, self._children, host.has_hook)
         if isinstance(self._side, WorkerSide):
             for calls in self._side.layer_calls:
                 setattr(self, calls.hook, calls.fan_out)
         for name, hook in HOOKS.items():
-            if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and _known_to_host(name):
+            if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and host.has_hook(name):
                 routed = getattr(self._side, name, None)
                 if routed is not None and noting is not None and name in flight.ROUTED:
                     routed = noting.noted(flight.OWN, name, routed)
@@ -146,10 +158,6 @@ class MultiConnector(stock.MultiConnector):
         return all(child.supports_divergent_local_hybrid_hits for child in self._connectors)
 
     @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return all(getattr(child, "prefer_cross_layer_blocks", False) for child in self._connectors)
-
-    @property
     def requires_kv_delivery(self) -> bool:
         return any(child.requires_kv_delivery for child in self._connectors)
 
@@ -157,24 +165,17 @@ class MultiConnector(stock.MultiConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return any(
             spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
-            for spec in children.specs(_transfer_config(extra_config))
+            for spec in read_specs(_transfer_config(extra_config))
         )
 
     @classmethod
     def all_children_support_hma(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return children.all_support_hma(children.specs(kv_transfer_config))
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return all(
-            spec.connector_class.supports_sleep_mode(spec.transfer_config)
-            for spec in children.specs(kv_transfer_config)
-        )
+        return all_support_hma(read_specs(kv_transfer_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV cache layout that the children need (such as "HND"), or None when any will do."""
-        return children.required_layout(vllm_config, children.specs(vllm_config.kv_transfer_config))
+        """Return the KV cache layout that the children need (such as "HND"), or None if any will do."""
+        return required_layout(vllm_config, read_specs(vllm_config.kv_transfer_config))
 
     # Stats and metrics, in the API server
 
@@ -190,38 +191,19 @@ class MultiConnector(stock.MultiConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics:
-        transfer_config = vllm_config.kv_transfer_config
-        configuration = read(transfer_config.kv_connector_extra_config)
-        specs = children.specs_of(transfer_config, configuration)
+        validated = configured.read(vllm_config.kv_transfer_config)
         return MultiKVConnectorPromMetrics(
             vllm_config,
             metric_types,
             labelnames,
             per_engine_labelvalues,
-            of=specs,
-            options=configuration.options,
+            of=validated.specs,
+            options=validated.configuration.options,
         )
 
 
-def _trace(
-    role: KVConnectorRole, recorder: Recorder, names: Sequence[str], tracing: Tracing | None, rank: int
-) -> Untraced:
-    """Put a tracer behind the recorder, and return the requests' traces: the scheduler's, where anything is traced."""
-    if tracing is None:
-        return Untraced()
-    try:
-        verdicts = Verdicts()
-    except Exception:
-        faults.contain("trace")
-        return Untraced()
-    if role is KVConnectorRole.SCHEDULER:
-        return Traces(names, recorder, tracing, verdicts)
-    recorder.tracer = CallSpans(names, recorder, tracing, verdicts, rank=rank)
-    return Untraced()
-
-
 class Choices(Mapping[str, int]):
-    """The child that loads each request, as stock keeps it: for code inherited from a newer vLLM."""
+    """The child that loads each request, in the form of vLLM's class: for code inherited from newer versions."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -239,24 +221,22 @@ class Choices(Mapping[str, int]):
         return sum(1 for _ in self)
 
 
+_stock_cache_layout = utils.get_kv_connector_cache_layout
+
+
 def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str | None:
-    """Return the KV cache layout that the configured connector needs, or None.
+    """Return the KV cache layout that the configured connector needs, as vLLM's helper of this name does.
+
+    If none is needed the result is None, and "NHD" before vLLM 0.30.
 
     Args:
-        vllm_config: vLLM's configuration; by default the one that is current in this process.
-
-    The same as vLLM's helper of this name.
+        vllm_config: vLLM's configuration; default: the current one of this process.
     """
-    config = vllm_config if vllm_config is not None else get_current_vllm_config_or_none()
-    if config is None or config.kv_transfer_config is None:
-        return None
-    connector_class = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    layout: str | None = connector_class.get_required_kvcache_layout(config)
-    return layout
+    return host.required_cache_layout(_stock_cache_layout, vllm_config)
 
 
 def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
-    # The policy is not told where this is asked, and is checked where the connector is built.
+    # The failure policy is unknown here; it is checked when the connector is built.
     return KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
@@ -265,27 +245,40 @@ def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
     )
 
 
-def _known_to_host(name: str) -> bool:
-    return hasattr(KVConnectorBase_V1, name) or hasattr(SupportsHMA, name)
+def reporting_ranks(vllm_config: VllmConfig) -> int:
+    """Return how many workers report to this scheduler: 1 if each executor has one worker.
+
+    With an external launcher every worker has its own engine, and all engines get the same requests.
+    """
+    executor = Executor.get_class(vllm_config)
+    return 1 if issubclass(executor, UniProcExecutor) else int(vllm_config.parallel_config.world_size)
 
 
-def unknown_hooks() -> list[str]:
-    """Return the public hooks of this vLLM that the table does not know."""
-    public = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
-    return sorted(public - set(HOOKS) - set(INHERITED))
+def _feed(
+    vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, tracing: TracingSettings | None
+) -> Feed | None:
+    """Return the way to the exporter; None if it is off, or can't be made."""
+    if options.exporter is None:
+        return None
+    try:
+        engine = described(vllm_config, specs, options, options.exporter, tracing)
+        return Feed(engine, {spec.name: class_path(spec.connector_class) for spec in specs})
+    except Exception:
+        faults.contain("flush")
+        return None
 
 
-def _introduce(specs: Sequence[children.ChildSpec], options: Options) -> None:
-    """Say once at start what stands behind the name MultiConnector."""
+def _introduce(specs: Sequence[ChildSpec], options: Options) -> None:
+    """Log at start that kvobs routes, and to which connectors."""
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in specs)
     log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, options.load_policy)
 
 
 def _name_unknown_hooks() -> None:
-    unknown = unknown_hooks()
+    unknown = host.unknown_hooks()
     if unknown:
         log.warning(
-            "this vLLM has hooks that kvobs does not know yet: %s. They reach the connectors through the routing "
-            "inherited from vLLM, unobserved",
+            "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "
+            "are not observed",
             ", ".join(unknown),
         )

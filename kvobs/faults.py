@@ -1,6 +1,6 @@
-"""Contain kvobs's own faults: telemetry never raises into vLLM, and never fails without a trace.
+"""Contain kvobs's internal errors: telemetry never raises into vLLM, and its errors are always reported.
 
-A fault is counted by the place where it happened, logged once per place, and raised on only under pytest.
+An error is counted by place, logged once per place, and re-raised only under pytest.
 """
 
 import logging
@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from kvobs.notices import once
+from kvobs.log import once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ _counts: Counter[str] = Counter()
 
 
 def contain(where: str) -> None:
-    """Take care of the exception being handled, in an except block.
+    """Count and log the exception that is being handled; call it in an except block.
 
     ``where`` is a label value of kvobs_internal_errors_total.
     """
@@ -29,8 +29,8 @@ def contain(where: str) -> None:
         once(
             f"fault:{where}",
             logging.ERROR,
-            "a fault inside kvobs's telemetry (%s); serving goes on without what was being measured. Further ones are "
-            "counted in kvobs_internal_errors_total only",
+            "internal error in kvobs's telemetry (%s). Serving is not affected; what was being measured is lost. "
+            "Further errors are only counted (kvobs_internal_errors_total)",
             where,
             exc_info=True,
         )
@@ -39,7 +39,7 @@ def contain(where: str) -> None:
 
 
 def contained(where: str) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """Return a decorator that contains what a function raises: its answer is None then."""
+    """Return a decorator that contains a function's exceptions: it then returns None."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @wraps(function)
@@ -56,17 +56,17 @@ def contained(where: str) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
 
 
 def is_under_pytest() -> bool:
-    """Return whether a test is watching, in this process or in one that started it."""
+    """Return whether this process, or one that started it, runs under pytest."""
     return "PYTEST_CURRENT_TEST" in os.environ
 
 
 def are_waiting() -> bool:
-    """Return whether there are faults that nobody has taken."""
+    """Return whether there are errors that have not been taken."""
     return bool(_counts)
 
 
 def take() -> dict[str, int]:
-    """Return the faults of this process since the last call, by place; whoever takes them reports them."""
+    """Return this process's errors since the last call, by place; the caller must report them."""
     if not _counts:
         return {}
     taken = dict(_counts)

@@ -1,7 +1,7 @@
-"""The table of vLLM's connector hooks: which side calls each, how often, and how the children's answers combine.
+"""The table of vLLM's connector hooks: the side that calls each, how often, and how the children's answers combine.
 
-Covers vLLM 0.27 to 0.33. A hook that a newer vLLM adds is not in the table: it reaches the children through the
-routing that kvobs inherits from vLLM's own ``MultiConnector``, and is named once in the log at start.
+Covers vLLM 0.27 to 0.33. Hooks of newer versions reach the children through the routing inherited from vLLM's own
+``MultiConnector``, and are logged once at start.
 """
 
 import dis
@@ -31,14 +31,14 @@ class Cadence(Enum):
 
 
 class Combine(Enum):
-    """What becomes of the children's answers."""
+    """How the children's answers are combined."""
 
     EACH = "each"  # every child is called; there is no answer
-    GUARDED = "guarded"  # as EACH, and a child that raises does not keep the others from being called
-    ANY = "any"  # true if one child says so
-    ALL = "all"  # true if there are children and every one says so
-    CHAIN = "chain"  # the children's items, one after the other
-    ROUTED = "routed"  # has a rule of its own, in the module of its side
+    GUARDED = "guarded"  # as EACH, and all children are called even if one raises
+    ANY = "any"  # true if any child answers true
+    ALL = "all"  # true if all children (at least one) answer true
+    CHAIN = "chain"  # the children's items, concatenated
+    ROUTED = "routed"  # its own rule, in the module of its side
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ _EACH, _GUARDED, _ANY, _ALL, _CHAIN, _ROUTED = (
 HOOKS: dict[str, Hook] = {
     hook.name: hook
     for rows in (
-        # What the configuration alone decides.
+        # Decided by the configuration alone.
         _rows(_C, _ONCE, _ANY, "requires_piecewise_for_cudagraph"),
         _rows(_C, _ONCE, _ALL, "supports_sleep_mode"),
         _rows(_C, _ONCE, _ROUTED, "get_required_kvcache_layout build_prom_metrics"),

@@ -1,16 +1,37 @@
-"""vLLM's entry point: with ``KVOBS_ENABLE=1`` the name ``MultiConnector`` stands for kvobs's class, without any key."""
+"""Register kvobs's class as ``MultiConnector`` in vLLM with ``KVOBS_ENABLE=1``, without a configuration key.
 
+If another plugin registers its own class under that name (vllm-ascend does), that class is kept, in whichever order the
+plugins run, and a warning is logged.
+"""
+
+import inspect
 import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
-from kvobs.notices import log
+from kvobs.log import log
 
 VARIABLE = "KVOBS_ENABLE"
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"", "0", "false", "no", "off"}
 
+_NAME = "MultiConnector"
+_STOCK = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector"
+_INSTEAD = 'To enable kvobs, set "kv_connector_module_path": "kvobs" beside "kv_connector"'
+
+
+class Loader:
+    """The loader of kvobs's class in vLLM's registry."""
+
+    def __call__(self) -> type:
+        from kvobs.connector import MultiConnector
+
+        return MultiConnector
+
 
 def register() -> None:
-    """Put kvobs's class behind vLLM's registered name, if the environment asks for it.
+    """Register kvobs's class under vLLM's name, if the environment variable is set.
 
     vLLM calls this in every process, some of them more than once.
     """
@@ -18,17 +39,46 @@ def register() -> None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    def load() -> type:
-        from kvobs.connector import MultiConnector
+    found = KVConnectorFactory._registry.get(_NAME)
+    if isinstance(found, Loader):
+        return
+    if found is not None and (theirs := _class_path(found)) != _STOCK:
+        log.warning(
+            "%s is set, but kvobs is not enabled: another plugin has registered %s as %s. %s",
+            VARIABLE,
+            theirs,
+            _NAME,
+            _INSTEAD,
+        )
+        return
+    loader = Loader()
+    # Plugins run in any order, and the registry does not announce replaced entries.
+    weakref.finalize(loader, _say_that_it_is_gone).atexit = False
+    KVConnectorFactory._registry[_NAME] = loader
 
-        return MultiConnector
 
-    KVConnectorFactory._registry["MultiConnector"] = load
+def _class_path(loader: Callable[[], Any]) -> str:
+    """Return the path of the class that vLLM's registry would load, without importing it."""
+    if not inspect.isfunction(loader):
+        return repr(loader)
+    names = inspect.getclosurevars(loader).nonlocals
+    if {"module_path", "class_name"} <= names.keys():
+        return f"{names['module_path']}.{names['class_name']}"
+    return f"what {loader.__module__}.{loader.__qualname__} loads"
+
+
+def _say_that_it_is_gone() -> None:
+    log.warning(
+        "%s is set, but kvobs is not enabled: another plugin has replaced its class as %s. %s",
+        VARIABLE,
+        _NAME,
+        _INSTEAD,
+    )
 
 
 def is_enabled(value: str) -> bool:
-    """Read the variable; anything but a clear yes leaves vLLM as it is."""
+    """Parse the variable; only a clear yes enables kvobs."""
     word = value.strip().lower()
     if word not in _ON | _OFF:
-        log.warning("%s is %r: kvobs stays off. Allowed: 1 or 0", VARIABLE, value)
+        log.warning("%s is %r, allowed: 1 or 0; kvobs is not enabled", VARIABLE, value)
     return word in _ON

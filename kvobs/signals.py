@@ -1,34 +1,40 @@
-"""Every metric of kvobs, once, as data: name, kind, help, labels and their closed sets of values, bucket bounds.
+"""The table of kvobs's metrics: name, kind, help, labels and their closed sets of values, bucket bounds.
 
-The recorder counts by slot, the wire ships slots, the API server exposes them: all three read this table, so none
-can drift. Labels on all metrics, before those listed: vLLM's own (``model_name``, ``engine``), and ``connector``, the
-child's name, on those of a child. Durations are nanoseconds inside kvobs and on the wire, seconds in Prometheus.
+The recorder counts by slot, payloads carry slots, the API server exports them: all three read this table. All metrics
+also have vLLM's own labels (``model_name``, ``engine``), and those of a child the label ``connector``, the child's
+name. Durations are nanoseconds inside kvobs and in payloads, seconds in Prometheus.
 """
 
 import zlib
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
 
 from kvobs.hooks import HOOKS, Cadence, Hook, Side
 
+__all__ = ["OPEN", "SIGNALS", "Kind", "Scope", "Signal"]
+
 
 class Kind(Enum):
+    """What Prometheus calls the type of a metric."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 class Scope(Enum):
-    """Whom a metric is about."""
+    """The subject of a metric."""
 
     CHILD = "child"
     PROCESS = "process"  # kvobs itself: no ``connector`` label
+    EXPORTER = "exporter"  # the exporter, which sets them itself: not in payloads, nor in vLLM's API server
 
 
 OPEN: tuple[str, ...] = ()
-"""The values of a label whose set is known at run time only: it is short there, and never holds ids."""
+"""Stands for a label's values that are known only at run time: few, and never ids."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,25 +59,31 @@ class Signal:
 
     @property
     def unit(self) -> float:
-        """Return what a number on the wire is multiplied with for Prometheus."""
+        """Return the factor from a payload's number to Prometheus's."""
         return 1e-9 if "_seconds" in self.name else 1
 
     @property
     def buckets(self) -> list[float]:
-        """Return a histogram's upper bounds as Prometheus wants them."""
+        """Return a histogram's upper bounds for Prometheus."""
         return [2**k * self.unit for k in self.bounds]
 
+    @property
+    def sum_offset(self) -> int:
+        """Return the offset of a histogram's sum in its slots."""
+        return len(self.bounds) + 1
+
     def bucket(self, ns: int) -> int:
-        """Return which of a histogram's buckets a duration falls into; the last is above all bounds."""
+        """Return the index of the bucket for a duration; the last one is above all bounds."""
         return bisect_left(self.bounds, (ns - 1).bit_length() if ns else 0)
 
 
 def is_timed(hook: Hook) -> bool:
-    """Return whether a child's answer to this hook takes time at all: not for facts about its class or itself."""
+    """Return whether calls of this hook are timed: all but properties and hooks of the configuration."""
     return hook.side is not Side.CONFIG and not hook.is_property
 
 
 OTHER = "other"
+OTHER_VALUE = "_OTHER"  # OpenTelemetry's name for further values of an open set
 
 
 def hook_label(name: str) -> str:
@@ -84,21 +96,21 @@ _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
 _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
 
-# 4 us to 4 s by fours: calls differ by orders of magnitude, and there is one such histogram per hook.
+# 4 us to 4 s in steps of four: calls differ by orders of magnitude, and there is one such histogram per hook.
 _CALL_BOUNDS = tuple(range(12, 34, 2))
-# 1 ms to 1 s by twos, and a tail to 17 s.
+# 1 ms to 1 s in steps of two, then to 17 s in steps of four.
 _TRANSFER_BOUNDS = (*range(20, 31), 32, 34)
-# 16 us to 4 s, by twos from 1 ms to 67 ms, where a step's own length lies.
+# 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
 _STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
-# By fours, where the order of magnitude will do: 1 ms to 4 s, 64 us to 4 s, 256 us to 67 ms.
-_DELAY_BOUNDS, _SKEW_BOUNDS, _COPY_BOUNDS = (tuple(range(*ends, 2)) for ends in ((20, 34), (16, 34), (18, 28)))
+# In steps of four, where the order of magnitude is enough: 1 ms to 4 s, 256 us to 4 s, 256 us to 67 ms.
+_DELAY_BOUNDS, _SKEW_BOUNDS, _COPY_BOUNDS = (tuple(range(*ends, 2)) for ends in ((20, 34), (18, 34), (18, 28)))
 
 CALL_DURATION = Signal(
     "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
 )
 CALL_ERRORS = Signal(
     "kvobs_call_errors_total",
-    "Exceptions out of the connector, by hook and by the exception's class.",
+    "Exceptions raised by the connector, by hook and exception class.",
     {"hook": OPEN, "error_type": OPEN},
 )
 SLOW_CALLS = Signal(
@@ -106,12 +118,12 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups as vLLM asked them, repeats included.",
+    "Lookups by outcome; an outcome is counted once per request, however often vLLM repeats the lookup.",
     {"outcome": ("hit", "miss", "pending", "timeout")},
 )
 LOOKUP_DELAY = Signal(
     "kvobs_lookup_delay_seconds",
-    "Time from the connector's first 'not yet' about a request to its answer.",
+    "Time from the connector's first 'not yet' for a request to its answer.",
     kind=Kind.HISTOGRAM,
     bounds=_DELAY_BOUNDS,
 )
@@ -119,49 +131,50 @@ OFFERED_TOKENS = Signal(
     "kvobs_offered_tokens_total", "Tokens the connector could have loaded, once per request (tokens)."
 )
 ADMITTED_TOKENS = Signal("kvobs_admitted_tokens_total", "Tokens vLLM decided to load from the connector (tokens).")
-FORGONE_TOKENS = Signal(
-    "kvobs_forgone_tokens_total", "Tokens the connector offered beyond what the chosen one did (tokens)."
+UNUSED_HIT_TOKENS = Signal(
+    "kvobs_unused_hit_tokens_total", "Tokens offered beyond the offer of the chosen connector: not loaded (tokens)."
 )
-UNCLAIMED_OFFERS = Signal(
-    "kvobs_unclaimed_offers_total", "Requests for which the connector offered tokens and was not chosen."
+UNUSED_OFFERS = Signal(
+    "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
 )
 LOADS = Signal(
     "kvobs_loads_total",
-    "Loads that ended, by mode and outcome.",
+    "Finished loads, by mode and outcome.",
     {"mode": _MODES, "outcome": ("ok", "failed", "aborted")},
 )
 LOAD_DURATION = Signal(
     "kvobs_load_duration_seconds",
-    "Loads that ended well: async from allocation to the last rank's receipt, sync on the slowest rank.",
+    "Duration of successful loads: async from allocation to the last rank's receipt, sync on the slowest rank.",
     {"mode": _MODES},
     Kind.HISTOGRAM,
     _TRANSFER_BOUNDS,
 )
-LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, failed loads not counted (tokens).")
+LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
 LOAD_BYTES = Signal(
     "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
 )
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
-    "Time a step's forward waited for loads: wait_for_layer_load, and start_load_kv where a sync load is due.",
+    "Time a step's forward waited for loads: wait_for_layer_load, plus start_load_kv if a sync load is due.",
     kind=Kind.HISTOGRAM,
     bounds=_STALL_BOUNDS,
 )
 RECOMPUTED_TOKENS = Signal(
     "kvobs_recomputed_tokens_total",
-    "Tokens that failed loads did not bring: computed again, unless kv_load_failure_policy is fail (tokens).",
+    "Tokens of failed loads; recomputed unless kv_load_failure_policy is fail (tokens).",
 )
 FAILED_SYNC_LOADS = Signal(
-    "kvobs_failed_sync_loads_total", "Synchronous loads that failed in a step whose blocks the siblings may have saved."
+    "kvobs_failed_sync_loads_total",
+    "Failed synchronous loads: other connectors may have saved the unfilled blocks in the same step.",
 )
 SAVES = Signal(
     "kvobs_saves_total",
-    "Saves promised at the end of a request and reported; abandoned: not reported by a connector in quarantine.",
+    "Finished promised saves, by outcome; abandoned: not reported by a connector in quarantine.",
     {"outcome": ("ok", "abandoned")},
 )
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
-    "Time from a request's end to the promised save's completion: how long its blocks were held.",
+    "Time from a request's end to the completion of its promised save, during which its blocks are held.",
     kind=Kind.HISTOGRAM,
     bounds=_TRANSFER_BOUNDS,
 )
@@ -171,92 +184,116 @@ SAVE_STALL = Signal(
     kind=Kind.HISTOGRAM,
     bounds=_STALL_BOUNDS,
 )
-IN_FLIGHT = Signal("kvobs_in_flight", "Open loads, and open promised saves.", {"kind": _TRANSFERS}, Kind.GAUGE)
+IN_FLIGHT = Signal("kvobs_in_flight", "Loads and promised saves in progress.", {"kind": _TRANSFERS}, Kind.GAUGE)
 OLDEST_IN_FLIGHT = Signal(
     "kvobs_oldest_in_flight_timestamp_seconds",
-    "Start of the oldest open load or promised save, as Unix time; NaN while none is open.",
+    "Start of the oldest load or promised save in progress, as Unix time; NaN without one.",
     {"kind": _TRANSFERS},
     Kind.GAUGE,
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
-    "Time between the first and the last rank of a load or promised save.",
+    "Time between the first and the last rank's report of a load or promised save.",
     {"kind": _TRANSFERS},
     Kind.HISTOGRAM,
     _SKEW_BOUNDS,
 )
 SLOWEST_RANK = Signal(
-    "kvobs_slowest_rank_total", "Loads and promised saves that ended last on this rank.", {"rank": OPEN}
+    "kvobs_slowest_rank_total", "Loads and promised saves that this rank finished last.", {"rank": OPEN}
 )
 STUCK_TRANSFERS = Signal(
     "kvobs_stuck_transfers_total",
-    "Loads and promised saves that this rank had not reported stuck_after_s after another one did.",
+    "Loads and promised saves that this rank had not reported stuck_after_s after another rank.",
     {"rank": OPEN},
 )
-FOREIGN_REPORTS = Signal(
-    "kvobs_foreign_reports_total",
-    "Reports about a load or save that the connector does not own; they have no effect.",
+STRAY_REPORTS = Signal(
+    "kvobs_stray_reports_total",
+    "Reports about a load or save that the connector does not own; they are ignored.",
     {"kind": ("load", "failure", "save")},
 )
 QUARANTINED = Signal(
-    "kvobs_quarantined", "1 while the connector, of those in the option isolate, is left out.", kind=Kind.GAUGE
+    "kvobs_quarantined", "1 while the connector, one of the option isolate, is in quarantine.", kind=Kind.GAUGE
+)
+QUARANTINES = Signal(
+    "kvobs_quarantines_total",
+    "Quarantines begun after a failure or a slow call; most are shorter than a scrape interval.",
 )
 BLOCK_COPY_DURATION = Signal(
     "kvobs_block_copy_duration_seconds",
-    "Copies of blocks between the KV cache and the connector's host buffer, by the operation that vLLM hands it.",
+    "Duration of block copies between the KV cache and the connector's host buffer.",
     {"direction": DIRECTIONS},
     Kind.HISTOGRAM,
     _COPY_BOUNDS,
 )
 BLOCK_COPY_BYTES = Signal(
-    "kvobs_block_copy_bytes_total", "Bytes that these copies moved, on all ranks (bytes).", {"direction": DIRECTIONS}
+    "kvobs_block_copy_bytes_total", "Bytes of these block copies, over all ranks (bytes).", {"direction": DIRECTIONS}
 )
 CONNECTOR_INFO = Signal(
     "kvobs_connector_info",
-    "What is configured: always 1.",
+    "Configuration of the connector; always 1.",
     dict.fromkeys(("index", "class", "role", "load_policy", "failure_policy"), OPEN),
     Kind.GAUGE,
 )
 BUILD_INFO = Signal(
     "kvobs_build_info",
-    "What is running: always 1.",
+    "Versions of kvobs and vLLM; always 1.",
     dict.fromkeys(("version", "vllm_version"), OPEN),
     Kind.GAUGE,
     scope=Scope.PROCESS,
 )
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
-    "Faults inside kvobs's telemetry, contained: what was being measured is lost, serving is not touched.",
+    "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
     {"where": ("record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version")},
     scope=Scope.PROCESS,
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
-    "Time that kvobs's telemetry takes; of recording calls an estimate: calls times their cost as measured once.",
+    "Time spent in kvobs's telemetry; for recording calls an estimate: calls times a cost measured once.",
     {"where": ("record", "flush", "merge", "apply", "cut")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
     "kvobs_spans_dropped_total",
-    "Spans lost: more than 64 a flush or 200 a second, the exporter's queue full, or not taken by the collector.",
+    "Spans lost: above 64 per flush or 200 per second, exporter queue full, or rejected by the collector.",
     {"where": ("flush", "rate", "queue", "export", "malformed")},
     scope=Scope.PROCESS,
 )
 MALFORMED_CONTEXTS = Signal(
     "kvobs_malformed_contexts_total",
-    "Requests with something in the trace headers or in kv_transfer_params.kvobs that is no trace context.",
+    "Requests with a malformed trace context in their headers or in kv_transfer_params.kvobs.",
     {"source": ("headers", "params")},
     scope=Scope.PROCESS,
 )
 
+ENGINE_UP = Signal(
+    "kvobs_engine_up",
+    "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+LAST_PAYLOAD = Signal(
+    "kvobs_last_payload_timestamp_seconds",
+    "Time of the engine's last numbers, as Unix time; an idle engine has none. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+SPANS_QUEUED = Signal(
+    "kvobs_spans_queued",
+    "Spans that wait in the exporter for the collector. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+
 SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()) if isinstance(signal, Signal))
+"""All metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One combination of a signal's label values, and where it is in the slot table.
+    """One combination of a signal's label values, and its position in the slot table.
 
-    A histogram has a slot for each bucket, for what is above the last bound, and for the sum.
+    A histogram has a slot for each bucket, for the overflow above the last bound, and for the sum.
     """
 
     signal: Signal
@@ -265,8 +302,8 @@ class Series:
 
     @property
     def width(self) -> int:
-        """Return how many slots it has."""
-        return len(self.signal.bounds) + 2 if self.signal.kind is Kind.HISTOGRAM else 1
+        """Return its number of slots."""
+        return self.signal.sum_offset + 1 if self.signal.kind is Kind.HISTOGRAM else 1
 
 
 def _series(scope: Scope) -> tuple[Series, ...]:
@@ -280,20 +317,20 @@ def _series(scope: Scope) -> tuple[Series, ...]:
     return tuple(table)
 
 
-SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in Scope}
+SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
 # In a payload the process's slots come first, then those of each child in the order of the configuration.
 PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
 
 _BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
 
-# Two peers with the same digest mean the same thing by a slot.
+# Peers with the same digest have the same slot table.
 TABLE_DIGEST: int = zlib.crc32(
     repr([(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]).encode()
 )
 
 
 def slot(signal: Signal, *values: str) -> int:
-    """Return the first slot of ``signal`` with these label values; KeyError when the table has no such series."""
+    """Return the first slot of ``signal`` with these label values; KeyError if the table has no such series."""
     return _BY_VALUES[(signal.name, *values)].first
 
 
@@ -302,11 +339,33 @@ def find(signal: Signal, *values: str) -> Series | None:
     return _BY_VALUES.get((signal.name, *values))
 
 
+def place(child: int, slot: int) -> int:
+    """Return the payload's slot for a slot of the child at this position; with slot 0, the first of the child's."""
+    return PROCESS_WIDTH + child * CHILD_WIDTH + slot
+
+
+LABEL = "connector"
+VLLM_LABELS = ("model_name", "engine")
+SERIES_AT_MOST = 256
+"""Series of an open signal per engine and child: further ones are merged, with OTHER_VALUE as every label."""
+
+
+def labelnames(signal: Signal) -> list[str]:
+    """Return the names of all labels of a metric, in the order of their values."""
+    return [*VLLM_LABELS, *([LABEL] if signal.scope is Scope.CHILD else []), *signal.labels]
+
+
+def of_child(child: int, counts: Mapping[int, int]) -> dict[int, int]:
+    """Return the counts of the child at this position, by the child's own slots."""
+    first, end = place(child, 0), place(child + 1, 0)
+    return {slot - first: n for slot, n in counts.items() if first <= slot < end}
+
+
 _FIRSTS = {scope: [series.first for series in table] for scope, table in SERIES.items()}
 
 
 def locate(slot: int) -> tuple[Series, int, int]:
-    """Return whose slot of a payload this is: the series, which of its slots, and the child's position (-1: none)."""
+    """Return a payload slot's series, its index within the series, and the child's position (-1: none)."""
     scope, child = Scope.PROCESS, -1
     if slot >= PROCESS_WIDTH:
         scope = Scope.CHILD

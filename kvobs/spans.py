@@ -1,7 +1,7 @@
-"""Every span of kvobs, once, as data: name, what it covers, attributes; and a span's record on its way to be cut.
+"""The table of kvobs's spans (name, coverage, attributes), and the record of a span on its way to the exporter.
 
-EngineCore and workers write records, plain tuples with ids and times already chosen; the API server makes spans of
-them (see ``tracing``).
+EngineCore and workers write records, plain tuples with ids and times; the API server converts them to spans (see
+``tracing``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvobs import signals
+from kvobs.hooks import HOOKS
 from kvobs.signals import Signal
 
-SCOPE = "kvobs"  # the instrumentation scope
+__all__ = ["ATTRIBUTES", "SCOPE", "SPANS", "Reason", "Span"]
+
+SCOPE = "kvobs"
+"""The name of the instrumentation scope."""
 
 CONNECTOR = "kv_transfer.connector"
 ERROR_TYPE = "error.type"
@@ -44,40 +48,41 @@ GEN_AI_REQUEST = "gen_ai.request.id"
 GEN_AI_MODEL = "gen_ai.request.model"
 
 ATTRIBUTES: dict[str, str] = {
-    CONNECTOR: "the child's name",
-    ERROR_TYPE: "what went wrong: the exception's class, or load_failed",
+    CONNECTOR: "the connector's name",
+    ERROR_TYPE: "the exception's class, or load_failed",
     HOOK: "vLLM's name of the hook",
     MODE: "sync or async",
-    OFFERED: "tokens that a child offered: one attribute for each child that answered, with its name behind a dot",
-    OUTCOME: "how it ended: hit or miss; ok, failed or aborted",
+    OFFERED: "tokens offered: one attribute for each connector that answered, with its name after a dot",
+    OUTCOME: "hit or miss; ok, failed or aborted",
     RANK: "the worker's rank in its engine",
-    RANK_SKEW: "seconds between the first and the last rank",
+    RANK_SKEW: "seconds between the first and the last rank's report",
     REASON: "why the span exists: parent, level, slow or error",
     REQUEST: "the request's id in the engine",
-    SLOWEST_RANK: "the rank that was last",
+    SLOWEST_RANK: "the rank that finished last",
     STALL: "seconds that the step waited for this load on this rank",
     TOKENS: "tokens of the load",
     BYTES: "bytes of the load, over all ranks",
-    LOCAL_TOKENS: "tokens that vLLM had in its own cache",
-    LOOKUPS: "how often vLLM asked",
-    RECOMPUTED_TOKENS: "tokens that a failed load did not bring",
-    LAYER: "which of the step's layers, by the order of their calls",
-    LAYERS: "how many layers were called",
-    LAYERS_DURATION: "seconds that the calls of all layers took together",
+    LOCAL_TOKENS: "tokens in vLLM's own prefix cache",
+    LOOKUPS: "number of lookups",
+    RECOMPUTED_TOKENS: "tokens of a failed load, to be recomputed",
+    LAYER: "index of the layer, in the order of calls in the step",
+    LAYERS: "number of layers called",
+    LAYERS_DURATION: "total seconds of the calls of all layers",
     SLOWEST_LAYER: "the layer that took longest",
-    SLOWEST_LAYER_DURATION: "seconds that it took",
+    SLOWEST_LAYER_DURATION: "seconds of the slowest layer",
     ENGINE: "vLLM's engine index",
-    GEN_AI_REQUEST: "the request's id as vLLM's llm_request has it",
+    GEN_AI_REQUEST: "the request's id in vLLM's llm_request span",
     GEN_AI_MODEL: "the model's name",
 }
+"""All attributes of spans, and what each holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One kind of span.
 
-    ``subject`` is the attribute that completes its title; ``histogram`` gets an exemplar of each exported span, in the
-    series that ``labels``, the names of attributes, choose.
+    ``subject`` is the attribute that completes its title. ``histogram`` gets an exemplar of each exported span, in the
+    series selected by ``labels`` (names of attributes).
     """
 
     name: str
@@ -88,27 +93,28 @@ class Span:
     labels: tuple[str, ...] = ()
 
 
-LOOKUP = Span("kv.lookup", "scheduler", "first to last lookup of a request; what each child offered")
+LOOKUP = Span("kv.lookup", "scheduler", "first to last lookup of a request; what each connector offered")
 LOAD = Span("kv.load", "scheduler", "allocation to receipt on the last rank", CONNECTOR, signals.LOAD_DURATION, (MODE,))
-LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: told of it to received")
+LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: ordered to received")
 SAVE = Span(
     "kv.save", "scheduler", "a promised save: request's end to its blocks' release", CONNECTOR, signals.SAVE_HOLD
 )
-SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: told of it to saved")
+SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: ordered to saved")
 CALL = Span(
     "kv.call",
     "any",
-    "one call into a child that was slow or failed; any, with level calls",
+    "one call into a connector that was slow or failed; with level calls, every call",
     HOOK,
     signals.CALL_DURATION,
     (HOOK,),
 )
 
 SPANS: dict[str, Span] = {span.name: span for span in (LOOKUP, LOAD, LOAD_RANK, SAVE, SAVE_RANK, CALL)}
+"""All kinds of spans, by name."""
 
 
 class Reason(StrEnum):
-    """Why a span exists."""
+    """Why a span is exported."""
 
     PARENT = "parent"  # the caller's context is sampled
     LEVEL = "level"  # the option tracing.level asks for it, and the sampler agrees
@@ -129,10 +135,10 @@ _TIME_AT_MOST = 2**63
 
 
 class Record(NamedTuple):
-    """One span: all that is known of it where it happened.
+    """The data of one span, written where it happened.
 
-    ``parent_id`` is empty for a root. Times are ns since the epoch; ``observed_ns`` is what the span's histogram saw,
-    0 if nothing. ``links`` are traceparents.
+    ``parent_id`` is empty for a root. Times are ns since the epoch; ``observed_ns`` is the value observed in the span's
+    histogram, 0 without one. ``links`` are traceparents.
     """
 
     name: str
@@ -148,18 +154,18 @@ class Record(NamedTuple):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it goes out whatever was sampled, and before others."""
+        """Whether it is exported even if not sampled, and before others."""
         return self.reason in URGENT
 
     @property
     def title(self) -> str:
-        """Return the span's name as it is shown, such as "kv.load cpu"."""
+        """Return the span's displayed name, such as "kv.load cpu"."""
         subject = SPANS[self.name].subject
         return f"{self.name} {self.attributes[subject]}" if subject in self.attributes else self.name
 
     @classmethod
     def read(cls, row: Any) -> Record | None:
-        """Read what came over the wire; None when it is not well formed."""
+        """Parse a record from a payload; None if malformed."""
         if not isinstance(row, list | tuple) or len(row) != len(cls._fields):
             return None
         record = cls(*row)
@@ -182,12 +188,23 @@ class Record(NamedTuple):
         return record if is_good else None
 
 
+def observed_in(record: Record) -> signals.Series | None:
+    """Return the series of a histogram that has this span's duration, and so its exemplar; None if none has."""
+    span = SPANS[record.name]
+    if span.histogram is None or not record.observed_ns:
+        return None
+    values = [str(record.attributes.get(label)) for label in span.labels]
+    if span is CALL and values[0] in HOOKS:
+        values = [signals.hook_label(*values)]
+    return signals.find(span.histogram, *values)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _TEXT_AT_MOST
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether OpenTelemetry's encoder takes it: one value that it refuses costs the whole batch."""
+    """Return whether OpenTelemetry's encoder accepts a value: one rejected value loses the whole batch."""
     return _is_text(value) or isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 

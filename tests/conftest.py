@@ -15,9 +15,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 import pytest
 from hypothesis import settings
 
-from kvobs import faults, notices
-from tests.scripted import SCRIPTS, Script
+from kvobs import faults, log
+from kvobs.testing import Script
+from kvobs.testing.scripted import SCRIPTS
 
+pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings")  # they assert for several tests
 settings.register_profile("kvobs", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvobs")
 
@@ -25,7 +27,7 @@ settings.load_profile("kvobs")
 @pytest.fixture(autouse=True)
 def _clean_slate() -> None:
     """Let each test hear every notice, and write its own scripts."""
-    notices.forget()
+    log.forget()
     faults.take()
     SCRIPTS.clear()
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)

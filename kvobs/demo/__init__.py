@@ -2,17 +2,17 @@
 
 model.py          a tiny Llama with random weights and one token per byte
 host_offload.py   lets vLLM's OffloadingConnector keep KV blocks in the memory of a machine without a GPU
-serve.py          `vllm serve`, whatever vLLM's package is called here
-server.py         start it, wait for it, talk to it, end it with all its children
+serve.py          `vllm serve` for every package name of vLLM
+server.py         start it, wait for it, send requests, end it with all its processes
 processes.py      find and end every process of a session
-serverlog.py      what vLLM's log says now, and the exception behind a failure
+serverlog.py      the newest message in vLLM's log, and the exception behind a failure
 load.py           questions about a few documents, in rounds that make each child serve
 collector.py      receive OpenTelemetry spans, over HTTP or gRPC
 tree.py           one trace as a tree in the terminal
-faults.py         what can be put wrong on purpose, and what tells of it
-faulty.py         the connector that it is put into
-report.py         what each child was asked, offered and loaded, out of two readings of /metrics
-run.py            all of it, in order, in view
+faults.py         the faults that can be injected, and the metrics that show them
+faulty.py         the connector with an injected fault
+report.py         lookups, offers and loads of each connector between two readings of /metrics
+run.py            the whole demo, step by step
 
 Product code: `kvobs demo` runs on these files, and the real-engine tests use them too.
 """

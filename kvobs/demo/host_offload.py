@@ -23,6 +23,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvobs.host import chunks_of
+
 
 class HostOffloadingSpec(CPUOffloadingSpec):
     """vLLM's CPU offloading spec, with a worker that copies from host memory to host memory."""
@@ -32,9 +34,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this process's worker, made on the first call."""
         if self._worker is None:
-            # A host "chunk" of one or more engine blocks was called a block before vLLM 0.29.
-            chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, chunks)
+            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, chunks_of(self))
         return self._worker
 
 

@@ -22,7 +22,7 @@ ANSWER_TOKENS = 12
 
 
 class Answers(Protocol):
-    """What the load needs of a server."""
+    """The server's interface for the load."""
 
     def complete(self, prompt: str, max_tokens: int) -> Completion:
         """Answer a prompt greedily."""
@@ -37,7 +37,7 @@ class Round:
 
     title: str
     says: str
-    """Who serves it, and why."""
+    """Which connector serves it, and why."""
     questions: int
     """Which set of questions, 0 or 1."""
     empties: tuple[str, ...] = ()
@@ -46,15 +46,15 @@ class Round:
 
 ROUNDS = (
     Round("first questions", "computed, and saved by both", 0),
-    Round("other questions", "vLLM's cache emptied: cpu serves", 1, ("vllm",)),
-    Round("first questions again", "cpu emptied too: disk serves", 0, ("vllm", "connectors")),
+    Round("other questions", "vLLM's cache reset: cpu serves", 1, ("vllm",)),
+    Round("first questions again", "cpu reset too: disk serves", 0, ("vllm", "connectors")),
     Round("other questions again", "cpu serves, disk had more", 1, ("vllm",)),
 )
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What came of a round."""
+    """The result of a round."""
 
     round: Round
     seconds: float
@@ -72,7 +72,7 @@ def run_rounds(
 ) -> Iterator[RoundResult]:
     """Send about `requests` requests in four rounds of equal size, at least one a document; yield each round's result.
 
-    `on_answer` hears of each answer: round, answers so far, answers in all.
+    `on_answer` is called for each answer: round, answers so far, total answers.
     """
     each = max(len(DOCUMENTS), round(requests / len(ROUNDS)))
     for part in ROUNDS:

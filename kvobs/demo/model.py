@@ -1,6 +1,6 @@
-"""Make a tiny Llama with random weights: small enough to load at once, and wide awake to what its KV cache holds.
+"""Create a tiny Llama with random weights: quick to load, with answers that depend strongly on its KV cache.
 
-Made without torch or transformers, so that it takes a fraction of a second and the same bytes come out everywhere.
+Created without torch or transformers, in a fraction of a second and with the same bytes everywhere.
 """
 
 import json
@@ -52,7 +52,7 @@ def weights(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
     """Yield each tensor with its name in Llama's checkpoint.
 
     Scaled by fan-in rather than by the usual 0.02: attention then weighs as much as the token itself, so that one
-    wrong KV block changes the answer, which is what the tests that compare answers live on.
+    wrong KV block changes the answer, which tests that compare answers rely on.
     """
 
     def matrix(rows: int, columns: int) -> Array:
@@ -77,7 +77,7 @@ def weights(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
 
 
 def printable() -> npt.NDArray[np.bool_]:
-    """Say for each token whether the model may answer with it: printable ASCII, so that every token is whole text.
+    """Return for each token whether the model may answer with it: printable ASCII, so that every token is whole text.
 
     Half a character would be held back by the server until the rest arrives, and would spoil times to first token.
     """

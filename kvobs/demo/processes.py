@@ -1,4 +1,4 @@
-"""Processes by session: find them, end them all; and keep our own off a core."""
+"""Find and end all processes of a session; keep this process off a core."""
 
 import os
 import signal
@@ -10,21 +10,27 @@ from pathlib import Path
 
 
 def session_members(session: int) -> list[int]:
-    """Return the processes of a session that still run (zombies, which only wait to be reaped, left out)."""
+    """Return the running processes of a session, without zombies."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and in_session(int(entry), session)]
 
 
 def in_session(pid: int, session: int) -> bool:
-    """Say whether a process runs in a session; False if it is gone."""
+    """Return whether a process runs in a session; False if it has ended."""
     with suppress(OSError, ValueError):
-        # The command name, in parentheses, may hold anything: the fields begin after the last one.
-        state, _parent, _group, sid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        state, _parent, _group, sid = stat(pid)[1][:4]
         return int(sid) == session and state not in "ZX"
     return False
 
 
+def stat(pid: int) -> tuple[str, list[str]]:
+    """Return a process's name and its /proc fields from the state on; OSError if it has ended."""
+    # The name, in parentheses, may hold anything: the fields begin after the last one.
+    name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    return name, fields.split()
+
+
 def end_session(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Ask the leader of a session to end, and kill whatever is left of the session after `grace` seconds."""
+    """Terminate the leader of a session, and kill the rest of the session after `grace` seconds."""
     try:
         process.terminate()
         deadline = time.monotonic() + grace
@@ -46,7 +52,7 @@ def kill_session(session: int) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Say in words what an exit status means."""
+    """Return an exit status as text."""
     return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

@@ -6,24 +6,27 @@ import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.markup import escape
 
-from kvobs.context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
+from kvobs.config import ExporterOptions
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, Span
-from kvobs.demo.faults import Fault, evidence
 from kvobs.demo.model import make_model
 from kvobs.demo.processes import keeping_off
-from kvobs.demo.server import HOST, Completion, Server, ServerError, cores
+from kvobs.demo.scenarios import Fault, evidence
+from kvobs.demo.server import HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
 from kvobs.spans import LOAD
+from kvobs.telemetry.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"
@@ -33,18 +36,20 @@ ARRIVE_S = 5.0
 REQUEST = "llm_request"
 """vLLM's own span of a request."""
 ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-"""In the environment: a collector to send spans to, not the demo's own."""
+"""Environment variable with a collector to use instead of the demo's own."""
 STACK = "docker compose --profile cpu up --build     # the boards: http://localhost:3000/d/kvobs-overview"
 """In a checkout."""
 PAUSE_S = 5.0
 """Between two rounds of a load that is repeated."""
+EXPORTER_PORT = ExporterOptions().port or 0
+"""Port of the exporter where that of the server is chosen too; else a free one is picked."""
 SETTLE_S = 0.5
 """Time for the last step's numbers to reach /metrics."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's choices, and the console it talks to."""
+    """The demo's options, and its console."""
 
     console: Console
     port: int = 0
@@ -53,19 +58,23 @@ class Demo:
     fault: Fault | None = None
     host: str = HOST
     repeat: bool = False
+    exporter: bool = False
+    """Whether kvobs's metrics and spans leave by its exporter."""
 
-    def run(self) -> list[report.Child]:
-        """Run it and return what each child did.
+    def run(self) -> list[report.ConnectorTotals]:
+        """Run the demo and return each child's numbers.
 
-        With `keep` the server stays up until Ctrl-C, and its folder stays for good. Raises `ServerError`.
+        With `keep` the server runs until Ctrl-C, and its folder is kept. Raises `ServerError`.
         """
         with folder(keep=self.keep) as work, ExitStack() as stack:
             with self.step("model") as done:
                 make_model(work / "model")
-                done("a Llama with random weights and one token a byte")
+                done("a Llama with random weights and one token per byte")
             config, ranks = multi_connector(host_memory(), files(work / "disk")), 1
             if self.fault:
                 config, ranks = with_fault(self.fault, work), self.fault.ranks
+            if self.exporter:
+                config = with_exporter(config, self.host, EXPORTER_PORT if self.port else 0)
             collector = stack.enter_context(Collector())
             with self.step("server") as done:
                 args = ("--otlp-traces-endpoint", os.environ.get(ENDPOINT, collector.endpoint))
@@ -86,6 +95,8 @@ class Demo:
                 if ranks > 1:
                     stack.enter_context(keeping_off(cores(1)[0]))
                 done(f"vLLM with kvobs is up on {server.url}")
+                if self.exporter:
+                    done.note(f"kvobs's metrics are at {metrics_url(server)}")
             rows = self.measure(server)
             self.show_slowest_load(collector)
             self.look_further(server, work)
@@ -93,9 +104,9 @@ class Demo:
                 self.wait_for_ctrl_c(server)
             return rows
 
-    def measure(self, server: Server) -> list[report.Child]:
-        """Send the load and show what came of it."""
-        before = server.metrics()
+    def measure(self, server: Server) -> list[report.ConnectorTotals]:
+        """Send the load and show its results."""
+        before = readings(server)
         results = []
         with self.step("load") as done:
             if self.fault:
@@ -105,10 +116,10 @@ class Demo:
                 what = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
                 done.note(what if self.fault else f"{what}  {result.round.says}")
             if wrong := load.differing(results):
-                raise server.failure(f"{len(wrong)} prompts got another answer when their blocks were loaded.")
+                raise server.failure(f"{len(wrong)} prompts got a different answer when their blocks were loaded.")
             done("loaded or computed: the same answers, token for token")
         time.sleep(SETTLE_S)
-        after = server.metrics()
+        after = readings(server)
         rows = report.children(NAMES, before, after)
         self.console.print()
         self.console.print(report.table(rows))
@@ -116,12 +127,12 @@ class Demo:
         self.console.print(report.source_line(report.sources(before, after)), highlight=False)
         self.console.print(report.time_line(rows), highlight=False)
         if self.fault:
-            self.console.print(f"\n[bold]What /metrics says of it[/]: {self.fault.says}")
+            self.console.print(f"\n[bold]The fault in /metrics[/]: {self.fault.says}")
             self.copyable(*evidence(self.fault, after))
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:
-        """Show the trace of the request whose load took longest."""
+        """Show the trace of the slowest load."""
         deadline = time.monotonic() + ARRIVE_S
         spans: Sequence[Span] = ()
         while REQUEST not in [span.name for span in spans] and time.monotonic() < deadline:
@@ -130,36 +141,37 @@ class Demo:
             slowest = max(loads, key=lambda span: span.end_ns - span.start_ns, default=None)
             spans = collector.trace(slowest.trace_id) if slowest else ()
         if spans:
-            self.console.print(
-                "\nThe slowest load, as its trace tells it (milliseconds since the trace began, duration):"
-            )
+            self.console.print("\nTrace of the slowest load (milliseconds since the trace began, duration):")
             self.console.print(tree(spans))
 
     def look_further(self, server: Server, work: Path) -> None:
-        """Say how to see more, in lines that can be copied whole."""
+        """Print commands that show more, each on a line that can be copied whole."""
         if self.keep:
             lines = [
-                f"{sys.argv[0]} top {server.url}",
-                f"curl -s {server.url}/metrics | grep kvobs_",
+                f"{sys.argv[0]} top {metrics_url(server).removesuffix('/metrics')}",
+                f"curl -s {metrics_url(server)} | grep kvobs_",
                 f"less {work / LOG}",
             ]
         else:
-            lines = [f"{sys.argv[0]} demo --keep --port 8000     # the server stays up until Ctrl-C",
-                     "curl -s http://127.0.0.1:8000/metrics | grep kvobs_"]  # fmt: skip
+            option, port = (" --exporter", EXPORTER_PORT) if self.exporter else ("", 8000)
+            lines = [f"{sys.argv[0]} demo --keep --port 8000{option}     # keeps the server running until Ctrl-C",
+                     f"curl -s http://{HOST}:{port}/metrics | grep kvobs_"]  # fmt: skip
         lines.append(STACK)
-        self.console.print("\n[bold]Look further[/]")
+        self.console.print("\n[bold]Next steps[/]")
         self.copyable(*lines)
-        self.console.print("\n[bold]With your vLLM[/]: list your own connectors, each as it is configured alone")
+        self.console.print(
+            "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
+        )
         self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CHILDREN))}'")
 
     def copyable(self, *lines: str) -> None:
-        """Print lines that stay whole however narrow the terminal is."""
+        """Print lines without wrapping them."""
         for line in lines:
             self.console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
     def wait_for_ctrl_c(self, server: Server) -> None:
-        """Stay until the user has seen enough; raise `ServerError` if the server dies before."""
-        self.console.print("\nThe server stays up. [bold]Ctrl-C[/] ends it.")
+        """Wait for Ctrl-C; raise `ServerError` if the server dies before."""
+        self.console.print("\nThe server keeps running. [bold]Ctrl-C[/] stops it.")
         try:
             while True:
                 server.check_alive()
@@ -171,9 +183,9 @@ class Demo:
             self.console.print("\nStopped.")
 
     @contextmanager
-    def step(self, name: str) -> Iterator["Step"]:
+    def step(self, name: str) -> Iterator["Progress"]:
         """Show a step of the demo while it runs."""
-        step = Step(self.console, name)
+        step = Progress(self.console, name)
         try:
             yield step
         finally:
@@ -196,7 +208,7 @@ class TracingClient:
         self.server.reset_prefix_cache(external=external)
 
 
-class Step:
+class Progress:
     """A step in view: one line that changes on a terminal, a line every few seconds elsewhere."""
 
     EVERY_S = 5.0
@@ -214,11 +226,11 @@ class Step:
         return time.monotonic() - self.begin
 
     def starting(self, _seconds: float, doing: str) -> None:
-        """Show what the server's log says now."""
+        """Show the newest message of the server's log."""
         self.show(doing)
 
     def progress(self, part: load.Round, done: int, total: int) -> None:
-        """Show how far a round has come."""
+        """Show the progress of a round."""
         self.show(f"{part.title}: {done} of {total}")
 
     def show(self, doing: str) -> None:
@@ -235,7 +247,7 @@ class Step:
         self.console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def __call__(self, result: str) -> None:
-        """Say how the step ended."""
+        """Show the result of the step."""
         self.end()
         self.console.print(f"[green]✓[/] {self.name:8} {self.seconds:4.1f} s  {escape(result)}", soft_wrap=True)
 
@@ -247,7 +259,7 @@ class Step:
 
 @contextmanager
 def folder(*, keep: bool) -> Iterator[Path]:
-    """Give a fresh folder, removed at the end unless it is to be kept, or the log of a dead server is in it."""
+    """Create a folder, removed at the end unless it should be kept, or contains the log of a failed server."""
     path = Path(tempfile.mkdtemp(prefix="kvobs-demo-"))
     try:
         yield path
@@ -286,9 +298,10 @@ def files(path: Path) -> dict[str, Any]:
 
 
 def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
-    """Return the demo's configuration with this fault in the child ``cpu``; the other one can serve in its stead."""
+    """Return the demo's configuration with this fault in the connector ``cpu``; the other one can serve instead."""
     faulty = host_memory()
-    faulty["kv_connector"], faulty["kv_connector_module_path"] = "FaultyOffloadingConnector", "kvobs.demo.faulty"
+    faulty["kv_connector"] = "FaultyOffloadingConnector"
+    faulty["kv_connector_module_path"] = "kvobs.demo.faulty_connector"
     faulty["kv_connector_extra_config"]["fault"] = fault.name
     # The file-based one can't serve with several ranks.
     config = multi_connector(faulty, files(work / "disk") if fault.ranks == 1 else host_memory())
@@ -298,8 +311,40 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
     return config
 
 
+def with_exporter(config: dict[str, Any], host: str, port: int) -> dict[str, Any]:
+    """Return the configuration with kvobs's exporter on, which ends with its engine; port 0 picks a free one."""
+    extra = config["kv_connector_extra_config"]
+    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port), "linger_s": 0.0}}
+    return {**config, "kv_connector_extra_config": {**extra, "kvobs": options}}
+
+
+def metrics_url(server: Server) -> str:
+    """Return where a server's kvobs metrics are: at its exporter if it has one."""
+    extra = (server.kv_transfer_config or {}).get("kv_connector_extra_config", {})
+    exporter = extra.get("kvobs", {}).get("exporter")
+    return f"{server.url}/metrics" if exporter is None else f"http://{HOST}:{exporter['port']}/metrics"
+
+
+def readings(server: Server) -> list[Sample]:
+    """Read a server's metrics; kvobs's own from its exporter if it has one."""
+    url, samples = metrics_url(server), server.metrics()
+    if url == f"{server.url}/metrics":
+        return samples
+    deadline = time.monotonic() + ARRIVE_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=ARRIVE_S) as answer:
+                own = parse_metrics(answer.read().decode())
+            break
+        except OSError as error:  # it starts beside the engine
+            if time.monotonic() > deadline:
+                raise server.failure(f"kvobs's exporter, {url}, gave no answer: {error}.") from error
+            time.sleep(0.2)
+    return [*(sample for sample in samples if not sample.name.startswith("kvobs_")), *own]
+
+
 def on_one_core(ranks: int) -> dict[str, str]:
-    """Return what binds every rank to one core: they spin while a load is pending, and must leave the others to run."""
+    """Return the environment that binds all ranks to one core: they spin while a load is pending."""
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(1) * ranks)}
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM server as a child process: start it, wait until it answers, talk to it, leave nothing of it behind."""
+"""Run a vLLM server in a subprocess: start it, wait until it is ready, send requests, remove everything of it."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from prometheus_client.samples import Sample
 
 from kvobs.demo.model import NAME
 from kvobs.demo.processes import end_session, exit_text
-from kvobs.demo.serverlog import COLOUR, newest_message, root_cause
+from kvobs.demo.server_log import COLOUR, newest_message, root_cause
 
 HOST = "127.0.0.1"
 TAIL = 25
 """Lines of the log's end that an error shows."""
 
 Progress = Callable[[float, str], None]
-"""Called about five times a second while the server starts, with the seconds so far and what its log says now."""
+"""Called about five times a second during the start, with the elapsed seconds and the newest log message."""
 
 
 class ServerError(RuntimeError):
@@ -66,7 +66,7 @@ class Server:
     timeout: float = 240.0
     """Seconds to come up. Twenty are usual; the first start after an installation takes a minute."""
     on_progress: Progress = ignore_progress
-    launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.serve")
+    launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.vllm_serve")
     """What takes the arguments of `vllm serve`."""
     host: str = HOST
     """The address it listens on: this, or 0.0.0.0, all of them."""
@@ -133,13 +133,13 @@ class Server:
             seconds = time.monotonic() - begin
             self.check_alive()
             if seconds > self.timeout:
-                raise self.failure(f"The server on port {self.port} was not up after {self.timeout:.0f} s.")
+                raise self.failure(f"The server on port {self.port} was not ready after {self.timeout:.0f} s.")
             self.on_progress(seconds, newest_message(self.tail(TAIL)))
             time.sleep(0.2)
         self.ready = True
 
     def healthy(self) -> bool:
-        """Say whether the server answers on `/health`."""
+        """Return whether the server answers on `/health`."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == HTTPStatus.OK)
@@ -149,7 +149,7 @@ class Server:
     def check_alive(self) -> None:
         """Raise `ServerError` if the server process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise self.failure(f"The server ended by itself {'while it served' if self.ready else 'before it was up'} "
+            raise self.failure(f"The server exited {'while serving' if self.ready else 'before it was ready'} "
                                f"({exit_text(code)}).")  # fmt: skip
 
     def stop(self) -> None:
@@ -176,7 +176,7 @@ class Server:
         return []
 
     def failure(self, what: str) -> ServerError:
-        """Return an error that says what happened, the exception behind it, and how the log ends."""
+        """Return an error with the event, the exception behind it, and the log's last lines."""
         with suppress(OSError):
             if cause := root_cause(self.log.read_text(errors="replace")):
                 what += f"\nThe error in its log: {cause}"
@@ -215,7 +215,7 @@ class Server:
         path = "/reset_prefix_cache" + ("?reset_external=true" if external else "")
         while not json.loads(self.request(path, {}) or b'{"success": true}')["success"]:
             if time.monotonic() > deadline:
-                raise self.failure(f"The server refused to empty its prefix cache for {timeout:.0f} s.")
+                raise self.failure(f"The server did not reset its prefix cache within {timeout:.0f} s.")
             time.sleep(0.05)
 
     def request(
@@ -291,7 +291,7 @@ def claim_port(port: int) -> int:
         except OSError as error:
             raise ServerError(
                 f"Port {port} on {HOST} can't be used: {error.strerror}. "
-                "End what listens there, or choose another port (0 takes any free one)."
+                "Stop the process that listens there, or choose another port (0 picks a free one)."
             ) from error
         free: int = probe.getsockname()[1]
         return free

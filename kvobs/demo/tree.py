@@ -1,4 +1,4 @@
-"""One trace as a tree in the terminal: what caused what, when, for how long."""
+"""Render one trace as a tree in the terminal, with start times and durations."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,12 +32,12 @@ class Row:
 
 
 def tree(spans: Sequence[Span]) -> Tree:
-    """Lay out the spans of one trace, parents above children in order of start; errors are red.
+    """Return the tree of the spans of one trace, children in order of start; errors are red.
 
-    A line says when the span began, in milliseconds since the first of all, how long it took, where that lies in the
-    whole, and what matters about it. A span whose parent is not among them is a root.
+    A line has the span's start in milliseconds since the first span, its duration, its position in the whole, and its
+    main attributes. A span without its parent is a root.
     """
-    known = {span.span_id: span for span in spans}  # once each: a sender that heard no answer sends again
+    known = {span.span_id: span for span in spans}  # once each: a sender without an answer sends again
     children = defaultdict(list)
     for span in sorted(known.values(), key=lambda span: span.start_ns):
         children[span.parent_id if span.parent_id in known else ""].append(span)
@@ -62,14 +62,14 @@ def rows_under(parent: Span | None, children: Mapping[str, Sequence[Span]], dept
 
 
 def heading(spans: Iterable[Span]) -> Text:
-    """Say which trace it is, and which requests are in it."""
+    """Return a heading with the ids of the trace and its requests."""
     traces = dict.fromkeys(span.trace_id for span in spans)
     requests = dict.fromkeys(str(span.attributes.get("gen_ai.request.id", "")) for span in spans)
     return Text.assemble(("trace ", "dim"), ", ".join(traces), "  ", (", ".join(filter(None, requests)), "bold"))
 
 
 def title(span: Span, above: Mapping[str, Any]) -> str:
-    """Return a span's name, with its connector and rank unless the name or its parent says so."""
+    """Return a span's name, with its connector and rank unless they are in the name or its parent."""
     words = span.name
     connector, rank = (span.attributes.get(key, "") for key in (CONNECTOR, RANK))
     if words.endswith(".rank"):
@@ -80,7 +80,7 @@ def title(span: Span, above: Mapping[str, Any]) -> str:
 
 
 def details(span: Span, above: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what matters about a span, and is neither in its title nor said of its parent."""
+    """Yield a span's main attributes that are neither in its title nor on its parent."""
     own = {key: value for key, value in span.attributes.items() if above.get(key) != value}
     has = {key.removeprefix("kv_transfer."): value for key, value in own.items()}
     if offers := {key.removeprefix(OFFERED): n for key, n in span.attributes.items() if key.startswith(OFFERED)}:
@@ -140,7 +140,7 @@ def lines(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def milliseconds(ns: int) -> str:
-    """Return a time with as many digits as tell short calls apart."""
+    """Return a time with enough digits to distinguish short calls."""
     return f"{ns / 1e6:,.2f}"
 
 

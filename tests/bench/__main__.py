@@ -1,4 +1,7 @@
-"""``make bench``: what kvobs costs, against budgets; exit status 1 when one is missed by more than the noise."""
+"""``make bench``: what kvobs costs, against budgets; exit status 1 when one is missed by more than the noise.
+
+A run of all parts writes its table into ``docs/performance.md``.
+"""
 
 import argparse
 import logging
@@ -8,12 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from docs import pages
 from tests.bench import (
     aggregating,
     calls,
     cold,
     copying,
     endtoend,
+    exporter,
     flapping,
     lone,
     payload,
@@ -24,7 +29,7 @@ from tests.bench import (
     yardstick,
 )
 from tests.bench.plot import draw
-from tests.bench.report import Part, table
+from tests.bench.report import Part, markdown, table
 
 
 def main() -> int:
@@ -44,11 +49,12 @@ def main() -> int:
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
         "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
+        "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
     }
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    usual = {"endtoend": endtoend.ROUNDS, "lone": lone.ROUNDS, "traced": traced.ROUNDS}
+    usual = {"endtoend": endtoend.ROUNDS, "lone": lone.ROUNDS, "traced": traced.ROUNDS, "exporter": exporter.ROUNDS}
     rounds = f"of the parts on real servers ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
     options = parser.parse_args()
@@ -65,7 +71,15 @@ def main() -> int:
             console.print(table(parts))
     draw(parts, options.plot)
     console.print(f"The same as a picture, with every round: {options.plot}")
+    if is_whole(options):
+        pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
+        console.print("The table is in docs/performance.md, too.")
     return 1 if any(line.missed for part in parts for line in part.lines) else 0
+
+
+def is_whole(options: argparse.Namespace) -> bool:
+    """Return whether all parts run, with as many rounds as usual: only such a run is published."""
+    return not options.parts and options.rounds is None
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, Histogram
 
+from kvobs.testing import Rig
 from tests.bench.report import Budget, Line, Part
 from tests.engine.children_stats import IdleChild
-from tests.rig import Rig
 
 CHILDREN = 3
 ROUNDS = 41
@@ -86,7 +86,7 @@ def measure() -> Part:
         timers = {router: case(rig) for router, rig in rigs.items()}
         lines.append(_compare(name, timers, rigs["kvobs"]))
     lines.append(_naive())
-    return Part(f"A fan-out over {CHILDREN} children, CPU time of a call; baseline: vLLM's own", lines)
+    return Part(f"A fan-out over {CHILDREN} connectors, CPU time of a call; baseline: vLLM's own", lines)
 
 
 def _naive() -> Line:

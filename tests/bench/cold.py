@@ -12,10 +12,10 @@ import random
 import statistics
 import time
 
+from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import CHILDREN, BusyChild, rig_of
 from tests.bench.report import Line, Part
 from tests.bench.yardstick import slowness
-from tests.rig import BLOCK, Rig
 
 STEPS = 20
 ROUNDS = 30
@@ -30,7 +30,7 @@ def measure(rounds: int = ROUNDS) -> Part:
             spent = {router: step_us(rigs[router]) for router in random.sample(sorted(rigs), len(rigs))}
             added.append(spent["kvobs"] - spent["stock"])
             steps.append(spent["stock"])
-    title = f"added by {CHILDREN} children, of which no step hook is empty"
+    title = f"added by {CHILDREN} connectors, of which no step hook is empty"
     return Part(
         "A decode step without a flush, scheduler and worker, cold caches, as on the reference machine",
         [

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvobs.blocks import copy_kv_blocks
+from kvobs.blocks.copy import copy_kv_blocks
 from tests.bench.report import Budget, Line, Part
 
 LAYERS, BLOCKS = 32, 640

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kvobs.blocks import copy_kv_blocks
+from kvobs.blocks.copy import copy_kv_blocks
 
 Caches: TypeAlias = dict[str, torch.Tensor]
 Copy: TypeAlias = Callable[[Caches, Caches, list[int], list[int], str], None]

@@ -13,10 +13,10 @@ import time
 from typing import Any
 from unittest.mock import patch
 
+from kvobs.testing import Rig
 from tests.bench.calls import BusyChild
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import DOCUMENT, LAYERS
-from tests.rig import Rig
 
 ROUNDS = 9
 STEPS = 120
@@ -75,7 +75,7 @@ class Engine:
             self.requests += 1
             self.rig.add(f"r{self.requests}", max_tokens=100)
         self.now_ns += self.isolation._states[0].length_ns // OUT_STEPS
-        with patch("kvobs.isolation.wall_ns", lambda: self.now_ns):
+        with patch("kvobs.routing.isolation.wall_ns", lambda: self.now_ns):
             begin = time.thread_time_ns()
             self.rig.step()
             return time.thread_time_ns() - begin
@@ -100,4 +100,4 @@ def measure(rounds: int = ROUNDS) -> Part:
         raise RuntimeError(f"only {epochs} quarantines in {rounds * STEPS} steps: that is no flapping")
     quiet, flapping = (statistics.median(p95s[name]) for name in ("quiet", "flapping"))
     line = Line("p95 of a step", "ms", flapping, tuple(ratios), quiet, Budget(1.02))
-    return Part("A best-effort child that fails whenever it is tried; baseline: one that does not", [line])
+    return Part("A best-effort connector that fails whenever it is tried; baseline: one that does not", [line])

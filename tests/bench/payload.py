@@ -16,15 +16,15 @@ from typing import TypeVar
 import msgspec
 
 from kvobs.config import RESERVED_NAME
-from kvobs.payload import KvobsStats
-from kvobs.recorder import Recorder
-from kvobs.stats import MultiKVConnectorStats
+from kvobs.stats.payload import KvobsStats
+from kvobs.stats.stats import MultiKVConnectorStats
+from kvobs.telemetry.recorder import Recorder
+from kvobs.testing import Script
 from tests.bench.calls import CHILDREN
 from tests.bench.report import Budget, Line, Part
 from tests.bench.yardstick import slowness
-from tests.rig import child_config
-from tests.scripted import Script
-from tests.test_metrics import Front
+from tests.support.rig import child_config
+from tests.unit.exporting.test_prometheus import Front
 
 RANKS = 8
 ROUNDS = 200
@@ -76,7 +76,7 @@ def measure(rounds: int = ROUNDS) -> Part:
         parts[0].to_dict()
 
     return Part(
-        "Shipping 100 ms of numbers: 3 children x 12 hooks",
+        "Shipping 100 ms of numbers: 3 connectors x 12 hooks",
         [
             Line("one worker's payload, pickled", "bytes", statistics.median(sizes), sizes, None, Budget(1024)),
             _timed("taking it in a worker", rounds, lambda recorder: recorder.take(), lambda: recorded(1), None),

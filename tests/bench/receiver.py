@@ -6,7 +6,6 @@ What arrives is only kept: decoding would take the servers' core while they are 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvobs.demo.collector import GrpcListener, decode
+from kvobs.demo.processes import keeping_off
 from kvobs.demo.server import HOST, claim_port, cores
 
 
@@ -53,8 +53,12 @@ def receiving() -> Iterator[Receiver]:
 
 
 def main() -> None:
-    ours = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, ours - set(cores(1)) or ours)  # that one is for the servers' workers
+    with keeping_off(cores(1)[0]):  # that one is for the servers' workers
+        receive()
+
+
+def receive() -> None:
+    """Keep the spans that arrive, until standard input is closed."""
     bodies: list[bytes] = []
     port = claim_port(0)
     listener = GrpcListener(port, bodies.append)

@@ -7,10 +7,10 @@ import tempfile
 import timeit
 from collections.abc import Callable
 
+from kvobs.testing import Rig
 from tests.bench.calls import CALLS, CHILDREN, ROUNDS, BusyChild, flush, layer_load, rig_of, timer
 from tests.bench.report import Budget, Line, Part
 from tests.bench.yardstick import slowness
-from tests.rig import Rig
 
 
 def step_load(rig: Rig) -> timeit.Timer:
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Callable[[Rig], timeit.Timer], float]] = {
 
 def measure() -> Part:
     lines = [_measure(title, *case) for title, case in CASES.items()]
-    return Part("What a timeline adds to a call into a child, CPU time", lines)
+    return Part("What a timeline adds to a call into a connector, CPU time", lines)
 
 
 def _measure(title: str, case: Callable[[Rig], timeit.Timer], budget: float) -> Line:

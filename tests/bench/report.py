@@ -11,6 +11,8 @@ from enum import StrEnum
 from rich.table import Table
 from rich.text import Text
 
+from docs import pages
+
 
 class Verdict(StrEnum):
     """What a line says about its budget."""
@@ -110,6 +112,16 @@ def table(parts: Iterable[Part]) -> Table:
         for line in part.lines:
             shown.add_row(*row(line))
     return shown
+
+
+def markdown(parts: Iterable[Part]) -> str:
+    """Return the same as Markdown: a table for each part under its title."""
+    head = ["", "baseline", "measured", "median", "quartiles", "budget", "verdict"]
+    tables = (
+        f"**{part.title}**\n\n" + pages.table(head, [[str(cell).strip() for cell in row(line)] for line in part.lines])
+        for part in parts
+    )
+    return "\n\n".join(tables)
 
 
 def row(line: Line) -> tuple[str | Text, ...]:

@@ -27,8 +27,8 @@ ROUNDS = 45
 DOCUMENT = json.dumps([{f"k{i}": [i, str(i), {"x": i * 1.5}]} for i in range(40)])
 
 MIXES = {
-    "3 children": ((BusyChild,) * CHILDREN, 1.0),
-    "3 children, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), 0.4),
+    "3 connectors": ((BusyChild,) * CHILDREN, 1.0),
+    "3 connectors, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), 0.4),
 }
 
 

@@ -1,15 +1,17 @@
 """The pure parts of the benchmark: quartiles, verdicts, table, picture, and what the rounds on servers add up to."""
 
 import io
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.bench.__main__ import is_whole
 from tests.bench.endtoend import CONFIGS, Turn, compare, in_turn, lines, noise, prompts
 from tests.bench.plot import draw, panels_of
-from tests.bench.report import Budget, Line, Part, Verdict, number, table
+from tests.bench.report import Budget, Line, Part, Verdict, markdown, number, table
 
 
 def line(*samples: float, **more: Any) -> Line:
@@ -74,6 +76,26 @@ def test_the_table_has_a_row_for_each_line_under_its_part() -> None:
         ["bytes", "", "812 B", "812", "812 to 812", "≤ 1,024", "ok"],
         ["a hook", "", "50.0 s", "3.00", "3.00 to 3.00", "", ""],
     ]
+
+
+def test_the_published_table_is_the_printed_one() -> None:
+    calls, payload = markdown(PARTS).split("\n\n**")
+    assert calls.splitlines() == [
+        "**Calls**",
+        "",
+        "|  | baseline | measured | median | quartiles | budget | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| a hook | 100 ns | 50.0 ns | 0.500 | 0.500 to 0.500 | ≤ 0.400 | MISSED |",
+        "| a hook |  | 50.0 ns | 90.0 | 90.0 to 90.0 | ≥ 80.0 | ok |",
+    ]
+    assert payload.startswith("Payload**\n\n|")
+    assert "| bytes |  | 812 B | 812 | 812 to 812 | ≤ 1,024 | ok |" in payload
+
+
+def test_only_a_whole_run_is_published() -> None:
+    assert is_whole(Namespace(parts=[], rounds=None))
+    assert not is_whole(Namespace(parts=["calls"], rounds=None))
+    assert not is_whole(Namespace(parts=[], rounds=3))
 
 
 def test_lines_share_a_panel_where_one_axis_can_show_them() -> None:

@@ -26,21 +26,21 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvobs import signals, spans
-from kvobs.call_spans import CallSpans
-from kvobs.flush import FlushRule
-from kvobs.noticed import Noticed
-from kvobs.payload import KvobsStats
-from kvobs.recorder import Recorder
-from kvobs.sampling import Tracing, Verdicts
-from kvobs.traces import Traces
-from kvobs.tracing import SpanCutter
-from kvobs.transfers import Load
+from kvobs.exporting.span_export import SpanCutter
+from kvobs.state.transfers import Load
+from kvobs.stats.flush_rule import FlushRule
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.call_event import CallEvent
+from kvobs.telemetry.call_spans import CallSpans
+from kvobs.telemetry.journal import Journal
+from kvobs.telemetry.request_traces import Traces
+from kvobs.telemetry.sampling import TracingSettings, Verdicts
+from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import BusyChild
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import LAYERS, STEP_NS
 from tests.bench.yardstick import scaled
-from tests.contexts import no_otel_variables
-from tests.rig import BLOCK, Rig
+from tests.support.contexts import no_otel_variables
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -196,7 +196,7 @@ def forward(worker: Any) -> Callable[[str], None]:
 
 def measure(rounds: int = ROUNDS) -> Part:
     return Part(
-        "Tracing: a step of 5 ms, 50 loads/s; a span's CPU time",
+        "TracingSettings: a step of 5 ms, 50 loads/s; a span's CPU time",
         [*_steps(rounds), *_spans()],
     )
 
@@ -282,12 +282,10 @@ def _spans() -> list[Line]:
 
 def _writing() -> tuple[list[float], list[float]]:
     """Return what it costs to write a record, in us: of a request's spans, and of a call's."""
-    recorder = Recorder(len(NAMES), names=NAMES)
-    tracing = Tracing(True, False, False, 10**9, 10**8, None)
+    journal = Journal()
+    tracing = TracingSettings(True, False, False, 10**9, 10**8, None)
     verdicts = Verdicts()
-    traces, calls = Traces(NAMES, recorder, tracing, verdicts), CallSpans(NAMES, recorder, tracing, verdicts, rank=0)
-    written = traces.request_spans
-    assert written is not None
+    traces, calls = Traces(NAMES, journal, tracing, verdicts), CallSpans(NAMES, journal, tracing, verdicts, rank=0)
     numbers = count(1)
 
     def load() -> int:
@@ -298,16 +296,16 @@ def _writing() -> tuple[list[float], list[float]]:
             kv_transfer_params=None,
         )
         traces.looked_up(request, 1, 2)
-        traces.settled(request.request_id, [(0, LOADED)], 0, 0, LOADED)
+        traces.allocated(request.request_id, [(0, LOADED)], 0, 0, LOADED)
         load = Load(0, LOADED, is_async=True, expected=RANKS, opened_ns=1)
-        load.trace = traces.open(request.request_id)
+        traces.admitted(request.request_id, load)
         load.ranks, load.arrived = dict.fromkeys(range(RANKS), (1, 3)), dict.fromkeys(range(RANKS), 3)
-        written.loaded(load, "ok", 1)
-        traces.forget(request.request_id)
+        traces.load_ended(request.request_id, load)
+        traces.request_ended(request.request_id)
         return SPANS_PER_LOAD
 
     def call() -> int:
-        calls.note(Noticed(0, "start_load_kv", 1, 2, is_slow=False))
+        calls.note(CallEvent(0, "start_load_kv", 1, 2, is_slow=False))
         return 1
 
     def costs(write: Callable[[], int]) -> list[float]:
@@ -316,7 +314,7 @@ def _writing() -> tuple[list[float], list[float]]:
             begin = time.thread_time_ns()
             records = sum(write() for _ in range(10))
             found.append((time.thread_time_ns() - begin) / records / 1e3)
-            groups, dropped = recorder.journal.take()
+            groups, dropped = journal.take()
             assert (sum(map(len, groups)), dropped) == (records, 0)
         return found
 

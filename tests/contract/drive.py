@@ -27,8 +27,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvobs import tracing
 from kvobs.demo.model import make_model
+from kvobs.exporting import span_export
 
 from .members import hooks, parameters
 
@@ -76,15 +76,15 @@ class Pair:
                 kv_connector_extra_config={"connectors": connectors},
             ),
         ).create_engine_config()
-        caches = KVCacheConfig(num_blocks=32, kv_cache_tensors=[], kv_cache_groups=[_cache_group()])
-        self.scheduler = KVConnectorFactory.create_connector(self.config, KVConnectorRole.SCHEDULER, caches)
-        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, caches)
+        self.scheduler = KVConnectorFactory.create_connector(self.config, KVConnectorRole.SCHEDULER, caches())
+        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, caches())
         self.children = (self.scheduler._connectors, self.worker._connectors)
 
 
-def _cache_group() -> Any:
+def caches() -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    return KVCacheGroupSpec(layer_names=["layer.0"], kv_cache_spec=spec)
+    group = KVCacheGroupSpec(layer_names=["layer.0"], kv_cache_spec=spec)
+    return KVCacheConfig(num_blocks=32, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
 # --- driving it
@@ -232,7 +232,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
     registry = CollectorRegistry()
     kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     cls, exported = type(pair.scheduler), InMemorySpanExporter()
-    tracing.make_exporter = lambda endpoint: exported
+    span_export.make_exporter = lambda endpoint: exported
     metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
     logged: Any = None
     for stats in told:

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tomorrow", action="store_true", help="give vLLM a hook that no version has, and call it")
     arguments = parser.parse_args()
-    with _only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-probe-") as scratch:
+    with only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-probe-") as scratch:
         report = tomorrow(Path(scratch)) if arguments.tomorrow else today(Path(scratch))
         json.dump(report, out)
 
@@ -96,7 +96,7 @@ def keep_messages() -> list[str]:
 
 
 @contextlib.contextmanager
-def _only_json_on_stdout() -> Iterator[Any]:
+def only_json_on_stdout() -> Iterator[Any]:
     """Send what anything else prints to stderr: the reader of stdout wants one JSON object."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)

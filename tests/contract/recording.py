@@ -60,9 +60,9 @@ def _noting(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-_NOTING_HOOKS = {name: _noting(name, member) for name, member in public_members().items() if inspect.isfunction(member)}
+NOTING_HOOKS = {name: _noting(name, member) for name, member in public_members().items() if inspect.isfunction(member)}
 
-Noting: Any = type("Noting", (KVConnectorBase_V1, SupportsHMA), _NOTING_HOOKS)
+Noting: Any = type("Noting", (KVConnectorBase_V1, SupportsHMA), NOTING_HOOKS)
 """Notes its calls in ``heard`` and answers with its ``answer_<hook>``, where it has one."""
 
 

@@ -42,7 +42,7 @@ class SteeredMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: list[tuple[int, str]] = field(default_factory=list)
     promises: list[tuple[str, Plan]] = field(default_factory=list)
-    foreign: list[tuple[str, Plan]] = field(default_factory=list)
+    stray: list[tuple[str, Plan]] = field(default_factory=list)
     raising: list[Plan] = field(default_factory=list)
     sleeping: list[Plan] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class Tracked:
     lookups: int = 0
     loads: int = 0
     local_tokens: int = 0
-    told_foreign: bool = False
+    told_stray: bool = False
     has_run: bool = False
     blocks: list[int] = field(default_factory=list)
     saved_blocks: int = 0
@@ -128,9 +128,9 @@ class SteeredChild(IdleChild):
             self._next.loads.append(
                 Load(request.request_id, tracked.plan, tuple((ids[i], keys[i]) for i in range(first, end)))
             )
-        elif tracked.plan.foreign and not tracked.told_foreign:
-            tracked.told_foreign = True
-            self._next.foreign.append((request.request_id, tracked.plan))
+        elif tracked.plan.stray and not tracked.told_stray:
+            tracked.told_stray = True
+            self._next.stray.append((request.request_id, tracked.plan))
 
     def build_connector_meta(self, scheduler_output: Any) -> SteeredMetadata:
         meta, self._next = self._next, SteeredMetadata()
@@ -141,7 +141,7 @@ class SteeredChild(IdleChild):
                 meta.sleeping.append(tracked.plan)
             tracked.has_run = True
         plans = [tracked.plan for tracked in running]
-        plans += [load.plan for load in meta.loads] + [plan for _, plan in (*meta.promises, *meta.foreign)]
+        plans += [load.plan for load in meta.loads] + [plan for _, plan in (*meta.promises, *meta.stray)]
         meta.raising = [plan for plan in plans if plan.raise_in]
         self._raise_if("build_connector_meta", meta.raising)
         return meta
@@ -225,9 +225,9 @@ class SteeredChild(IdleChild):
             elif (delay := at_rank(load.plan.load_ms, self._rank)) is not None:
                 kind = "failure" if failed and load.plan.fail == "recv" else "load"
                 self._agenda.add(now + delay, Due(kind, load.request, bad))
-        for request, plan in meta.foreign:
-            if (delay := at_rank(plan.foreign_ms, self._rank)) is not None:
-                self._agenda.add(now + delay, Due(str(plan.foreign), request))
+        for request, plan in meta.stray:
+            if (delay := at_rank(plan.stray_ms, self._rank)) is not None:
+                self._agenda.add(now + delay, Due(str(plan.stray), request))
         for request, plan in meta.promises:
             if (delay := at_rank(plan.save_ms, self._rank)) is not None:
                 self._agenda.add(now + delay, Due("save", request))

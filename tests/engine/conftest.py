@@ -6,8 +6,6 @@ import pytest
 
 from kvobs.demo.model import make_model
 
-pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings")  # they assert for several tests
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

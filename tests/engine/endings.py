@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import session_members
+from kvobs.demo.processes import session_members, stat
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, of_tests, prompt, serve, stock
@@ -202,7 +202,7 @@ class Scraper:
             connection.close()
         self.said.add(f"HTTP {answer.status}")
         calls = [s for s in parse_metrics(body.decode()) if s.name == "kvobs_call_duration_seconds_count"]
-        ends = [s for s in calls if s.labels["hook"] == "request_finished_all_groups"]
+        ends = [s for s in calls if s.labels["hook"].startswith("request_finished")]
         if not calls:
             return None
         self.counts.append(int(sum(s.value for s in ends if s.labels["connector"] == "steered")))
@@ -254,14 +254,14 @@ def _wait(process: subprocess.Popen[bytes]) -> int | None:
 
 def parent_of(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat(pid)[1][1])
     except OSError:
         return 0
 
 
 def name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return stat(pid)[0]
     except OSError:
         return ""
 

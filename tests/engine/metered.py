@@ -45,13 +45,12 @@ def ask(
     server.complete(text, tokens, kv_transfer_params=params, headers={"X-data-parallel-rank": engine})
 
 
-def ask_in_turn(server: Server, requests: int, engine: str = "0") -> None:
+def ask_in_turn(server: Server, requests: int, engine: str = "0", about: str = "in turn") -> None:
     """Send this many fresh prompts, 16 at a time: a fourth each loads async, loads sync, promises a save, is plain."""
     orders: tuple[dict[str, Any], ...] = ({**ASYNC, "load_ms": 20}, SYNC, {"promise": True, "save_ms": 30}, {})
     with ThreadPoolExecutor(16) as pool:
         asked = [
-            pool.submit(ask, server, prompt("in turn", engine, i), orders[i % 4], TOKENS, engine)
-            for i in range(requests)
+            pool.submit(ask, server, prompt(about, engine, i), orders[i % 4], TOKENS, engine) for i in range(requests)
         ]
         for answer in asked:
             answer.result()
@@ -61,9 +60,10 @@ def assert_counted_in_turn(grown: Growth, requests: int) -> None:
     """Check what `ask_in_turn` makes grow, on readings about the steered child of one engine."""
     each = requests // 4
     lookups = {outcome: grown("kvobs_lookups_total", outcome=outcome) for outcome in ("hit", "miss")}
-    asked = grown("kvobs_call_duration_seconds_count", hook="get_num_new_matched_tokens")
-    assert sum(lookups.values()) == grown("kvobs_lookups_total") == asked
-    assert min(lookups.values()) >= 2 * each  # vLLM asks again where a prompt no longer fits into the step
+    assert lookups == {"hit": 2 * each, "miss": 2 * each}
+    assert grown("kvobs_lookups_total") == requests
+    # vLLM asks again where a prompt no longer fits into the step.
+    assert grown("kvobs_call_duration_seconds_count", hook="get_num_new_matched_tokens") >= requests
     for metric in ("offered", "admitted", "load"):
         assert grown(f"kvobs_{metric}_tokens_total") == 2 * each * 64
     assert grown("kvobs_load_bytes_total") == 2 * each * 64 * BYTES_PER_TOKEN
@@ -73,11 +73,13 @@ def assert_counted_in_turn(grown: Growth, requests: int) -> None:
     assert grown("kvobs_loads_total") == 2 * each
     assert grown("kvobs_saves_total", outcome="ok") == each
     assert grown("kvobs_save_hold_seconds_count") == each
-    for hook in ("on_new_request", "request_finished_all_groups"):
-        assert grown("kvobs_call_duration_seconds_count", hook=hook) == requests
+    assert grown("kvobs_call_duration_seconds_count", hook="on_new_request") == requests
+    # One of the two for all children, as vLLM has it: it depends on whether every one supports several cache groups.
+    finished = ("request_finished", "request_finished_all_groups")
+    assert sum(grown("kvobs_call_duration_seconds_count", hook=hook) for hook in finished) == requests
     # vLLM calls it a second time once an async load is in.
     assert grown("kvobs_call_duration_seconds_count", hook="update_state_after_alloc") == requests + each
-    for nothing in ("foreign_reports", "failed_sync_loads", "recomputed_tokens", "forgone_tokens", "slow_calls"):
+    for nothing in ("stray_reports", "failed_sync_loads", "recomputed_tokens", "unused_hit_tokens", "slow_calls"):
         assert grown(f"kvobs_{nothing}_total") == 0, nothing
 
 

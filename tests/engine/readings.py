@@ -19,7 +19,8 @@ IDLE_S = 1.0
 
 PER_STEP_OR_REQUEST = {
     *("on_new_request", "get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),
-    *("get_external_cache_hit_sources", "register_finished_partial_tail", "request_finished_all_groups"),
+    *("get_external_cache_hit_sources", "register_finished_partial_tail"),
+    *("request_finished", "request_finished_all_groups"),
     *("build_connector_meta", "update_connector_output", "take_events", "get_kv_connector_stats"),
     *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
     *("finish_forward", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors"),

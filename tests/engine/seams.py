@@ -29,7 +29,7 @@ Undo = Callable[[], None]
 
 
 def find() -> dict[str, str]:
-    """Return seam -> the place that its faults are counted by; a seam is called "module:function"."""
+    """Return seam -> the place that its faults are counted by; a seam is called "package.module:function"."""
     found: dict[str, str] = {}
     for finder, _ in _finders():
         assert not found.keys() & finder.seams.keys(), "two seams of one name"
@@ -41,10 +41,9 @@ def instrument(point: Point) -> Undo:
     """Have every seam of this process call ``point`` all along its block; return what undoes it."""
     changed: list[tuple[FunctionType, CodeType]] = []
     for finder, tree in _finders():
-        path = PACKAGE / f"{finder.module}.py"
-        compiled = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
-        codes = {code.co_qualname: code for code in _codes(compiled)}
         module = importlib.import_module(f"kvobs.{finder.module}")
+        compiled = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
+        codes = {code.co_qualname: code for code in _codes(compiled)}
         setattr(module, _POINT, point)
         for name in {seam.partition(":")[2].partition(".<locals>")[0] for seam in finder.seams}:
             function = _function(module, name)
@@ -100,10 +99,11 @@ class _Finder(ast.NodeTransformer):
 
 
 def _finders() -> Iterator[tuple[_Finder, ast.Module]]:
-    for path in sorted(PACKAGE.glob("*.py")):
-        finder, tree = _Finder(path.stem), ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        finder, tree = _Finder(module), ast.parse(path.read_text(encoding="utf-8"))
         finder.visit(tree)
-        if path.stem != "faults":
+        if finder.seams and module != "faults":
             yield finder, tree
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import keeping_off, session_members
+from kvobs.demo.processes import keeping_off, session_members, stat
 from kvobs.demo.run import child, on_one_core
 from kvobs.demo.server import HOST, Server, cores
 
@@ -54,8 +54,7 @@ def states(server: Server) -> list[str]:
     found = []
     for pid in session_members(server.process.pid):
         with suppress(OSError):
-            name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-            state, *rest = fields.split()
+            name, (state, *rest) = stat(pid)
             found.append(f"{name}: {state}, {(int(rest[10]) + int(rest[11])) / os.sysconf('SC_CLK_TCK'):.1f} s of CPU")
     return found
 

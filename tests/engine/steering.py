@@ -13,8 +13,8 @@ of PLAN, all optional, laid over the child's ``plan`` option:
     fail_ranks   ranks on which it fails (all)
     promise      true: at its end the request's blocks are kept until the save is reported
     save_ms      when that is, in the form of load_ms; {} for never
-    foreign      "load", "save" or "failure": report the request as received, saved or failed without being asked to
-    foreign_ms   when that is, after the request got its blocks, in the form of load_ms
+    stray      "load", "save" or "failure": report the request as received, saved or failed without being asked to
+    stray_ms   when that is, after the request got its blocks, in the form of load_ms
     raise_in     hook that raises: one that names the request, or one of a step that the request is part of
     raise_ranks  ranks on which it raises (all)
     sleep_in     hook that takes its time: one that names the request, or a worker's in the request's first step
@@ -50,8 +50,8 @@ class Plan:
     fail_ranks: Sequence[int] | None = None
     promise: bool = False
     save_ms: Delay = 0
-    foreign: str | None = None
-    foreign_ms: Delay = 0
+    stray: str | None = None
+    stray_ms: Delay = 0
     raise_in: str | None = None
     raise_ranks: Sequence[int] | None = None
     sleep_in: str | None = None
@@ -65,7 +65,7 @@ class Plan:
 
 WORDS: dict[str, tuple[object, ...]] = {
     "fail": (None, "recv", "blocks"),
-    "foreign": (None, "load", "save", "failure"),
+    "stray": (None, "load", "save", "failure"),
 }
 KEYS = {"async" if name == "is_async" else name for name in Plan.__dataclass_fields__}
 

@@ -29,7 +29,7 @@ class TestOrders:
             ({"ofer": 3}, r"unknown steering keys \['ofer'\]; allowed: .*'offer'"),
             ({"is_async": True}, r"unknown steering keys \['is_async'\]"),
             ({"fail": "hard"}, r"fail is 'hard'; allowed: \(None, 'recv', 'blocks'\)"),
-            ({"foreign": "recv"}, r"foreign is 'recv'; allowed: .*'failure'"),
+            ({"stray": "recv"}, r"stray is 'recv'; allowed: .*'failure'"),
             ({"offer": "all"}, r"offer is 'all'; allowed: a number of tokens, or \"stored\""),
         ],
     )
@@ -231,10 +231,8 @@ class TestTheRest:
             ("failure", (set(), {"r"}, {"r"}, set())),
         ],
     )
-    def test_a_foreign_report_is_made_once_for_a_request_that_loads_nothing_here(
-        self, kind: str, reported: Any
-    ) -> None:
-        on, other = scheduler(), request(foreign=kind)
+    def test_a_stray_report_is_made_once_for_a_request_that_loads_nothing_here(self, kind: str, reported: Any) -> None:
+        on, other = scheduler(), request(stray=kind)
         told, _ = worker()
         nothing: Any = (set(), set(), set(), set())
         for expected in (reported, nothing):

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvobs.cli.top.rows import ConnectorRow
+from kvobs.cli.top.servers import Watch, url_of
 from kvobs.demo import report
 from kvobs.demo.collector import Collector, Span
-from kvobs.demo.faults import FAULTS
-from kvobs.demo.faulty import SLOW_RANK, SLOW_S
+from kvobs.demo.faulty_connector import SLOW_RANK, SLOW_S
 from kvobs.demo.run import Demo
+from kvobs.demo.scenarios import FAULTS
 from kvobs.demo.server import Server
-from kvobs.top.rows import Child
-from kvobs.top.servers import Watch, url_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ class Seen:
     """What the tools said."""
 
     printed: StringIO = field(default_factory=StringIO)
-    top: dict[str, Child] = field(default_factory=dict)
+    top: dict[str, ConnectorRow] = field(default_factory=dict)
     spans: Sequence[Span] = ()
 
     def span(self, name: str, **attributes: Any) -> Span:
@@ -44,7 +44,7 @@ class Watched(Demo):
 
     seen: Seen = field(default_factory=Seen)
 
-    def measure(self, server: Server) -> list[report.Child]:
+    def measure(self, server: Server) -> list[report.ConnectorTotals]:
         watch = Watch(url_of(server.url), 1.0)
         watch.scrape()
         rows = super().measure(server)
@@ -57,7 +57,7 @@ class Watched(Demo):
         self.seen.spans = list(collector.spans)
 
 
-def run(fault: str) -> tuple[dict[str, report.Child], Seen]:
+def run(fault: str) -> tuple[dict[str, report.ConnectorTotals], Seen]:
     """Run the demo with a fault: it fails by itself if an answer is missing, or another one than before."""
     seen = Seen()
     demo = Watched(Console(file=seen.printed, width=200), requests=48, fault=FAULTS[fault], seen=seen)
@@ -70,7 +70,7 @@ def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_child_is_named() -> None:
-    rows, seen = run("slow-child")
+    rows, seen = run("slow-connector")
     assert rows["cpu"].loads["ok"]
     assert rows["cpu"].load_ms > 1e3 * SLOW_S > rows["disk"].load_ms
     cpu, disk = seen.top["cpu"], seen.top["disk"]
@@ -83,7 +83,7 @@ def test_a_slow_child_is_named() -> None:
 
 
 def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> None:
-    rows, seen = run("failing-child")
+    rows, seen = run("failing-connector")
     assert not rows["cpu"].loads["ok"]
     assert rows["cpu"].loads["failed"]
     assert rows["disk"].loads["ok"]
@@ -95,7 +95,7 @@ def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> N
     printed = seen.printed.getvalue()
     errors = 'kvobs_call_errors_total{connector="cpu", hook="update_state_after_alloc", error_type="ConnectionError"}'
     assert errors in printed
-    assert 'kvobs_quarantined{connector="cpu"}' in printed
+    assert 'kvobs_quarantines_total{connector="cpu"}' in printed
     assert "AssertionError" not in printed, "of OffloadingConnector, asked for results without a step's metadata"
 
 

@@ -67,7 +67,7 @@ def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: P
     with serve(model, tmp_path, config) as server:
         by_kvobs = run_plan(server)
         loaded = {name: total(server, "kvobs_load_tokens_total", connector=name) for name in ("cpu", "disk")}
-        assert total(server, "kvobs_foreign_reports_total") == 0
+        assert total(server, "kvobs_stray_reports_total") == 0
         assert eventually(lambda: total(server, "vllm:num_requests_running") == 0)
         generated = total(server, "vllm:generation_tokens_total")
         assert generated < 240 * TOKENS + 96 * 1500 / 4, "long answers were not cut short"
@@ -107,7 +107,7 @@ def test_every_shape_serves_with_a_hit_on_each_engine(shape: str, model: Path, t
         ask_all(server, [prompt("warm", i) for i in range(16)])
         for engine in ("0", "1") if shape == "data parallel 2" else ("0",):
             assert hit(server, engine, engine=engine) >= 3 * 32
-        assert total(server, "kvobs_foreign_reports_total") == 0
+        assert total(server, "kvobs_stray_reports_total") == 0
 
 
 def test_children_that_end_stock_live_side_by_side_and_are_told_apart(model: Path, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path,
         assert eventually(idle)
         assert ask(stored, loader=slow_rank) == first
         assert total(server, "kvobs_loads_total", connector="loader", outcome="ok") == 1
-        lies = {"foreign": "load", "foreign_ms": 0}
+        lies = {"stray": "load", "stray_ms": 0}
         assert ask(prompt("lie"), saver=lies, loader={"offer": 0})
-        assert total(server, "kvobs_foreign_reports_total", connector="saver", kind="load") > 0
+        assert total(server, "kvobs_stray_reports_total", connector="saver", kind="load") > 0
         assert ask(text) == expected
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvobs import cli, recordings
+from kvobs.cli import commands as cli
+from kvobs.cli.timeline import recordings
 from kvobs.demo.run import host_memory, multi_connector
 from tests.engine.endings import kill
 from tests.engine.serving import (
@@ -64,9 +65,9 @@ def test_a_killed_server_leaves_the_last_calls_of_each_process(
     found = CliRunner().invoke(cli.app, ["timeline", str(folder), "-o", str(out)], env={"COLUMNS": "100"})
     assert found.exit_code == 0, found.output
     assert re.findall(r"^(scheduler|rank \d) +\d+ +(\w+)", found.output, re.MULTILINE) == [
-        ("scheduler", "gone"),
-        ("rank 0", "gone"),
-        ("rank 1", "gone"),
+        ("scheduler", "ended"),
+        ("rank 0", "ended"),
+        ("rank 1", "ended"),
     ]
     assert re.search(r"^rank 1 was in wait_for_save of steered since \d\d:", found.output, re.MULTILINE)
     assert "rank 0 was in" not in found.output

@@ -152,8 +152,8 @@ def test_an_exemplar_leads_from_the_histogram_to_the_trace(server: Server, colle
     assert float(line.split("} ")[2].split()[0]) == pytest.approx((load.end_ns - load.start_ns) / 1e9, rel=1e-6)
 
 
-def test_prometheus_keeps_it_with_the_jobs_of_the_readme(server: Server, collector: Collector, tmp_path: Path) -> None:
-    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_prometheus_keeps_it_with_the_jobs_of_the_page(server: Server, collector: Collector, tmp_path: Path) -> None:
+    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
     jobs = jobs.replace("localhost:8000", f"{HOST}:{server.port}")
     with scraping(tmp_path, jobs, "--enable-feature=exemplar-storage") as prometheus:
         headers = traceparent()
@@ -259,7 +259,7 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
         {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": 150},
         {**ASYNC, "fail": "recv"},
         {"promise": True, "save_ms": 30, "params": {"remote_key": SECRET}},
-        {**ASYNC, "foreign": "load"},
+        {**ASYNC, "stray": "load"},
     ]
     traces = []
     with Growth(server) as grown:
@@ -273,7 +273,7 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
     assert arrived(collector, traces[3], "kv.save steered", "kv.save.rank")
     assert named(arrived(collector, traces[2], "kv.load steered"), "kv.load steered")
     log = server.log.read_text()
-    assert "kvobs_foreign_reports_total" in log
+    assert "kvobs_stray_reports_total" in log
     assert server.scratch is not None
     files = [path.read_bytes() for path in server.scratch.rglob("*") if path.is_file()]
     out = {

@@ -1,4 +1,7 @@
-"""``make soak``: hundreds of thousands of requests with every fault there is; exit status 1 when anything is wrong."""
+"""``make soak``: hundreds of thousands of requests with every fault there is; exit status 1 when anything is wrong.
+
+A run of all parts writes its tables into ``docs/reliability.md``.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,41 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from rich.console import Console
 
-from tests.soak.report import Result, tables
+from docs import pages
+from tests.soak.report import Result, markdown, tables
 
 Part = Callable[[int, int, Callable[[str], None]], Result]
 
 
-def in_process(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
+def in_process(requests: int, seed: int, report: Callable[[str], None]) -> Result:
     from tests.soak import inprocess
 
-    return inprocess.run(requests, seed, tell)
+    return inprocess.run(requests, seed, report)
 
 
-def best_effort(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
+def best_effort(requests: int, seed: int, report: Callable[[str], None]) -> Result:
     from tests.soak import isolated
 
-    return isolated.run(requests, seed, tell)
+    return isolated.run(requests, seed, report)
 
 
-def on_a_server(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
+def on_a_server(requests: int, seed: int, report: Callable[[str], None]) -> Result:
     from tests.soak import server
 
-    return server.run(requests, seed, tell)
+    return server.run(requests, seed, report)
+
+
+def with_exporter(requests: int, seed: int, report: Callable[[str], None]) -> Result:
+    from tests.soak import server
+
+    return server.run(requests, seed, report, has_exporter=True)
 
 
 PARTS: dict[str, tuple[Part, int]] = {
     "inprocess": (in_process, 200_000),
     "isolated": (best_effort, 20_000),
     "server": (on_a_server, 20_000),
+    "exporter": (with_exporter, 5_000),
 }
 
 
@@ -68,10 +79,18 @@ def main() -> int:
 
     draw(results, options.plot)
     console.print(f"Memory as a picture: {options.plot}")
+    if is_whole(options):
+        pages.write(pages.FOLDER / "reliability.md", "run", "soak", markdown(results))
+        console.print("The tables are in docs/reliability.md, too.")
     mistakes = [f"{result.title}: {mistake}" for result in results for mistake in result.mistakes]
     for mistake in mistakes:
         console.print(mistake, style="bold red")
     return 1 if mistakes else 0
+
+
+def is_whole(options: argparse.Namespace) -> bool:
+    """Return whether all parts serve as many requests as usual: only such a run is published."""
+    return not options.parts and options.requests is None
 
 
 if __name__ == "__main__":

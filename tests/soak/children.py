@@ -16,12 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvobs.testing import BLOCK
 from tests.engine.steering import Agenda, Due
-from tests.rig import BLOCK
-from tests.scripted import Stats, Things
 from tests.soak.ledger import Ledger
 from tests.soak.lives import Report
 from tests.soak.plans import Plan
+from tests.support.scripted import Stats, Things
 
 LEDGERS: dict[str, Ledger] = {}
 """The books of each life, by its name."""
@@ -33,7 +33,7 @@ STATS_EVERY = 8
 class Order(NamedTuple):
     """What a child's scheduler side tells its workers."""
 
-    kind: str  # "load", "save" or "foreign"
+    kind: str  # "load", "save" or "stray"
     request: str
     plan: Plan
     blocks: tuple[int, ...] = ()  # that a load fills
@@ -55,7 +55,7 @@ class Tracked:
     lookups: int = 0
     loads: int = 0
     local: int = 0
-    told_foreign: bool = False
+    told_stray: bool = False
 
 
 class OddStats(KVConnectorStats):
@@ -122,9 +122,9 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
             first, end = (n // BLOCK for n in (tracked.local, tracked.local + num_external_tokens))
             ids = tuple(blocks.get_block_ids()[0][first:end])
             self._orders.append(Order("load", request_id, plan, ids))
-        if plan.foreign and not tracked.told_foreign:
-            tracked.told_foreign = True
-            self._orders.append(Order("foreign", f"stranger-{request_id}" if plan.stranger else request_id, plan))
+        if plan.stray and not tracked.told_stray:
+            tracked.told_stray = True
+            self._orders.append(Order("stray", f"stranger-{request_id}" if plan.stranger else request_id, plan))
 
     def build_connector_meta(self, scheduler_output: Any) -> SoakMetadata:
         meta, self._orders = SoakMetadata(self._step, self._orders), []
@@ -161,8 +161,8 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
 
     def _take(self, order: Order) -> None:
         plan, request = order.plan, order.request
-        if order.kind == "foreign":
-            self._agenda.add(self._step, Due(plan.foreign, request))
+        if order.kind == "stray":
+            self._agenda.add(self._step, Due(plan.stray, request))
             return
         fails = plan.fails if order.kind == "load" and self._rank in plan.fails_on else ""
         first_bad = min(plan.good_blocks, len(order.blocks) - 1)

@@ -13,12 +13,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.rig import Rig, assert_nothing_is_left
+from kvobs.testing import Rig
 from tests.soak.children import LEDGERS
 from tests.soak.ledger import STUCK_AFTER, Ledger, Series
 from tests.soak.plans import Orders, draw, never, silent
-from tests.test_metrics import Front
-from tests.test_observed import BYTES_PER_TOKEN
+from tests.support.rig import assert_nothing_is_left
+from tests.unit.exporting.test_prometheus import Front
+from tests.unit.test_observed import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     import pytest
@@ -38,11 +39,11 @@ NOT_SAMPLED = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}
 
 BY_LEDGER = {
     *("kvobs_lookups_total", "kvobs_lookup_delay_seconds_count", "kvobs_offered_tokens_total"),
-    *("kvobs_admitted_tokens_total", "kvobs_forgone_tokens_total", "kvobs_unclaimed_offers_total"),
+    *("kvobs_admitted_tokens_total", "kvobs_unused_hit_tokens_total", "kvobs_unused_offers_total"),
     *("kvobs_loads_total", "kvobs_load_duration_seconds_count", "kvobs_load_tokens_total", "kvobs_load_bytes_total"),
     *("kvobs_recomputed_tokens_total", "kvobs_failed_sync_loads_total", "kvobs_saves_total"),
     *("kvobs_save_hold_seconds_count", "kvobs_rank_skew_seconds_count", "kvobs_stuck_transfers_total"),
-    *("kvobs_foreign_reports_total", "kvobs_in_flight", "scripted_things_total", "kvobs_call_duration_seconds_count"),
+    *("kvobs_stray_reports_total", "kvobs_in_flight", "scripted_things_total", "kvobs_call_duration_seconds_count"),
 }
 PER_REQUEST = {
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups"),
@@ -111,10 +112,10 @@ class Engine:
         self.random = Random(seed)
         self.ledger = LEDGERS[name] = Ledger(RANKS, REPORTERS, BYTES_PER_TOKEN * RANKS)
         self.exporter = MoodyExporter()
-        for module in ("scheduler", "worker", "open_transfers"):
-            patch.setattr(f"kvobs.{module}.wall_ns", lambda: self.now_ns)
+        for module in ("scheduler", "worker", "open_transfers", "output_view"):
+            patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-        patch.setattr("kvobs.tracing.make_exporter", lambda _endpoint: self.exporter)
+        patch.setattr("kvobs.exporting.span_export.make_exporter", lambda _endpoint: self.exporter)
         children = [_child(name, index) for index in range(len(NAMES))]
         kvobs: dict[str, Any] = {
             "names": list(NAMES),

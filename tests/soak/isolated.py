@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.rig import BLOCK, assert_nothing_is_left
-from tests.scripted import Script
+from kvobs.testing import BLOCK, Script
 from tests.soak import memory
 from tests.soak.report import Result
-from tests.test_isolation import KV, OF_SCHEDULER, OF_WORKER, SYNC, Engine
+from tests.support.rig import assert_nothing_is_left
+from tests.unit.routing.test_isolation import KV, OF_SCHEDULER, OF_WORKER, SYNC, Engine
 
 AT_ONCE = 40
 """Requests of one storm; after it the engine goes idle."""
@@ -112,6 +112,8 @@ class Storm:
         for child in self.children:
             child.reports.clear()
             child.raises, child.raises_on = ({} if is_told else _failures("take_events")), None
+            if not is_told:  # a save promised after that failure, and never reported, is held for ever, as in vLLM
+                child.promises.clear()
         self.engine.step()
         everything = " ".join(requests) if is_told else ""
         for _ in range(CALM_STEPS):
@@ -131,7 +133,7 @@ def _failures(*hooks: str) -> dict[str, Exception]:
 
 def run(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
     """Serve so many requests in storms, half of them with vLLM's asynchronous scheduling."""
-    result = Result("Best-effort children", budget_mib=5)
+    result = Result("Best-effort connectors", budget_mib=5)
     begin = time.monotonic()
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tests.rig import BLOCK
+from kvobs.testing import BLOCK
 from tests.soak.lives import Life, Report, Transfer
 from tests.soak.plans import LATE, Orders
 
@@ -70,13 +70,19 @@ class Ledger:
         if tokens is None:
             life.pending.add(child)
             self.faults["lookup not yet"] += 1
-            self._count("kvobs_lookups_total", child, "pending")
+            self._count_outcome(life, child, "pending")
             return
         if child in life.pending:
             life.pending.remove(child)
             self._count("kvobs_lookup_delay_seconds_count", child)
-        self._count("kvobs_lookups_total", child, "hit" if tokens else "miss")
+        self._count_outcome(life, child, "hit" if tokens else "miss")
         life.answers[child] = tokens
+
+    def _count_outcome(self, life: Life, child: int, outcome: str) -> None:
+        """Count an outcome of a request's lookups once, however often it is looked up."""
+        if (child, outcome) not in life.outcomes:
+            life.outcomes.add((child, outcome))
+            self._count("kvobs_lookups_total", child, outcome)
 
     def allocated(self, request: str, child: int, tokens: int, is_async: bool, step: int) -> None:
         """Note what vLLM allocated for a child's load; the last child's call says that all know."""
@@ -107,8 +113,8 @@ class Ledger:
         for child, tokens in offers.items():
             self._count("kvobs_offered_tokens_total", child, n=tokens)
             if child != owner:
-                self._count("kvobs_unclaimed_offers_total", child)
-                self._count("kvobs_forgone_tokens_total", child, n=max(0, tokens - won))
+                self._count("kvobs_unused_offers_total", child)
+                self._count("kvobs_unused_hit_tokens_total", child, n=max(0, tokens - won))
 
     def scheduled(self, step: int) -> None:
         """Note that a step's orders go to the workers: failed loads are told with them."""
@@ -128,12 +134,15 @@ class Ledger:
         aborted = life.load if life.load is not None and life.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
-            # Where vLLM ends a request for its bad blocks, it does so before it hears the rest of the step's reports.
-            aborted.failed |= any(report.kind == "holes" and report.request == request for report in self.reports)
+            # Where vLLM ends a request for its failed load, it does so before it hears the rest of the step's reports.
+            aborted.failed |= any(
+                report.kind in ("holes", "failure") and (report.request, report.child) == (request, aborted.child)
+                for report in self.reports
+            )
             self._end_load(aborted, "aborted")
         life.saves = {saver: Transfer(saver, self.reporters[saver]) for saver in life.promised}
         for liar in life.early:
-            self._count("kvobs_foreign_reports_total", liar, "save")
+            self._count("kvobs_stray_reports_total", liar, "save")
         life.awaited = "sent" if life.saves else "received" if aborted is not None else ""
         self._settle(request, life)
 
@@ -146,7 +155,8 @@ class Ledger:
         in_loads = {request for report in reports if (request := self._hear(report, step))}
         for request in sorted(in_loads):
             life = self.lives[request]
-            if life.load is not None and life.load.is_whole:
+            # vLLM reads a failure once every rank has said something of the load; else the workers must all say it.
+            if life.load is not None and life.load.is_whole and life.load.expected < self.ranks:
                 self._whole.append(request)
             else:
                 self._close_load(request, life)
@@ -154,7 +164,7 @@ class Ledger:
             self._close_load(request, self.lives[request])
         for report in reports:
             if report.kind == "save" and report.request in self.lives:
-                self._close_save(report, self.lives[report.request])
+                self._close_saves(report.request, self.lives[report.request])
         self._count_stuck(step)
 
     def _hear(self, report: Report, step: int) -> str:
@@ -168,7 +178,7 @@ class Ledger:
             self._hear_holes(load, report)
             return ""
         if load is None or load.child != report.child or not load.is_async:
-            self._foreign(report)
+            self._stray(report)
             return ""
         if report.kind == "failure":
             load.failed = load.is_whole = True
@@ -188,14 +198,14 @@ class Ledger:
         if save is not None:
             self._arrive(save, report, "save", step)
         elif life is None or life.finished:
-            self._foreign(report)
+            self._stray(report)
         else:
             life.early.add(report.child)
-            self.faults["reported by a child that owns nothing"] += 1
+            self.faults["reported by a connector that owns nothing"] += 1
 
-    def _foreign(self, report: Report) -> None:
-        self._count("kvobs_foreign_reports_total", report.child, report.kind)
-        self.faults["reported by a child that owns nothing"] += 1
+    def _stray(self, report: Report) -> None:
+        self._count("kvobs_stray_reports_total", report.child, report.kind)
+        self.faults["reported by a connector that owns nothing"] += 1
 
     def _arrive(self, transfer: Transfer, report: Report, kind: str, step: int) -> bool:
         """Note a rank's first report; return whether it was the last rank."""
@@ -223,6 +233,8 @@ class Ledger:
         assert load is not None, request
         if not load.aborted:
             self._end_load(load, "ok")
+        else:
+            self._end_aborted(request, life, load)
         if load.is_async and not life.finished:
             self._owe("received", request)
         self._settle(request, life)
@@ -241,21 +253,35 @@ class Ledger:
         self._count("kvobs_loads_total", load.child, mode, outcome)
         if outcome == "ok":
             self._count("kvobs_load_duration_seconds_count", load.child, mode)
-            self._count("kvobs_load_tokens_total", load.child, n=load.tokens)
-            self._count("kvobs_load_bytes_total", load.child, n=load.tokens * self.bytes_per_token)
+            self._count_loaded(load)
             if load.expected > 1:
                 self._count("kvobs_rank_skew_seconds_count", load.child, "load")
 
-    def _close_save(self, report: Report, life: Life) -> None:
-        save = life.saves.get(report.child)
-        if save is None or not save.is_in:
+    def _count_loaded(self, load: Transfer) -> None:
+        self._count("kvobs_load_tokens_total", load.child, n=load.tokens)
+        self._count("kvobs_load_bytes_total", load.child, n=load.tokens * self.bytes_per_token)
+
+    def _end_aborted(self, request: str, life: Life, load: Transfer) -> None:
+        """Count what arrived for nothing; with the load ends what its own child has promised of the request."""
+        if not load.failed:
+            self._count_loaded(load)
+        if life.saves.pop(load.child, None) is not None:
+            self._half.pop((f"save {request}", load.child), None)
+            self.faults["promised at an abort in a load of its own"] += 1
+        self._close_saves(request, life, settles=False)
+
+    def _close_saves(self, request: str, life: Life, *, settles: bool = True) -> None:
+        """Close the promised saves of a request once all are in."""
+        if not all(save.is_in for save in life.saves.values()):
             return
-        del life.saves[report.child]
-        self._count("kvobs_saves_total", save.child, "ok")
-        self._count("kvobs_save_hold_seconds_count", save.child)
-        if save.expected > 1:
-            self._count("kvobs_rank_skew_seconds_count", save.child, "save")
-        self._settle(report.request, life)
+        saves, life.saves = life.saves, {}
+        for save in saves.values():
+            self._count("kvobs_saves_total", save.child, "ok")
+            self._count("kvobs_save_hold_seconds_count", save.child)
+            if save.expected > 1:
+                self._count("kvobs_rank_skew_seconds_count", save.child, "save")
+        if settles:
+            self._settle(request, life)
 
     def _settle(self, request: str, life: Life) -> None:
         if life.finished and life.load is None and not life.saves:

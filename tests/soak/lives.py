@@ -45,6 +45,7 @@ class Life:
     orders: Orders
     answers: dict[int, int] = field(default_factory=dict)  # of the last lookup: child -> tokens
     pending: set[int] = field(default_factory=set)  # children that said "not yet"
+    outcomes: set[tuple[int, str]] = field(default_factory=set)  # (child, outcome) of its lookups so far
     counted: bool = False  # its offers are
     given: dict[int, int] = field(default_factory=dict)  # of this allocation: child -> tokens
     load: Transfer | None = None

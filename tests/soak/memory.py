@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import NamedTuple
 
 WARM = 0.2
@@ -45,13 +46,9 @@ def growth(samples: Sequence[Sample]) -> tuple[int, int]:
     flat = warm(samples)
     quarter = max(1, len(flat) // 4)
     first, last = flat[:quarter], flat[-quarter:]
-    return _median([s.resident for s in last]) - _median([s.resident for s in first]), _median(
+    return median_high([s.resident for s in last]) - median_high([s.resident for s in first]), median_high(
         [s.objects for s in last]
-    ) - _median([s.objects for s in first])
-
-
-def _median(numbers: Sequence[int]) -> int:
-    return sorted(numbers)[len(numbers) // 2]
+    ) - median_high([s.objects for s in first])
 
 
 def types() -> Counter[str]:

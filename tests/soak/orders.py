@@ -50,13 +50,13 @@ def _saves() -> dict[str, int]:
     return dict.fromkeys(names, 1)
 
 
-def _foreign(kind: str) -> dict[str, int]:
-    return {f"kvobs_foreign_reports_total/{kind}": 1}
+def _stray(kind: str) -> dict[str, int]:
+    return {f"kvobs_stray_reports_total/{kind}": 1}
 
 
 _FAILED, _LOADED = _loads("async", "failed"), _loads("async", "ok")
 _LATE = {"0": 5, "1": LATE_MS}
-_TELLS: dict[str, Any] = {"foreign_ms": {"0": 0}}
+_TELLS: dict[str, Any] = {"stray_ms": {"0": 0}}
 ORDERS = (
     Order("computes", 15),
     Order("repeats", 15, is_repeated=True),
@@ -69,16 +69,17 @@ ORDERS = (
     Order("fails on all ranks", 3, {**ASYNC, "fail": "recv"}, _FAILED, ("failed on all ranks",)),
     Order("has bad blocks", 3, {**ASYNC, "fail": "blocks", "fail_ranks": [0]}, _FAILED, ("bad blocks",)),
     Order("fails within a step", 1, {**SYNC, "fail": "blocks"}, _loads("sync", "failed"), ("sync load failed",)),
-    Order("reports twice", 2, {**ASYNC, **_TELLS, "foreign": "load"}, _LOADED | _foreign("load"), ("reported twice",)),
+    Order("reports twice", 2, {**ASYNC, **_TELLS, "stray": "load"}, _LOADED | _stray("load"), ("reported twice",)),
     *(
-        Order(f"lies of a {kind}", 1, {**_TELLS, "foreign": kind}, _foreign(kind), ("reported what it does not own",))
+        Order(f"lies of a {kind}", 1, {**_TELLS, "stray": kind}, _stray(kind), ("reported what it does not own",))
         for kind in ("load", "save", "failure")
     ),
     Order("stalls", 1, {"sleep_in": "wait_for_save", "sleep_ms": {"1": STALL_MS}}, faults=("stalled a step",)),
     Order("answers late", 3, {"not_yet": 2}, {"kvobs_lookup_delay_seconds_count": 1}, ("lookup not yet",)),
     Order(
         "is left while it loads", 1, {**ASYNC, "load_ms": 1500}, {
-            "kvobs_loads_total/async/aborted": 1, "kvobs_admitted_tokens_total": TOKENS
+            "kvobs_loads_total/async/aborted": 1, "kvobs_admitted_tokens_total": TOKENS,
+            "kvobs_load_tokens_total": TOKENS, "kvobs_load_bytes_total": TOKENS * BYTES_PER_TOKEN,  # it arrives
         }, ("abort while loading",), hangs_up_after_s=0.5,
     ),
     Order("is left while it runs", 1, faults=("abort while running",), hangs_up_after_s=0.3),

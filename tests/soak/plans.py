@@ -29,8 +29,8 @@ class Plan(NamedTuple):
     again: int = 0  # steps after which each rank repeats its report; 0 for not at all
     promises: bool = False
     saved: Steps = ()
-    foreign: str = ""  # "load", "save" or "failure": reported without having been asked to
-    stranger: bool = False  # what is foreign is about a request that nobody knows
+    stray: str = ""  # "load", "save" or "failure": reported without having been asked to
+    stranger: bool = False  # what is stray is about a request that nobody knows
 
 
 class Orders(NamedTuple):
@@ -92,11 +92,11 @@ def _plan(random: Random, ranks: int, reporters: int) -> Plan:
                 good_blocks=random.randint(0, 3),
             )
     elif chance() < 0.03:
-        plan = plan._replace(foreign=random.choice(("load", "failure")), stranger=chance() < 0.3)
+        plan = plan._replace(stray=random.choice(("load", "failure")), stranger=chance() < 0.3)
     if chance() < 0.25:
         plan = plan._replace(promises=True, saved=_steps(random, ranks, reporters))
-    elif chance() < 0.02 and not plan.foreign:
-        plan = plan._replace(foreign="save", stranger=chance() < 0.3)
+    elif chance() < 0.02 and not plan.stray:
+        plan = plan._replace(stray="save", stranger=chance() < 0.3)
     return plan
 
 

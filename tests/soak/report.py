@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
+from docs import pages
 from tests.soak.memory import MIB, Sample, growth, warm
 
 if TYPE_CHECKING:
@@ -74,28 +75,53 @@ class Result:
         return found
 
 
+def markdown(results: Iterable[Result]) -> str:
+    """Return each part's counts and memory as Markdown."""
+    found = []
+    for result in results:
+        counts = pages.table(["", ""], [list(row) for group in _counts(result) for row in group])
+        found.append(f"**{result.title}**\n\n{counts}\n\n{pages.table(list(MEMORY), _memory(result))}")
+    return "\n\n".join(found)
+
+
 def tables(results: Iterable[Result]) -> Iterator[Table]:
     """Show each part's counts and memory."""
     for result in results:
         counts = Table(title=result.title, title_justify="left", title_style="bold", pad_edge=False)
         counts.add_column("")
         counts.add_column("", justify="right")
-        rows = {"requests": result.requests, **{f"  ended: {how}": n for how, n in sorted(result.ends.items())}}
-        for name, n in rows.items():
-            counts.add_row(name, f"{n:,}")
-        counts.add_section()
-        for name, n in sorted(result.faults.items()):
-            counts.add_row(f"  {name}", f"{n:,}")
-        counts.add_section()
-        counts.add_row("completions of loads and saves", f"{result.completed:,}")
-        counts.add_row("  lost", f"{result.lost:,}")
-        counts.add_row("  doubled", f"{result.doubled:,}")
-        counts.add_row("series of metrics compared with the ledger", f"{result.series:,}")
-        counts.add_row("seconds", f"{result.seconds:,.0f}")
+        for group in _counts(result):
+            for row in group:
+                counts.add_row(*row)
+            counts.add_section()
         yield counts
         held = Table(pad_edge=False)
-        for heading in ("memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown"):
-            held.add_column(heading, justify="left" if heading == "memory of" else "right")
-        for who, first, last, mib, objects in result.growths:
-            held.add_row(who, f"{first:,.1f}", f"{last:,.1f}", f"{mib:+,.1f}", f"{objects:+,}" if objects else "")
+        for heading in MEMORY:
+            held.add_column(heading, justify="left" if heading == MEMORY[0] else "right")
+        for cells in _memory(result):
+            held.add_row(*cells)
         yield held
+
+
+MEMORY = ("memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown")
+
+
+def _counts(result: Result) -> Iterator[list[tuple[str, str]]]:
+    """Yield what was counted, in groups: requests, faults, completions."""
+    ends = {f"  ended: {how}": n for how, n in sorted(result.ends.items())}
+    yield [(name, f"{n:,}") for name, n in {"requests": result.requests, **ends}.items()]
+    yield [(f"  {name}", f"{n:,}") for name, n in sorted(result.faults.items())]
+    yield [
+        ("completions of loads and saves", f"{result.completed:,}"),
+        ("  lost", f"{result.lost:,}"),
+        ("  doubled", f"{result.doubled:,}"),
+        ("series of metrics compared with the ledger", f"{result.series:,}"),
+        ("seconds", f"{result.seconds:,.0f}"),
+    ]
+
+
+def _memory(result: Result) -> list[list[str]]:
+    return [
+        [who, f"{first:,.1f}", f"{last:,.1f}", f"{mib:+,.1f}", f"{objects:+,}" if objects else ""]
+        for who, first, last, mib, objects in result.growths
+    ]

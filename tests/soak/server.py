@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from kvobs.demo.collector import Collector
 from kvobs.demo.model import make_model
 from kvobs.demo.run import HOST_MEMORY, host_memory
 from kvobs.demo.server import Server
+from tests.engine.exported import Exported, with_exporter
 from tests.engine.metered import configuration
 from tests.engine.readings import IDLE_S
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, hang_up, of_tests, prompt, resident, serve, total
@@ -64,14 +66,19 @@ class Client:
         return order
 
 
-def run(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
-    """Serve ``requests`` random orders, and compare what the server counted with what was ordered."""
+def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: bool = False) -> Result:
+    """Serve ``requests`` random orders, and compare what the server, or its exporter, counted with what was ordered."""
     own = {"API server": API_SERVER_KIB * requests / 1024, "workers": WORKERS_MIB}
-    result = Result("On a server", budget_mib=5, budgets={part: 5 + mib for part, mib in own.items()})
+    result = Result(
+        "On a server with the exporter" if has_exporter else "On a server",
+        budget_mib=5,
+        budgets={part: 5 + mib for part, mib in own.items()},
+    )
     folder = Path("build/soak").absolute()  # where the server's log is
     forgetful = {**of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.forgetful"}
     config = configuration(forgetful, host_memory(2 * HOST_MEMORY), names=[STEERED, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"stuck_after_s": STUCK_AFTER_S, "lookup_timeout_ms": 60_000.0}
+    port = with_exporter(config)[1] if has_exporter else None
     with Collector("grpc") as collector:
         env = {
             **BOTH_RANKS_ON_ONE_CORE,
@@ -85,7 +92,10 @@ def run(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
         with serve(
             make_model(folder / "model"), folder, config, "--num-gpu-blocks-override", str(BLOCKS), env=env,
             tensor_parallel=2, timeout=360,
-        ) as server:  # fmt: skip
+        ) as plain:  # fmt: skip
+            server: Any = Exported(plain, port) if port is not None else plain
+            if port is not None:
+                server.until_up()
             client, begin = Client(server, seed), time.monotonic()
             _soak(client, collector, requests, result, tell)
             _never(client, server)
@@ -108,6 +118,8 @@ def _soak(client: Client, collector: Collector, requests: int, result: Result, t
         server.reset_prefix_cache()  # only when no block is held for anybody; later repeats are loaded
         for part, name in PARTS.items():
             result.memory.setdefault(part, []).append(Sample(last, resident(server, name)))
+        if isinstance(server, Exported):
+            result.memory.setdefault("exporter", []).append(Sample(last, server.resident()))
         held = ", ".join(f"{part} {samples[-1].resident >> 20} MiB" for part, samples in result.memory.items())
         tell(f"{last:,} of {requests:,} requests, {rate:.0f} a second, collector {mood}: {held}")
 

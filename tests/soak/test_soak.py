@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +14,24 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.ledger import Ledger as KvobsLedger
-from kvobs.outcomes import Outcomes
+from kvobs.routing.outcomes import Outcomes
+from kvobs.state.ledger import Ledger as KvobsLedger
 from tests.soak import inprocess, isolated
+from tests.soak.__main__ import is_whole
 from tests.soak.engine import RANKS, REPORTERS, SHAPES
 from tests.soak.ledger import Ledger
 from tests.soak.memory import MIB, Sample, growth
 from tests.soak.orders import ORDERS, TOKENS, expected
 from tests.soak.plans import NEVER, draw
 from tests.soak.plot import draw as draw_plot
-from tests.soak.report import Result, tables
+from tests.soak.report import Result, markdown, tables
 
 FAULTS = {
     *("failed on one rank", "failed on all ranks", "bad blocks", "sync load failed on one rank"),
     *("sync load failed on all ranks", "late by many steps", "reported twice", "never reported", "stuck at a rank"),
-    *("reported by a child that owns nothing", "abort while waiting", "abort while loading", "abort while running"),
+    *("reported by a connector that owns nothing", "abort while waiting", "abort while loading", "abort while running"),
     *("abort while saving", "preemption", "lookup not yet", "stats that can't be merged", "collector down"),
-    "collector hanging",
+    *("collector hanging", "promised at an abort in a load of its own"),
 }
 
 
@@ -144,3 +146,16 @@ def test_every_result_can_be_shown(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "soak.png").stat().st_size > 10_000
     shown: list[Any] = [list(column.cells) for table in tables([result]) for column in table.columns]
     assert "  preemption" in shown[0]
+
+
+def test_the_published_tables_have_every_count_and_the_memory() -> None:
+    samples = [Sample(i, (100 + i) * MIB, 0) for i in range(3)]
+    text = markdown([Result("Part", 5, requests=1_234, faults=Counter({"preemption": 3}), memory={"rank 0": samples})])
+    assert text.startswith("**Part**\n\n|  |  |\n| --- | --- |\n| requests | 1,234 |\n|   preemption | 3 |\n")
+    assert text.endswith("| rank 0 | 101.0 | 102.0 | +1.0 |  |")
+
+
+def test_only_a_whole_soak_is_published() -> None:
+    assert is_whole(Namespace(parts=[], requests=None))
+    assert not is_whole(Namespace(parts=["server"], requests=None))
+    assert not is_whole(Namespace(parts=[], requests=100))

@@ -16,7 +16,7 @@ RATE_INTERVAL = "20s"
 VARIABLES = {"__rate_interval": RATE_INTERVAL, "__interval": "2s"}
 ALL = ".+"
 """What the boards' own variables stand for when "All" is chosen."""
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|([A-Za-z_]\w*))")  # $1 is a group of label_replace
 _COMBINED = {"topk", "bottomk", "limitk"}  # aggregations that keep their input's labels
 
 Found = Sequence[Mapping[str, Any]]

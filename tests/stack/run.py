@@ -82,8 +82,8 @@ def live(model: Path, folder: Path, story: Story, seconds: float) -> Iterator[Li
 
 
 def prometheus_configuration(server: Server, folder: Path) -> str:
-    """Return the README's two jobs, and the rules, hurried up."""
-    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Return the two jobs without the exporter, and the rules, hurried up."""
+    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
     (folder / "rules").mkdir(exist_ok=True)
     for file in RULES.glob("*.y*ml"):
         hurried = hurry(yaml.safe_load(file.read_text()))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvobs.context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from kvobs.demo.run import child, host_memory, multi_connector
+from kvobs.telemetry.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from tests.engine.serving import prompt
 
 NAMES = ("cpu", "disk", "remote")
@@ -106,7 +106,7 @@ EVERYTHING = Story(
     rounds=lambda _share: _EVERYTHING,
     events=(
         (9.0, 0.1, Ask({"remote": _RAISING})),
-        (ONCE, 0.05, Ask({"disk": {"offer": 64, "fail": "blocks"}})),  # kvobs empties the siblings' caches then
+        (ONCE, 0.05, Ask({"disk": {"offer": 64, "fail": "blocks"}})),
         (3.0, 0.0, Ask({"disk": {"offer": 64, "sleep_in": "start_load_kv", "sleep_ms": {"1": 160}}})),
         (3.0, 0.0, Ask({"disk": {"sleep_in": "wait_for_save", "sleep_ms": {"0": 130}}})),
         (3.0, 0.0, Ask({"remote": {"not_yet_ms": 60_000}})),
@@ -114,9 +114,9 @@ EVERYTHING = Story(
         (3.0, 0.0, Ask({"remote": save(5, 3000)})),
         (5.0, 0.0, Ask({"disk": save(5, 8000)})),  # something is open at any time, at the end too
         (15.0, 0.0, Ask({"remote": {"promise": True, "save_ms": {"0": 5}}})),  # rank 1 never reports
-        (3.0, 0.0, Ask({"disk": {"foreign": "load"}})),
-        (3.0, 0.0, Ask({"disk": {"foreign": "save"}})),
-        (3.0, 0.0, Ask({"remote": {"foreign": "failure"}})),
+        (3.0, 0.0, Ask({"disk": {"stray": "load"}})),
+        (3.0, 0.0, Ask({"disk": {"stray": "save"}})),
+        (3.0, 0.0, Ask({"remote": {"stray": "failure"}})),
         (3.0, 0.0, Ask({"disk": load(64, 400, 400)}, hangs_up_after=0.1)),
         (2.0, 0.0, Ask(headers={TRACEPARENT: "garbage"})),
         (2.0, 0.0, Ask(params={"kvobs": {TRACEPARENT: 7}})),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kvobs.demo.model import make_model
+from kvobs.signals import SIGNALS, Scope
 from tests.engine.serving import ROOT
 from tests.stack.queries import Target, boards, faults, filled, labels_of, targets
 from tests.stack.run import RULES, Live, live
@@ -29,10 +30,14 @@ NOBODY = "none"
 """What boards call the guilty child where there is none."""
 HOST_LABELS = {"job", "instance", "model_name", "engine"}
 
-WITHOUT_DATA: dict[str, str] = {}
+BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
+WITHOUT_DATA: dict[str, str] = {signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER}
 """Metrics that such a run can't have, and why."""
 
-EMPTY: dict[str, str] = {}
+EMPTY: dict[str, str] = {
+    f"kvobs-connector: {panel} (A)": BY_THE_API_SERVER
+    for panel in ("Engines", "Time since the engine's last numbers", "Spans queued")
+}
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 
 FIRING = {

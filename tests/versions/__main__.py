@@ -1,8 +1,9 @@
 """Serve with each version, check that both children load and answers stay the same, and keep what came of it.
 
-    python -m tests.versions [VERSION ...]
+    python -m tests.versions [--all | VERSION ...]
 
-A run of all versions writes ``results.json``, of which README's table of versions is made.
+Without any it is the oldest and the newest. A run of all versions writes ``results.json``, of which the table of
+versions in docs/compatibility.md is made.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ def serve(version: str, folder: Path) -> dict[str, Any]:
     return {name: child["loads"]["ok"] for name, child in result["children"].items()}
 
 
-def main(versions: list[str]) -> int:
-    """Serve with these versions, or all; return how many did not."""
+def main(arguments: list[str]) -> int:
+    """Serve with these versions, with all, or with the oldest and the newest; return how many failed."""
+    versions = [*VERSIONS] if arguments == ["--all"] else arguments or [min(VERSIONS), max(VERSIONS)]
     if unknown := set(versions) - set(VERSIONS):
         raise SystemExit(f"no recipe for vLLM {', '.join(sorted(unknown))}; known: {', '.join(VERSIONS)}")
     results: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory(prefix="kvobs-versions-") as folder:
-        for version in versions or VERSIONS:
+        for version in versions:
             begin = time.monotonic()
             try:
                 results[version] = serve(version, Path(folder))
@@ -56,9 +58,9 @@ def main(versions: list[str]) -> int:
             except (RuntimeError, subprocess.SubprocessError) as error:
                 words = f"FAILED: {error}"
             print(f"vLLM {version:7} {time.monotonic() - begin:5.0f} s  {words}", flush=True)
-    if not versions and len(results) == len(VERSIONS):
+    if len(results) == len(VERSIONS):
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    return len(versions or VERSIONS) - len(results)
+    return len(versions) - len(results)
 
 
 if __name__ == "__main__":

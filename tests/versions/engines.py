@@ -44,7 +44,7 @@ def engine(version: str) -> Engine:
     """Return a version that serves, made first where it is not there yet."""
     here = Path(sys.executable)
     if version in OVERLAID:
-        return Engine(version, here, (_overlay(version),))
+        return Engine(version, here, (overlay(version),))
     return Engine(version, _environment(version) if version in OWN else here)
 
 
@@ -66,7 +66,7 @@ def _environment(version: str) -> Path:
     return python
 
 
-def _overlay(version: str) -> Path:
+def overlay(version: str) -> Path:
     """Return a folder with a version's Python files and the installed version's compiled ones."""
     import vllm
 

@@ -57,9 +57,9 @@ function Note({ text }) {
 
 function body(panel, context) {
   const { data, answers, name } = panel;
-  const foreign = (panel.targets ?? []).map((target) => sourceOf(panel, target)).find((type) => type !== 'prometheus');
-  if (foreign || panel.type === 'traces')
-    return () => <Note text={`Needs ${foreign === 'tempo' || !foreign ? 'Tempo' : foreign}`} />;
+  const stray = (panel.targets ?? []).map((target) => sourceOf(panel, target)).find((type) => type !== 'prometheus');
+  if (stray || panel.type === 'traces')
+    return () => <Note text={`Needs ${stray === 'tempo' || !stray ? 'Tempo' : stray}`} />;
   const Kind = KINDS[panel.type];
   if (!Kind) {
     complaints.push(`${name}: panel type ${panel.type} is not drawn here`);

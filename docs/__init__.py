@@ -1,0 +1,1 @@
+"""Documentation: one page a question, and the generator of the tables in it (``python -m docs``)."""

@@ -1,0 +1,166 @@
+"""Make the tables of the documentation from the tables of the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import get_args
+
+from pydantic import BaseModel
+
+from dashboards.alerts import PREFIX, Site, alerts
+from docs.pages import ROOT, table
+from kvobs.config import Options
+from kvobs.deviations import DEVIATIONS
+from kvobs.hooks import HOOKS, Cadence, Combine, Side
+from kvobs.signals import CALL_DURATION, SIGNALS
+from kvobs.spans import ATTRIBUTES, SPANS
+from tests.connectors.table import TABLE as CONNECTORS
+
+SIDES = {
+    Side.CONFIG: "any process, on the class",
+    Side.SCHEDULER: "scheduler",
+    Side.WORKER: "worker",
+    Side.BOTH: "scheduler and worker",
+}
+CADENCES = {
+    Cadence.ONCE: "once, or on demand",
+    Cadence.REQUEST: "per request",
+    Cadence.STEP: "per step",
+    Cadence.LAYER: "per layer",
+}
+COMBINED = {
+    Combine.EACH: "every connector is called",
+    Combine.GUARDED: "every connector is called, also after one raised",
+    Combine.ANY: "true if one connector says so",
+    Combine.ALL: "true if every connector says so",
+    Combine.CHAIN: "all connectors' items, one after the other",
+    Combine.ROUTED: "a rule of its own",
+}
+
+CONDITIONS: dict[str, Callable[[Site], str]] = {
+    "ConnectorFailing": lambda site: f"more than {_percent(site.failed_share)} of a connector's loads fail",
+    "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
+    "StuckTransfers": lambda _: "a rank has not reported loads or saves that other ranks have finished",
+    "ConnectorQuarantined": lambda _: "a best-effort connector was in quarantine for most of the last 5 minutes",
+    "ConnectorErrors": lambda _: "a connector raised an exception",
+    "LoadsSlow": lambda site: (
+        f"1 load in 100 takes more than {site.slow_load_s:.2f} s, of at least {site.few_loads} in 5 minutes"
+    ),
+    "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
+    "SlowestRank": lambda site: (
+        f"one rank is last in more than {_percent(site.rank_share)} of the transfers, by more than "
+        f"{site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
+    ),
+    "UnusedHitTokens": lambda site: (
+        f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
+        f"of at least {site.few_tokens} a second"
+    ),
+    "TelemetryMissing": lambda site: (
+        f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engine is gone"
+    ),
+    "InternalErrors": lambda _: "an internal error of kvobs's telemetry",
+    "TelemetryDropping": lambda site: f"more than {site.spans_dropped:g} spans a second are lost",
+    "TelemetryCost": lambda site: f"kvobs takes more than {_percent(site.self_share)} of a core per engine",
+}
+"""When each alert fires, in words; the numbers are those of the rules."""
+
+
+def options() -> str:
+    """Return the options with their defaults."""
+    return table(["option", "default", "what it does"], _options(Options))
+
+
+def _options(model: type[BaseModel], prefix: str = "") -> list[list[str]]:
+    rows = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            rows += _options(type(field.default), f"{name}.")
+            continue
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        rows.append([f"`{prefix}{name}`", f"`{json.dumps(default)}`", str(field.description)])
+        for optional in get_args(field.annotation):  # off by default, with options of its own
+            if isinstance(optional, type) and issubclass(optional, BaseModel):
+                rows += _options(optional, f"{name}.")
+    return rows
+
+
+def metrics() -> str:
+    """Return the metrics with their labels and the values of these, where there are few."""
+    rows = []
+    for signal in SIGNALS:
+        labels = "; ".join(
+            f"`{label}`" + (f": {', '.join(values)}" if values and values != CALL_DURATION.labels["hook"] else "")
+            for label, values in signal.labels.items()
+        )
+        rows.append([f"`{signal.name}`", signal.kind.value, labels, signal.help])
+    return table(["metric", "type", "further labels", "meaning"], rows)
+
+
+def spans() -> str:
+    """Return the kinds of spans."""
+    rows = []
+    for span in SPANS.values():
+        subject = f" {{{span.subject.removeprefix('kv_transfer.')}}}" if span.subject else ""
+        rows.append([f"`{span.name}{subject}`", span.process, span.covers])
+    return table(["span", "process", "covers"], rows)
+
+
+def attributes() -> str:
+    """Return the attributes of spans."""
+    return table(["attribute", "meaning"], [[f"`{name}`", meaning] for name, meaning in ATTRIBUTES.items()])
+
+
+def hooks() -> str:
+    """Return vLLM's hooks: who calls them, how often, and how the connectors' answers combine."""
+    rows = [
+        [f"`{hook.name}`", SIDES[hook.side], CADENCES[hook.cadence], COMBINED[hook.combine]] for hook in HOOKS.values()
+    ]
+    return table(["hook", "side", "called", "answers"], rows)
+
+
+def deviations() -> str:
+    """Return what connectors see differently from vLLM's own router."""
+    return table(["what differs", "why"], [[each.differs, each.why] for each in DEVIATIONS])
+
+
+def alert_rules() -> str:
+    """Return the alerts, each with a link to its section of the runbook."""
+    rows = []
+    for alert in alerts(Site()):
+        condition = CONDITIONS[alert.name.removeprefix(PREFIX)](Site())
+        link = f"[`{alert.name}`](../dashboards/runbook.md#{alert.name.lower()})"
+        rows.append([link, str(alert.severity), condition, alert.hold.replace("m", " min")])
+    return table(["alert", "severity", "condition", "lasting"], rows)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def connectors() -> str:
+    """Return what was run of each connector class, and what was found."""
+    return table(["connector", "vLLM", "what was run", "what was found"], [list(row) for row in CONNECTORS])
+
+
+def versions() -> str:
+    """Return what an engine of each vLLM version did with kvobs."""
+    results = json.loads((ROOT / "tests/versions/results.json").read_text())
+    rows = [
+        [version, ", ".join(f"{loads} from `{name}`" for name, loads in served.items())]
+        for version, served in results.items()
+    ]
+    return table(["vLLM", "loads in the demo"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options,
+    "metrics": metrics,
+    "spans": spans,
+    "attributes": attributes,
+    "hooks": hooks,
+    "deviations": deviations,
+    "alerts": alert_rules,
+    "connectors": connectors,
+    "versions": versions,
+}

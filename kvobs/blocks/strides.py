@@ -1,0 +1,134 @@
+"""Describe how a layer's blocks lie in memory on both sides, in the form that is fastest to copy.
+
+A block's dimensions are merged wherever both sides allow it, and eight bytes are copied at a time if aligned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
+_WIDE = 8  # bytes
+
+
+class Side(NamedTuple):
+    """The memory layout of one side's blocks."""
+
+    shape: tuple[int, ...]
+    """The number of blocks, then `Layout.sizes`."""
+    steps: tuple[int, ...]
+    """Stride in bytes of each dimension of the shape."""
+    length: int
+    """Bytes from the first to after the last."""
+
+    @property
+    def blocks(self) -> int:
+        return self.shape[0]
+
+
+class Layout(NamedTuple):
+    """The shape of a block, the same on both sides, and its memory layout on each."""
+
+    unit: int
+    """Bytes copied at a time."""
+    sizes: tuple[int, ...]
+    """Units along each dimension of a block, the largest stride first."""
+    src: Side
+    dst: Side
+
+    @property
+    def block_bytes(self) -> int:
+        return self.unit * prod(self.sizes)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Return how many bytes of a block are contiguous on both sides."""
+        return self.unit * (self.sizes[-1] if self.sizes and self.dense else 1)
+
+    @property
+    def dense(self) -> bool:
+        """Return whether a block's innermost dimension has no gaps on either side."""
+        return not self.sizes or self.src.steps[-1] == self.dst.steps[-1] == self.unit
+
+
+class Layer(NamedTuple):
+    """A layer's caches and their common layout."""
+
+    name: str
+    src: torch.Tensor
+    dst: torch.Tensor
+    layout: Layout
+
+
+@lru_cache(maxsize=256)  # a model has few kinds of layers, and each call needs all of them
+def layout_of(
+    src_shape: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    dst_shape: tuple[int, ...],
+    dst_strides: tuple[int, ...],
+    *,
+    element_size: int,
+    block_dim: int,
+    aligned: bool,
+) -> Layout:
+    """Merge the dimensions of a block; `aligned`: both sides begin at a multiple of eight bytes."""
+    inner = [i for i, size in enumerate(src_shape) if i != block_dim and size != 1]
+    merged: list[tuple[int, int, int]] = []
+    for i in sorted(inner, key=src_strides.__getitem__, reverse=True):
+        size, src_step, dst_step = src_shape[i], src_strides[i], dst_strides[i]
+        if merged and merged[-1][1:] == (size * src_step, size * dst_step):
+            size *= merged.pop()[0]
+        merged.append((size, src_step, dst_step))
+    sizes = [size for size, _, _ in merged]
+    pair = [
+        [strides[block_dim], *(item[side] for item in merged)] for side, strides in ((1, src_strides), (2, dst_strides))
+    ]
+    unit, each = element_size, _WIDE // element_size
+    dense = sizes and all(steps[-1] == 1 for steps in pair)
+    if aligned and dense and all(n % each == 0 for n in (sizes[-1], *pair[0][:-1], *pair[1][:-1])):
+        unit = _WIDE
+        sizes[-1] //= each
+        pair = [[*steps[:-1], each] for steps in pair]
+    src, dst = (
+        _side((shape[block_dim], *sizes), tuple(step * element_size for step in steps), unit)
+        for shape, steps in zip((src_shape, dst_shape), pair, strict=True)
+    )
+    return Layout(unit, tuple(sizes), src, dst)
+
+
+def _side(shape: tuple[int, ...], steps: tuple[int, ...], unit: int) -> Side:
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+    return Side(shape, steps, 0 if 0 in shape else last + unit)
+
+
+def host_view(cache: torch.Tensor, side: Side, unit: int) -> npt.NDArray[Any]:
+    """Return a cache in host memory as an array of integers, blocks first."""
+    # Built from the address: torch's own views of it take several times as long, for each layer of each call.
+    memory: Any = (ctypes.c_char * side.length).from_address(cache.data_ptr())
+    return np.ndarray(side.shape, _NUMPY_INTEGERS[unit], memory, 0, side.steps)
+
+
+def tensor_view(cache: torch.Tensor, side: Side, unit: int) -> torch.Tensor:
+    """Return a cache as a tensor of integers, blocks first."""
+    element_size = cache.element_size()
+    each = unit // element_size
+    sizes, steps = list(side.shape), [step // element_size for step in side.steps]
+    if each > 1:
+        sizes[-1] *= each
+        steps[-1] = 1
+    view = cache.view(_INTEGERS[element_size]).as_strided(sizes, steps)
+    return view.view(_INTEGERS[unit]) if each > 1 else view
+
+
+def packed(memory: torch.Tensor, offset: int, blocks: int, layout: Layout) -> torch.Tensor:
+    """Return bytes of a buffer as a tensor of consecutive blocks."""
+    raw = memory[offset : offset + blocks * layout.block_bytes]
+    return raw.view(_INTEGERS[layout.unit]).view(blocks, *layout.sizes)

@@ -1,0 +1,84 @@
+"""The block copy operation for children with a host buffer: kvobs's or vLLM's, counted and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
+from typing import Any, Literal, TypeAlias
+
+from kvobs import signals
+from kvobs.blocks.copy import Caches, copy_kv_blocks
+from kvobs.faults import contained
+from kvobs.telemetry.recorder import Recorder
+
+CopyBlocks: TypeAlias = Callable[..., None]
+"""vLLM's signature: source caches, destination caches, source block ids, destination block ids, direction."""
+
+_BYTES = {direction: signals.slot(signals.BLOCK_COPY_BYTES, direction) for direction in signals.DIRECTIONS}
+
+
+class BlockCopies:
+    """Make the operation for each child.
+
+    Args:
+        recorder: receives bytes and durations.
+        which: the option ``block_copy``.
+        blocks: number of blocks of the KV cache, to find the dimension of a cache that counts them.
+    """
+
+    def __init__(self, recorder: Recorder, which: Literal["auto", "kvobs", "vllm"], blocks: int) -> None:
+        self._recorder = recorder
+        self._which = which
+        self._blocks = blocks
+
+    def operation(self, child: int, vllms: CopyBlocks) -> CopyBlocks:
+        """Return the operation for this child; ``vllms`` is vLLM's own."""
+
+        def copy_blocks(
+            src_kv_caches: Caches,
+            dst_kv_caches: Caches,
+            src_block_ids: Sequence[int],
+            dst_block_ids: Sequence[int],
+            direction: str,
+        ) -> None:
+            begin = perf_counter_ns()
+            if self._which == "kvobs" or (self._which == "auto" and _in_host_memory(src_kv_caches, dst_kv_caches)):
+                dims = block_dims(src_kv_caches, dst_kv_caches, self._blocks)
+                copy_kv_blocks(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction, block_dim=dims)
+            else:
+                vllms(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
+            if len(src_block_ids) == len(dst_block_ids):  # otherwise vLLM's operation silently does nothing
+                spent = perf_counter_ns() - begin
+                self._note(child, direction, spent, (src_kv_caches, dst_kv_caches), len(src_block_ids))
+
+        return copy_blocks
+
+    @contained("record")
+    def _note(self, child: int, direction: str, spent: int, caches: tuple[Caches, Caches], ids: int) -> None:
+        if not ids:
+            return
+        src, dst = caches
+        dims = block_dims(src, dst, self._blocks)
+        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in src.items())
+        self._recorder.count(child, _BYTES[direction], ids * block)
+        self._recorder.observe(child, signals.BLOCK_COPY_DURATION, spent, direction)
+
+
+def block_dims(src: Caches, dst: Caches, blocks: int) -> Mapping[str, int]:
+    """Return the dimension of each layer that counts blocks: 1 if keys and values come first, [2, blocks, ...].
+
+    Either side may be the KV cache: it has ``blocks`` blocks, or a multiple if its kernel uses smaller ones.
+    """
+
+    def is_second(cache: Any, other: Any) -> bool:
+        sides = [tuple(side.shape) for side in (cache, other) if side is not None]
+        of_pairs = all(len(shape) > 1 and shape[0] == 2 for shape in sides)  # noqa: PLR2004 - K and V
+        return of_pairs and any(shape[1] % blocks == 0 for shape in sides)
+
+    if blocks <= 2:  # noqa: PLR2004 - with so few, [2, blocks, ...] and [blocks, ...] look alike
+        return dict.fromkeys(src, 0)
+    return {layer: int(is_second(cache, dst.get(layer))) for layer, cache in src.items()}
+
+
+def _in_host_memory(*sides: Caches) -> bool:
+    return all(cache.device.type == "cpu" for caches in sides for cache in list(caches.values())[:1])

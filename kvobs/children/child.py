@@ -1,0 +1,125 @@
+"""One connector at work: built, and each of its hooks bound to a recorded call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvobs import host
+from kvobs.children.gate import Gate
+from kvobs.children.specs import ChildSpec
+from kvobs.children.unbuilt import Unbuilt
+from kvobs.config import PATH
+from kvobs.hooks import HOOKS, Cadence, Combine, is_empty
+from kvobs.log import line, log
+from kvobs.signals import is_timed
+from kvobs.telemetry.recorder import Call, Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class Child:
+    """One built connector, with a recorded call for each of its hooks, under the hook's name.
+
+    ``connector`` is the real object, never wrapped or patched: calls that it makes to itself are not recorded. A hook
+    that it does not implement is called unrecorded, or skipped by callers that check ``does``.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        connector: Any,
+        recorder: Recorder,
+        *,
+        activated: Callable[[Call], Call] | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.connector = connector
+        self._recorder = recorder
+        self._activated = activated
+        self.gate = gate
+
+    def __getattr__(self, name: str) -> Call:
+        """Bind a hook's recorded call on first use."""
+        hook = HOOKS.get(name)
+        if hook is None or not is_timed(hook):
+            raise AttributeError(f"{name!r} is not a hook that a child is called by")
+        call: Call = getattr(self.connector, name)
+        if hook.combine is Combine.CHAIN:
+            call = partial(_drained, call)
+        if self.does(name):
+            call = self._recorder.timed(self.index, name, call)
+            if self._activated is not None and hook.cadence is Cadence.REQUEST:
+                call = self._activated(call)
+        if self.gate is not None:
+            call = self.gate.guard(name, call)
+        setattr(self, name, call)
+        return call
+
+    def layer_call(self, hook: str) -> Call:
+        """Return the unrecorded call of a layer hook; ``layer_calls`` counts it."""
+        call: Call = getattr(self.connector, hook)
+        return call if self.gate is None else self.gate.guard_layer(hook, call)
+
+    def does(self, hook: str) -> bool:
+        """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""
+        return not is_empty(getattr(self.connector, hook))
+
+
+def _drained(call: Call, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return all items of a generator, so that its errors and its time belong to the call."""
+    return tuple(call(*args, **kwargs) or ())
+
+
+def build(
+    vllm_config: VllmConfig,
+    role: KVConnectorRole,
+    kv_cache_config: KVCacheConfig,
+    of: Sequence[ChildSpec],
+    recorder: Recorder,
+    *,
+    activated: Callable[[Call], Call] | None = None,
+) -> tuple[Child, ...]:
+    """Build the children; if one can't be built, shut down the others and raise its error.
+
+    ``activated`` wraps calls about a request to make the request's trace context current.
+    """
+    built: list[Child] = []
+    try:
+        for spec in of:
+            connector = _build_one(spec, vllm_config, role, kv_cache_config)
+            gate = Gate(spec.index, recorder, **host.no_results()) if spec.is_isolated else None
+            built.append(Child(spec.index, spec.name, connector, recorder, activated=activated, gate=gate))
+    except BaseException as error:
+        error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
+        for child in built:
+            try:
+                child.connector.shutdown()
+            except Exception:
+                log.exception("connector %r failed to shut down after another connector could not be built", child.name)
+        raise
+    return tuple(built)
+
+
+def _build_one(
+    spec: ChildSpec, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+) -> KVConnectorBase_V1:
+    try:
+        return spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
+    except Exception as error:
+        if not spec.is_isolated:
+            raise
+        log.error(
+            "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart",
+            spec.name,
+            type(error).__name__,
+            line(error),
+        )
+        return Unbuilt(spec.vllm_config(vllm_config), role, kv_cache_config)

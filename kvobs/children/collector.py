@@ -1,0 +1,78 @@
+"""Gather the stats that one process sends: the connectors' own, and kvobs's when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvobs import faults, signals
+from kvobs.children.child import Child
+from kvobs.config import RESERVED_NAME
+from kvobs.stats.payload import KvobsStats
+from kvobs.stats.stats import MultiKVConnectorStats, class_path
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.taken import Taken, nothing
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+_HOOK = "get_kv_connector_stats"
+
+
+class Feed(Protocol):
+    """The way to the exporter."""
+
+    def put(self, stats: KvobsStats) -> None:
+        """Hand over a payload; this never waits."""
+
+
+@faults.contained("flush")
+def divert(stats: KVConnectorStats | None, feed: Feed) -> None:
+    """Take the workers' numbers out of their payload, for the exporter; the connectors' own stats stay."""
+    own = stats.data.get(RESERVED_NAME) if stats is not None else None
+    if stats is not None and isinstance(own, KvobsStats):
+        stats.data[RESERVED_NAME] = KvobsStats.bare(own.children)
+        if len(stats.data) == 1:
+            del stats.data[RESERVED_NAME]
+        feed.put(own)
+
+
+class Collector:
+    """Collects the payload of one process: the children's own stats, and kvobs's numbers when they are due.
+
+    With ``feed`` kvobs's numbers go to the exporter, and leave the payload.
+    """
+
+    def __init__(self, children: Sequence[Child], recorder: Recorder, feed: Feed | None = None) -> None:
+        self._feed = feed
+        self._hooks = [(child.name, child.get_kv_connector_stats) for child in children if child.does(_HOOK)]
+        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._recorder = recorder
+
+    def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
+        """Return the payload, or None if it would be empty."""
+        data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
+        if self._feed is not None and is_due:
+            if (numbers := self._own()) is not None:
+                self._feed.put(numbers)
+            is_due = False
+        if not data and not is_due:
+            return None
+        if (own := self._own() if is_due else KvobsStats.bare(self._classes)) is not None:
+            data[RESERVED_NAME] = own
+        return MultiKVConnectorStats(data=data) if data else None
+
+    @faults.contained("flush")
+    def _own(self) -> KvobsStats:
+        return KvobsStats.of(self._classes, self._take())
+
+    def _take(self) -> Taken:
+        """Take the counters. If that fails, the internal error is still reported."""
+        try:
+            taken = self._recorder.take()
+        except Exception:
+            faults.contain("flush")
+            taken = nothing()
+        for where, n in faults.take().items():
+            taken.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
+        return taken

@@ -1,0 +1,93 @@
+"""Read the configured connectors from vLLM's configuration, and what vLLM must know of them before they are built."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvobs.children.specs import ChildSpec
+from kvobs.children.unbuilt import Unbuilt
+from kvobs.children.validation import Host, NotUsableError, Validated, clashing_layouts, validate
+from kvobs.config import ConfigError
+from kvobs.findings import show
+from kvobs.log import line, log
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def read(parent: KVTransferConfig, groups: int = 1) -> Validated:
+    """Return the options and the children that ``parent`` configures, given the number of KV cache groups.
+
+    Raises:
+        ConfigError: with every mistake found, each with its JSON path.
+    """
+    policy = getattr(parent, "kv_load_failure_policy", None)
+    host = Host(KVTransferConfig, class_of, Unbuilt)
+    checked = validate(parent.kv_connector_extra_config, policy, host, engine_id=parent.engine_id, groups=groups)
+    if checked.mistakes:
+        raise ConfigError(checked.mistakes)
+    for name, problem in checked.absent.items():
+        log.error("connector %r can't be imported; it is isolated: serving starts without it. %s", name, problem)
+    return checked
+
+
+def read_specs(parent: KVTransferConfig) -> tuple[ChildSpec, ...]:
+    """Return the children that ``parent`` configures; raise ``ConfigError`` as ``read`` does."""
+    return tuple(read(parent).specs)
+
+
+def class_of(name: str, module: Any) -> type:
+    """Return a child's class, as vLLM finds it.
+
+    Raises:
+        NotUsableError: it can't be imported, or is not a class.
+    """
+    asked: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+    try:
+        found = KVConnectorFactory.get_connector_class(asked)
+    except (Exception, SystemExit) as error:
+        registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
+        if module is None and name not in registered:
+            close = difflib.get_close_matches(name, registered, 1)
+            raise NotUsableError(
+                f"found {show(name)}, which this vLLM does not have",
+                ", ".join(registered),
+                fix=f"use {close[0]!r}" if close else "set kv_connector_module_path to the module of its class",
+            ) from error
+        fix = "correct kv_connector_module_path, or install the missing package in this environment"
+        raise NotUsableError(f"found {show(name)}, whose class can't be imported: {named(error)}", fix=fix) from error
+    if not inspect.isclass(found):
+        raise NotUsableError(f"found {show(name)}, which is not a class", fix="name the class of a KV connector")
+    return found
+
+
+def named(error: BaseException) -> str:
+    """Return an error's class and text in one line."""
+    return f"{type(error).__name__}: {line(error, 400)}"
+
+
+def all_support_hma(of: Iterable[ChildSpec]) -> bool:
+    """Return whether all children (at least one) support the hybrid memory allocator."""
+    support = [
+        spec.connector_class is Unbuilt or KVConnectorFactory.supports_hma_config(spec.transfer_config) for spec in of
+    ]
+    return bool(support) and all(support)
+
+
+def required_layout(vllm_config: VllmConfig, of: Iterable[ChildSpec]) -> str | None:
+    """Return the KV cache layout that the children need (such as "HND"), or None if any will do.
+
+    Raises:
+        ConfigError: when they disagree; names each child and its layout.
+    """
+    needs = {spec.name: spec.connector_class.get_required_kvcache_layout(spec.vllm_config(vllm_config)) for spec in of}
+    if clashes := clashing_layouts(needs):
+        raise ConfigError(clashes)
+    return next((layout for layout in needs.values() if layout is not None), None)

@@ -1,0 +1,99 @@
+"""Contain the exceptions of calls into a best-effort connector, and detect calls that take too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+from kvobs.hooks import HOOKS, Cadence
+from kvobs.telemetry.recorder import NEVER, Call, Recorder
+
+# Answers that vLLM reads as "nothing", if not None. Created anew for each call.
+NOTHING: dict[str, Callable[[], Any]] = {
+    "get_num_new_matched_tokens": lambda: (0, False),
+    "get_loaded_kv_cache_group_ids": lambda: (0,),
+    "get_external_cache_hit_sources": dict,
+    "register_finished_partial_tail": lambda: False,
+    "request_finished": lambda: (False, None),
+    "request_finished_all_groups": lambda: (False, None),
+    "get_finished": lambda: (None, None),
+    "get_block_ids_with_load_errors": set,
+    "take_events": tuple,
+    "has_pending_block_frees": lambda: False,
+    "has_pending_push_work": lambda: False,
+    "reset_cache": lambda: False,
+}
+
+AT_ANY_TIME = frozenset({"reset_cache", "shutdown", "get_finished_count"})
+
+
+def ends_for_good(hook: str) -> bool:
+    """Return whether a connector that failed in this hook is disabled until a restart: the hook is called only once."""
+    return HOOKS[hook].cadence is Cadence.ONCE and hook not in AT_ANY_TIME
+
+
+class Gate:
+    """Guards the calls into one isolated connector, in one process.
+
+    Args:
+        child: its position.
+        recorder: counts errors.
+        nothing: empty answers of hooks in addition to ``NOTHING``.
+
+    The calling side sets the rest. ``closed``: hooks that are currently not called. ``on_failure`` gets the hook, the
+    arguments and the error of a call that raised; ``on_slow`` the hook and the duration of a call longer than
+    ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded since this was set to False.
+    """
+
+    def __init__(self, child: int, recorder: Recorder, **nothing: Callable[[], Any]) -> None:
+        self.closed: frozenset[str] = frozenset()
+        self.began = False
+        self.slow_ns = NEVER
+        self.on_failure: Callable[[str, tuple[Any, ...], Exception], None] | None = None
+        self.on_slow: Callable[[str, int], None] | None = None
+        self._child = child
+        self._recorder = recorder
+        self._nothing = {**NOTHING, **nothing}
+
+    def guard(self, hook: str, call: Call) -> Call:
+        """Return ``call`` with its exceptions contained; the call counts its own errors."""
+        nothing = self._nothing.get(hook, _none)
+        begins = hook == "start_load_kv"
+        can_be_slow = HOOKS[hook].cadence in (Cadence.REQUEST, Cadence.STEP)
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if hook in self.closed:
+                return nothing()
+            start = perf_counter_ns()
+            try:
+                answer = call(*args, **kwargs)
+            except Exception as error:
+                if self.on_failure is not None:
+                    self.on_failure(hook, args, error)
+                answer = nothing()
+            else:
+                self.began |= begins
+            spent = perf_counter_ns() - start
+            if spent > self.slow_ns and can_be_slow and self.on_slow is not None:
+                self.on_slow(hook, spent)
+            return answer
+
+        return guarded
+
+    def guard_layer(self, hook: str, call: Call) -> Call:
+        """Return a layer hook's call with its exceptions contained and counted; the caller counts the call."""
+        return self.guard(hook, partial(self._with_errors_counted, hook, call))
+
+    def _with_errors_counted(self, hook: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        begin = perf_counter_ns()
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self._recorder.count_error(self._child, hook, begin, perf_counter_ns() - begin, error)
+            raise
+
+
+def _none() -> None:
+    return None

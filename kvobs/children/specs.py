@@ -1,0 +1,81 @@
+"""A configured connector: its name, class and configuration; the rules about isolation and synchronous loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+HAND_OFF = {
+    "NixlBaseConnector": "hands KV over to another engine",
+    "NixlConnector": "hands KV over to another engine",
+    "MooncakeConnector": "hands KV over to another engine",
+    "P2pNcclConnector": "hands KV over to another engine",
+    "MoRIIOConnector": "hands KV over to another engine",
+    "HiSparseConnector": "is a part of vLLM's KV cache manager",
+}
+"""Connector classes (and their subclasses) that can't be isolated, with the reason."""
+
+NEVER_AGAIN = frozenset({"SimpleCPUOffloadConnector"})
+"""Connector classes whose hits can't be trusted after a failure on a worker: a save that was never begun counts as done
+as soon as a later one is."""
+
+SYNC_ONLY = frozenset({"LMCacheConnectorV1", "ExampleConnector"})
+"""Connector classes that only ever offer synchronous loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One entry of ``connectors``: the class to build and its configuration."""
+
+    index: int
+    name: str
+    connector_class: type[KVConnectorBase_V1]
+    transfer_config: KVTransferConfig
+    is_isolated: bool = False
+
+    def vllm_config(self, parent: VllmConfig) -> VllmConfig:
+        """Return vLLM's configuration with this child's own transfer configuration."""
+        config = copy.copy(parent)
+        config.kv_transfer_config = self.transfer_config
+        return config
+
+
+def is_kvobs(connector_class: type) -> bool:
+    """Return whether a class is kvobs's own, or a subclass of it."""
+    return any(base.__module__ == "kvobs.connector" for base in connector_class.__mro__)
+
+
+def why_not_isolated(spec: ChildSpec) -> str | None:
+    """Return why this child can't be isolated; None if it can."""
+    if spec.transfer_config.kv_role == "kv_producer":
+        return "has kv_role kv_producer: another engine waits for what it saves"
+    if name_among(spec.connector_class, ("MultiConnector",)) is not None:
+        return "is a MultiConnector: list its connectors beside the others, and name those"
+    name = name_among(spec.connector_class, HAND_OFF)
+    return None if name is None else HAND_OFF[name]
+
+
+def offers_sync_only(spec: ChildSpec) -> bool:
+    """Return whether this child is known to offer synchronous loads only."""
+    return name_among(spec.connector_class, SYNC_ONLY) is not None
+
+
+def name_among(connector_class: type, names: Container[str]) -> str | None:
+    """Return the first of these class names that a class or one of its bases has."""
+    return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
+
+
+def async_only(of: Sequence[ChildSpec], groups: int) -> frozenset[int]:
+    """Return the isolated children whose synchronous offers are not used.
+
+    When such a load fails, vLLM recomputes its blocks, but other children may have saved them unfilled in that step.
+    With several KV cache groups such a failure can't even be reported.
+    """
+    savers = {spec.index for spec in of if spec.transfer_config.kv_role != "kv_consumer"}
+    return frozenset(spec.index for spec in of if spec.is_isolated and (savers - {spec.index} or groups > 1))

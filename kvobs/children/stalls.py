@@ -1,0 +1,96 @@
+"""Measure how long each step of a worker waited for each child: for loads until the forward's end, and for saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvobs import faults, signals
+from kvobs.children.child import Child
+from kvobs.children.layer_calls import LayerCalls
+from kvobs.telemetry.recorder import SUM
+from kvobs.telemetry.telemetry import Telemetry
+
+
+class Stalls:
+    """Assigns the time of blocking calls to steps.
+
+    A hook that was not called in a step (not implemented, or not replayed within a CUDA graph) is not observed: no data
+    is not the same as a stall of 0.
+    """
+
+    def __init__(self, children: Sequence[Child], telemetry: Telemetry) -> None:
+        self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", children, telemetry)
+        self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", children, telemetry)
+
+    @property
+    def layer_calls(self) -> tuple[LayerCalls, LayerCalls]:
+        """Return the layer hooks, to be bound to the connector."""
+        return self._loads.layers, self._saves.layers
+
+    @property
+    def last_load_ns(self) -> dict[int, int]:
+        """Return the time of the running step's last layer wait, in ns since the epoch, by child with layer hooks."""
+        layers = self._loads.layers
+        return {child.index: layers.last_ns for child in layers.children}
+
+    def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
+        """End a step; if a synchronous load was due, return the time of each child's loads within it, in ns.
+
+        vLLM calls ``start_load_kv`` before the forward in that case, else after its launch. A step without a forward
+        waits for nothing.
+        """
+        try:
+            took = self._loads.spent_in_step() if has_sync_loads else {}
+            self._loads.close_step(waits=has_forward and has_sync_loads)
+            self._saves.close_step(waits=has_forward)
+        except Exception:
+            faults.contain("record")
+            return {}
+        return took
+
+    def flush(self) -> None:
+        """Count the calls and stalls of the ended steps."""
+        try:
+            self._loads.flush()
+            self._saves.flush()
+        except Exception:
+            faults.contain("record")
+
+
+class _Waits:
+    """A layer hook, and the once-a-step hook whose time is added to it."""
+
+    def __init__(
+        self, signal: signals.Signal, layer_hook: str, step_hook: str, children: Sequence[Child], telemetry: Telemetry
+    ) -> None:
+        self.layers = LayerCalls(layer_hook, children, telemetry)
+        self._signal = signal
+        self._recorder = telemetry.recorder
+        self._tallies = [self._recorder.tally(child.index, step_hook) for child in children]
+        # Total time of the other hook since the start, by child, at each step's end; first the last flush's.
+        self._readings: list[list[int]] = [[0] * len(children)]
+        self._waits: list[bool] = []
+        self._has_layers: list[bool] = []  # whether layers were called in that step
+
+    def spent_in_step(self) -> dict[int, int]:
+        layers = self.layers.spent_in_step()
+        before = self._readings[-1]
+        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self._tallies)}
+
+    def close_step(self, *, waits: bool) -> None:
+        self._readings.append([tally[SUM] for tally in self._tallies])
+        self._waits.append(waits)
+        self._has_layers.append(self.layers.close_step())
+
+    def flush(self) -> None:
+        if not self._waits:
+            return
+        spent, waits, has_layers = np.diff(self._readings, axis=0), np.array(self._waits), np.array(self._has_layers)
+        self._readings, self._waits, self._has_layers = self._readings[-1:], [], []
+        spent[~waits] = 0
+        for child, took in self.layers.drain().items():
+            spent[has_layers, child] += took
+        for child, waited in enumerate(spent.T):
+            self._recorder.observe_all(child, self._signal, waited[waited > 0])

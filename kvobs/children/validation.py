@@ -1,0 +1,222 @@
+"""Validate the configured connectors: one validator for vLLM's start and for `kvobs check`, which may run without vLLM.
+
+What a class does when it is built is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from kvobs import config
+from kvobs.children.specs import ChildSpec, async_only, is_kvobs, offers_sync_only, why_not_isolated
+from kvobs.config import PATH, Configuration
+from kvobs.findings import Finding, cut, unknown
+
+_SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
+_POLICY = "kv_load_failure_policy"
+_ON_TOP = "set it at the top level, beside kv_connector"
+_DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
+
+
+class NotUsableError(ValueError):
+    """A connector class can't be used."""
+
+    def __init__(self, found: str, allowed: str = "", *, fix: str) -> None:
+        super().__init__(found)
+        self.found, self.allowed, self.fix = found, allowed, fix
+
+    def at(self, path: str) -> Finding:
+        """Return the mistake, given the path of the connector's entry."""
+        return Finding(f"{path}.kv_connector", self.found, self.allowed, self.fix)
+
+
+class Host(NamedTuple):
+    """The parts of vLLM that validation needs.
+
+    Args:
+        transfer_class: vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
+        class_of: returns the class of an entry's transfer configuration, or raises ``NotUsableError``; None without
+            vLLM.
+        stand_in: the class used for an isolated connector that can't be imported; None: that is a mistake.
+    """
+
+    transfer_class: Callable[..., Any]
+    class_of: Callable[[str, Any], type] | None = None
+    stand_in: type | None = None
+
+
+@dataclass(slots=True)
+class Validated:
+    """The result of a validation.
+
+    Args:
+        configuration: the options and names; the defaults if there are mistakes in them.
+        entries: name and entry of each child whose entry names a class, by position.
+        specs: the children whose entry is valid and whose class is known.
+        mistakes: what ends the start.
+        warnings: settings without the intended effect.
+        absent: name and problem of each isolated connector replaced by the stand-in.
+    """
+
+    configuration: Configuration
+    entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    specs: list[ChildSpec] = field(default_factory=list)
+    mistakes: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+    absent: dict[str, Finding] = field(default_factory=dict)
+
+
+def validate(
+    extra: Mapping[str, Any], policy: object, host: Host, *, engine_id: str | None = None, groups: int = 1
+) -> Validated:
+    """Validate kvobs's options and every configured connector.
+
+    Args:
+        extra: ``kv_connector_extra_config`` of the top level.
+        policy: ``kv_load_failure_policy`` of the top level.
+        host: the parts of vLLM.
+        engine_id: the engine's own id, the default of its connectors.
+        groups: number of KV cache groups.
+    """
+    configuration, mistakes = config.validate(extra)
+    checked = Validated(configuration, mistakes=mistakes)
+    isolated = configuration.options.isolate
+    checked.mistakes += isolation_mistakes(isolated, policy)
+    entries = extra.get("connectors")
+    entries = entries if isinstance(entries, list | tuple) else ()
+    for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=False)):
+        connector = entry.get("kv_connector") if isinstance(entry, Mapping) else None
+        if isinstance(connector, str) and connector:  # any other is a mistake of the options
+            checked.entries[i] = (name, entry)
+            _validate_entry(checked, i, host, engine_id)
+            own = entry.get(_POLICY)
+            checked.warnings += ignored_policy(own, policy if policy == "recompute" else "fail", _path(i))
+    for spec in checked.specs:
+        if spec.is_isolated and (why := why_not_isolated(spec)):
+            found = f"found {spec.name!r} ({spec.connector_class.__name__}), which can't be isolated: it {why}"
+            checked.mistakes.append(Finding(f"{PATH}.kvobs.isolate", found, fix="remove it from the list"))
+    checked.warnings += _unused_hits(checked.specs, groups)
+    return checked
+
+
+def _path(index: int) -> str:
+    return f"{PATH}.connectors[{index}]"
+
+
+def _validate_entry(checked: Validated, index: int, host: Host, engine_id: str | None) -> None:
+    """Add the child at this position, or its mistakes."""
+    name, entry = checked.entries[index]
+    path, is_isolated = _path(index), name in checked.configuration.options.isolate
+    complete = {**entry, "engine_id": _engine_id(engine_id, entry.get("engine_id"))}
+    transfer, found = transfer_config(complete, path, host.transfer_class)
+    checked.mistakes += found
+    if host.class_of is None:
+        return
+    try:
+        connector_class = host.class_of(entry["kv_connector"], entry.get("kv_connector_module_path"))
+    except NotUsableError as error:
+        if not (is_isolated and host.stand_in is not None and isinstance(error.__cause__, ImportError)):
+            checked.mistakes.append(error.at(path))
+            return
+        checked.absent[name] = error.at(path)
+        connector_class = host.stand_in
+    if is_kvobs(connector_class):
+        text = "found kvobs within kvobs; list its connectors here beside the others"
+        checked.mistakes.append(Finding(f"{path}.kv_connector", text, fix="move its connectors to this list"))
+    elif transfer is not None:
+        checked.specs.append(ChildSpec(index, name, connector_class, transfer, is_isolated))
+
+
+def _engine_id(engines: str | None, own: Any) -> Any:
+    """Return the child's own engine id with the engine's data-parallel suffix, else the engine's."""
+    if own is None:
+        return engines
+    suffix = _DATA_PARALLEL_SUFFIX.search(engines or "")
+    return own if suffix is None or not isinstance(own, str) or own.endswith(suffix[0]) else own + suffix[0]
+
+
+def transfer_config(
+    entry: Mapping[str, Any], path: str, transfer_class: Callable[..., Any]
+) -> tuple[Any | None, list[Finding]]:
+    """Return the transfer configuration of an entry at a path, and the mistakes in it; None if there are any."""
+    found = []
+    if entry.get("kv_connector") is not None and entry.get("kv_role") is None:
+        roles, fix = "'kv_producer', 'kv_both' or 'kv_consumer'", 'add "kv_role": "kv_both", or the role of this engine'
+        found.append(Finding(_join(path, "kv_role"), _found(entry, "kv_role"), roles, fix))
+        entry = {**entry, "kv_role": "kv_both"}
+    try:
+        transfer = transfer_class(**entry)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            key = cut(str(detail["loc"][0])) if detail["loc"] else ""
+            where = _join(path, key)
+            if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+                otherwise = f"remove it; options of the connector itself belong in its {PATH}"
+                found.append(unknown("key", where, key, _keys(transfer_class), otherwise))
+            else:
+                problem, allowed = config.explain(detail["type"], detail["msg"])
+                fix = "use an allowed value" if detail["type"] == "literal_error" else "correct the value or remove it"
+                found.append(Finding(where, _found(entry, key) + problem, allowed, fix))
+    return (None if found else transfer), found
+
+
+def isolation_mistakes(isolate: Iterable[str], policy: object) -> list[Finding]:
+    """Return the mistake of isolated connectors with the wrong load failure policy."""
+    if not tuple(isolate) or policy == "recompute":
+        return []
+    found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
+    return [Finding(_POLICY, found, "'recompute'", 'set it to "recompute" at the top level, beside kv_connector')]
+
+
+def ignored_policy(own: object, effective: object, path: str) -> list[Finding]:
+    """Return a warning if a child has its own load failure policy, which vLLM ignores."""
+    if own is None or own == effective:
+        return []
+    found = f"found {own!r}, which has no effect here: vLLM reads the top level only, where it is {effective!r}"
+    return [Finding(f"{path}.{_POLICY}", found, fix=_ON_TOP)]
+
+
+def _unused_hits(specs: list[ChildSpec], groups: int) -> list[Finding]:
+    """Warn about isolated connectors whose hits are not used."""
+    unused = async_only(specs, groups)
+    found = []
+    for spec in specs:
+        if spec.index in unused and offers_sync_only(spec):
+            text = (
+                f"found {spec.name!r}, which offers synchronous loads only: its hits are not used, because after a "
+                "failed load other connectors would save unfilled blocks"
+            )
+            fix = "remove it from the list, or give the other connectors kv_role kv_consumer"
+            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix))
+    return found
+
+
+def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:
+    """Return the mistake of connectors that need different KV cache layouts, given each one's; None: any layout."""
+    stated = {name: layout for name, layout in needs.items() if layout is not None}
+    if len(set(stated.values())) <= 1:
+        return []
+    listed = ", ".join(f"{name} needs {layout}" for name, layout in stated.items())
+    found = f"the connectors need different KV cache layouts: {listed}"
+    return [Finding(f"{PATH}.connectors", found, fix="remove one, or configure them for the same layout")]
+
+
+def _keys(transfer_class: Any) -> list[str]:
+    return list(getattr(transfer_class, "model_fields", None) or transfer_class.__dataclass_fields__)
+
+
+def _found(entry: Mapping[str, Any], key: str) -> str:
+    if key not in entry:
+        return "is missing"
+    value = entry[key]
+    shown = key in _SHOWN or value is None
+    return f"found {cut(repr(value))}" if shown else f"found a value of type {type(value).__name__}"
+
+
+def _join(path: str, key: str) -> str:
+    return ".".join(part for part in (path, key) if part)

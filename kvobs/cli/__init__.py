@@ -1,0 +1,5 @@
+"""The command ``kvobs``: check, top, timeline, topology, dashboards and the demo."""
+
+from kvobs.cli.commands import app
+
+__all__ = ["app"]

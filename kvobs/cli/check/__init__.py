@@ -1,0 +1,1 @@
+"""Check a ``--kv-transfer-config`` before it starts: `kvobs check`."""

@@ -1,0 +1,76 @@
+"""Change a ``--kv-transfer-config`` to use kvobs, keeping everything else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+from kvobs.config import ConfigError, read
+
+ROUTER = "MultiConnector"
+_OURS = ("kvobs", "kvobs.connector")
+_STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
+
+# The keys that a connector reads of its own configuration. It inherits `engine_id`, and vLLM reads
+# `kv_load_failure_policy` at the top level only.
+_OF_A_CHILD = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "kv_buffer_device",
+    "kv_buffer_size",
+    "kv_rank",
+    "kv_parallel_size",
+    "kv_ip",
+    "kv_port",
+    "enable_permute_local_kv",
+    "kv_connector_extra_config",
+)
+
+
+class Router(Enum):
+    """The router that a configuration puts between vLLM and the connectors."""
+
+    KVOBS = auto()
+    STOCK = auto()
+    NONE = auto()
+
+
+def router_of(config: Mapping[str, Any]) -> Router:
+    """Return the configured router, without looking at the environment."""
+    if config.get("kv_connector") != ROUTER:
+        return Router.NONE
+    module = config.get("kv_connector_module_path")
+    if module in _OURS:
+        return Router.KVOBS
+    return Router.STOCK if module in _STOCK else Router.NONE
+
+
+def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration changed to use kvobs; unchanged if it uses kvobs already."""
+    old = copy.deepcopy(dict(config))
+    router = router_of(config)
+    if router is Router.KVOBS:
+        return old
+    head = {"kv_connector": ROUTER, "kv_connector_module_path": "kvobs"}
+    new = head | {key: value for key, value in old.items() if key not in head}
+    if router is Router.NONE:
+        child = {key: old[key] for key in _OF_A_CHILD if key in old}
+        new["kv_connector_extra_config"] = {"connectors": [child]}
+    _fill_in_names(new.get("kv_connector_extra_config"))
+    return new
+
+
+def _fill_in_names(extra: Any) -> None:
+    """Add the children's names as kvobs chooses them, if they are valid names."""
+    options = extra.get("kvobs", {}) if isinstance(extra, dict) else None
+    if not isinstance(options, dict):
+        return
+    try:
+        named = {**options, "names": list(read(extra).names)}
+        read({**extra, "kvobs": named})  # a class name may be an invalid child name
+    except ConfigError:
+        return
+    extra["kvobs"] = named

@@ -1,0 +1,224 @@
+"""The command `kvobs`."""
+
+import json
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
+from kvobs.demo.scenarios import FAULTS
+
+app = typer.Typer(
+    name="kvobs",
+    help="See which KV connector served a vLLM request, and why a load was slow.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+dashboards = typer.Typer(no_args_is_help=True, help="Export dashboards, alerts and their runbook.")
+app.add_typer(dashboards, name="dashboards")
+
+
+@app.callback()
+def main() -> None:
+    """See which KV connector served a vLLM request, and why a load was slow."""
+
+
+@app.command()
+def demo(
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 picks a free one.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and its folder.")] = False,
+    requests: Annotated[int, typer.Option(min=16, max=10_000, help="Approximate number of requests to send.")] = 96,
+    host: Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 or 0.0.0.0.")] = "127.0.0.1",
+    repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the load until Ctrl-C; requires --keep.")] = False,
+    exporter: Annotated[
+        bool, typer.Option("--exporter", help="Serve kvobs's metrics, and export spans, from a process of its own.")
+    ] = False,
+    fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.", show_default=False)] = None,
+) -> None:
+    """Run a vLLM server with two KV connectors on this CPU, and show what each of them does."""
+    console, errors = Console(), Console(stderr=True)
+    if fault is not None and fault not in FAULTS:
+        raise typer.BadParameter(f"unknown fault {fault!r}; use one of: {', '.join(FAULTS)}", param_hint="--fault")
+    if host not in ("127.0.0.1", "0.0.0.0"):
+        raise typer.BadParameter(f"can't listen on {host!r}; use 127.0.0.1 or 0.0.0.0", param_hint="--host")
+    if repeat and not keep:
+        raise typer.BadParameter("requires --keep", param_hint="--repeat")
+    # SIGTERM must stop the server as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _interrupt)
+    if find_spec("vllm") is None:
+        raise _fail("kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)")
+    from kvobs.demo.run import Demo
+    from kvobs.demo.server import ServerError
+
+    try:
+        put_in = FAULTS.get(fault or "")
+        Demo(
+            console,
+            port=port,
+            keep=keep,
+            requests=requests,
+            fault=put_in,
+            host=host,
+            repeat=repeat,
+            exporter=exporter,
+        ).run()
+    except KeyboardInterrupt:
+        errors.print("\nStopped. Nothing is left running.", style="yellow")
+        raise typer.Exit(130) from None
+    except ServerError as error:
+        headline, _, rest = str(error).partition("\n")
+        errors.print(headline, style="bold red", markup=False, soft_wrap=True)
+        errors.print(rest, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.", show_default=False)]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")]
+
+
+@app.command()
+def topology(
+    *,
+    prefill_tp: TpSize,
+    decode_tp: TpSize,
+    prefill_block_size: BlockSize = 16,
+    decode_block_size: BlockSize = 16,
+    kv_heads: KvHeads = None,
+    mla: Mla = False,
+    model: ModelDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a range is [first, last].")] = False,
+) -> None:
+    """Print which decode rank reads which KV heads from which prefill ranks."""
+    from kvobs.cli import topology
+    from kvobs.topology import Engine, who_reads
+
+    if (model is None) == (kv_heads is None and not mla):
+        raise typer.BadParameter("give --model, or --kv-heads and/or --mla", param_hint="--kv-heads, --mla, --model")
+    prefill, decode = Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size)
+    try:
+        heads, is_mla = topology.read_model(model) if model else (kv_heads or 1, mla)
+    except ValueError as error:
+        raise _fail(f"--model: {error}") from None
+    heads_option = "--model" if model else "--kv-heads"
+    # Each check reuses the sizes that the previous ones accepted, so that its error is about two options only.
+    checks = {
+        f"--prefill-tp and {heads_option}": (prefill, prefill),
+        f"--decode-tp and {heads_option}": (decode, decode),
+        "--prefill-tp and --decode-tp": (prefill, Engine(decode_tp, prefill_block_size)),
+        "--prefill-block-size and --decode-block-size": (prefill, decode),
+    }
+    for options, pair in checks.items():
+        try:
+            who_reads(*pair, heads, is_mla=is_mla)
+        except ValueError as error:
+            raise _fail(f"{options}: {error}") from None
+    if as_json:
+        typer.echo(json.dumps(topology.as_dict(prefill, decode, heads, is_mla=is_mla)))
+    else:
+        Console().print(topology.lay_out(prefill, decode, heads, is_mla=is_mla))
+
+
+@app.command()
+def top(
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL...",
+            help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464.",
+            show_default=False,
+        ),
+    ],
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Scrape twice, print the difference, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --once.")] = False,
+) -> None:
+    """Show each connector of running servers live: hits, loads, waits, errors, and the cost of telemetry."""
+    from kvobs.cli.top.live import Top
+    from kvobs.cli.top.servers import Watch, url_of
+
+    if as_json and not once:
+        raise typer.BadParameter("requires --once", param_hint="--json")
+    try:
+        watches = [Watch(url, interval) for url in dict.fromkeys(map(url_of, urls))]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="URL") from None
+    # SIGTERM must restore the terminal as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _interrupt)
+    view = Top(Console(highlight=False), watches, interval)
+    try:
+        if not once:
+            view.run()
+        elif not view.once(as_json=as_json):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130 if once else 0) from None
+
+
+app.command()(check)
+
+
+@app.command()
+def timeline(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .json or .json.gz.")] = Path(
+        "timeline.json.gz"
+    ),
+    all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
+) -> None:
+    """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
+    from kvobs.cli.timeline import recordings
+    from kvobs.cli.timeline.chrome_trace import lay_out, not_ended, write
+
+    try:
+        processes = recordings.load(folder, all_runs=all_runs)
+        events = write(processes, output)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    except OSError as error:
+        raise _fail(f"{output} can't be written: {error.strerror}") from None
+    console = Console()
+    console.print(lay_out(processes))
+    for line in not_ended(processes):
+        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+
+
+@dashboards.command("export")
+def export_dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,
+) -> None:
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder."""
+    from kvobs.cli import dashboards
+
+    try:
+        files = dashboards.contents()
+        written = dashboards.export(folder, files, force=force)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    except OSError as error:
+        raise _fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
+    for path in written:
+        typer.echo(folder / path)
+    typer.echo(f"{len(written)} files written, {len(files) - len(written)} unchanged")
+
+
+def _fail(says: str) -> typer.Exit:
+    """Print an error in one line; return the exit to raise."""
+    Console(stderr=True).print(says, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""Read the recordings of the flight recorder, and write them as one Chrome trace: `kvobs timeline`."""

@@ -1,0 +1,163 @@
+"""Read the recordings of an engine's processes: slices, loads and saves, and calls that had not ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvobs.telemetry.flight import OWN, STEP, What, unpack
+from kvobs.telemetry.ring import RingError, Snapshot, read
+from kvobs.telemetry.ring_files import SUFFIX, is_written
+
+NOTHING: dict[str, Any] = {}  # one for all: there may be millions
+LAYERS = 1000  # the tracks of layer hooks are numbered from here: they overlap each other
+TRANSFERS = {
+    What.LOAD_BEGUN: ("load", False),
+    What.LOAD_ENDED: ("load", True),
+    What.SAVE_BEGUN: ("save", False),
+    What.SAVE_ENDED: ("save", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A call, a step, or a child's layers of a step. Times are ns since the epoch; ``end`` is None if still open."""
+
+    track: int
+    name: str
+    start: int
+    end: int | None
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The begin or the end of a load or save in one process; ``start`` is its begin."""
+
+    kind: str
+    child: int
+    request: int
+    start: int
+    end: int | None
+    n: int
+
+
+class Process:
+    """One process's recording, from ``first_ns`` to ``last_ns``.
+
+    ``slices`` are in the order of their begin, ``transfers`` in the order of writing.
+    """
+
+    def __init__(self, path: Path, snapshot: Snapshot, *, is_alive: bool) -> None:
+        about = snapshot.about
+        self.path = path
+        self.is_alive = is_alive
+        self.run: str = about["run"]
+        self.engine: int = about["engine"]
+        self.rank: int | None = about["rank"]
+        self.pid: int = about["pid"]
+        self.begun_ns: int = about["begun_ns"]
+        self.children: list[str] = about["connectors"]
+        self._hooks: list[str] = about["hooks"]
+        self._layer_hooks: list[str] = about["layer_hooks"]
+        self._wall_offset: int = about["wall_offset"]
+        self.slices: list[Slice] = []
+        self.transfers: list[Transfer] = []
+        self._read(snapshot)
+        self.slices += self._in_layers(snapshot.live)
+        self.slices.sort(key=lambda one: one.start)
+        starts = [one.start for one in self.slices] + [one.start for one in self.transfers]
+        self.first_ns = min(starts, default=self.begun_ns)
+        ends = [one.end or one.start for one in self.slices] + [one.end or one.start for one in self.transfers]
+        self.last_ns = max(ends, default=self.begun_ns)
+
+    @property
+    def name(self) -> str:
+        return "scheduler" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def open(self) -> list[Slice]:
+        """The last calls of each track that had not ended: those of children if any, otherwise all."""
+        newest = {one.track: one for one in self.slices}
+        found = [one for one in newest.values() if one.end is None]
+        return [one for one in found if one.track] or found
+
+    def track_name(self, track: int) -> str:
+        if track == 0:
+            return "scheduler" if self.rank is None else "steps"
+        hook, child = divmod(track - LAYERS, len(self.children)) if track >= LAYERS else (None, track - 1)
+        return self.children[child] + ("" if hook is None else f": {self._layer_hooks[hook]}")
+
+    def _read(self, snapshot: Snapshot) -> None:
+        for _, begun, spent, word, more, _ in snapshot.records.tolist():
+            what, child, position, n = unpack(word)
+            hook = self._hooks[position]
+            start = begun + self._wall_offset
+            end = start + spent if spent >= 0 else None
+            if what in TRANSFERS:
+                kind, is_end = TRANSFERS[what]
+                self.transfers.append(Transfer(kind, child, more, start, end if is_end else None, n))
+            elif what is What.LAYERS:
+                args = {"calls": n, "total, ms": more / 1e6}
+                self.slices.append(Slice(self._layer_track(hook, child), f"{hook} x{n}", start, end, args))
+            else:
+                name = "step without a forward" if hook == STEP and not n else hook
+                args = {"raised": True} if more else NOTHING
+                self.slices.append(Slice(0 if child == OWN else child + 1, name, start, end, args))
+
+    def _layer_track(self, hook: str, child: int) -> int:
+        return LAYERS + self._layer_hooks.index(hook) * len(self.children) + child
+
+    def _in_layers(self, live: list[int]) -> Iterator[Slice]:
+        """Return the calls of layer hooks that had not ended, at most one per hook."""
+        width = len(self.children) + 1
+        for i, hook in enumerate(self._layer_hooks):
+            *begun, ended = live[i * width : (i + 1) * width]
+            last = max(range(len(begun)), key=begun.__getitem__, default=0)
+            if begun and begun[last] > ended:
+                yield Slice(self._layer_track(hook, last), hook, begun[last] + self._wall_offset, None, NOTHING)
+
+
+def load(folder: Path, *, all_runs: bool = False) -> list[Process]:
+    """Read the recordings of the run that began last, or of all.
+
+    Raises:
+        ValueError: there are none, or a file can't be read; the message names it.
+    """
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
+    except OSError as error:
+        raise ValueError(f"{folder} can't be read: {error.strerror}") from error
+    found = [process for path in paths if (process := _load(path)) is not None]
+    if not found:
+        raise ValueError(
+            f"{folder} has no recordings (*{SUFFIX}); give the folder that was set as kvobs.timeline.dir when the "
+            "engine started"
+        )
+    newest = max(found, key=lambda process: process.begun_ns).run
+    chosen = [process for process in found if all_runs or process.run == newest]
+    runs = sorted({one.run for one in chosen}, key=lambda run: min(one.begun_ns for one in chosen if one.run == run))
+    return sorted(chosen, key=lambda one: (runs.index(one.run), one.engine, -1 if one.rank is None else one.rank))
+
+
+def _load(path: Path) -> Process | None:
+    try:
+        is_alive = is_written(path)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not os.fstat(file.fileno()).st_size:  # its process has only just begun
+                return None
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+                snapshot = read(memory)
+        return None if snapshot is None else Process(path, snapshot, is_alive=is_alive)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
+    except RingError as error:
+        raise ValueError(f"{path} can't be read: {error}. Move it elsewhere to read the others") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} can't be read: its content is invalid. Move it elsewhere to read the others"
+        ) from error

@@ -1,0 +1,156 @@
+"""The live view: servers are scraped in threads; keys sort, pause and quit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from kvobs.cli.top.keys import HUNG_UP, Keyboard
+from kvobs.cli.top.rows import Server, as_dict
+from kvobs.cli.top.screen import SORTS, View, picture
+from kvobs.cli.top.servers import Heard, Watch, scrape_all
+
+STDIN = 0
+LOOK_S = 0.5
+"""Seconds between two draws of the screen, on which ages grow."""
+KEYS = "q quit   < > sort   r reverse   t since start   p pause"
+
+
+@dataclass
+class Top:
+    """The watched servers, the view, and the console."""
+
+    console: Console
+    watches: Sequence[Watch]
+    interval_s: float
+    view: View = field(default_factory=View)
+    paused: Sequence[Heard] | None = None
+    """The rows shown while paused; scrapes continue."""
+
+    # --- once
+
+    def once(self, *, as_json: bool) -> bool:
+        """Scrape all servers twice, an interval apart, and print the difference; return whether all could be read."""
+        scrape_all(self.watches)
+        time.sleep(self.interval_s)
+        scrape_all(self.watches)
+        servers = self.rows(since_start=False)
+        if as_json:
+            self.console.file.write(json.dumps(as_dict(servers), allow_nan=False) + "\n")
+        else:
+            self.print(servers, since_start=False)
+        return all(server.seconds is not None for server in servers)
+
+    def rows(self, *, since_start: bool) -> list[Server]:
+        """Return the servers' rows of the last scrapes, or of the pause."""
+        pairs = zip(self.watches, self.heard, strict=True)
+        return [watch.row(heard, since_start=since_start) for watch, heard in pairs]
+
+    @property
+    def heard(self) -> Sequence[Heard]:
+        """The scrapes that the rows are computed from."""
+        return self.paused or [watch.heard for watch in self.watches]
+
+    def print(self, servers: Sequence[Server], *, since_start: bool) -> None:
+        """Print the rows, one time."""
+        view = replace(self.view, since_start=since_start, over=self._over(since_start=since_start))
+        for line in picture(servers, view, self.console.width):
+            self.console.print(line, soft_wrap=True)
+
+    def _over(self, *, since_start: bool) -> str:
+        return "since the servers' start" if since_start else f"the last {self.interval_s:g} s"
+
+    # --- continuously
+
+    def run(self) -> None:
+        """Show the rows until the user quits; without a terminal, print them in each interval."""
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._run_on_terminal()
+            return
+        while True:
+            scrape_all(self.watches)
+            self.print(self.rows(since_start=self._is_first()), since_start=self._is_first())
+            self.console.print()
+            time.sleep(self.interval_s)
+
+    def _is_first(self) -> bool:
+        """Return whether there are no two scrapes of any server yet."""
+        return not any(heard.lately for heard in self.heard)
+
+    def _run_on_terminal(self) -> None:
+        for watch in self.watches:
+            watch.begin()
+        keyboard = Keyboard(STDIN)
+        live = Live(console=self.console, screen=True, auto_refresh=False)
+        suspension = Suspension()
+        with suspension, keyboard, live:
+            while True:
+                live.update(self.screen(), refresh=True)
+                for key in keyboard.read(LOOK_S):
+                    if key in ("q", "Q", HUNG_UP):
+                        return
+                    self.press(key)
+                if suspension.is_asked:
+                    live.stop()
+                    keyboard.release()
+                    suspension.wait()
+                    keyboard.take()
+                    live.start()
+
+    def press(self, key: str) -> None:
+        """Handle a key; most do nothing."""
+        view = self.view
+        if key in "<>":
+            step = 1 if key == ">" else -1
+            self.view = replace(view, by=SORTS[(SORTS.index(view.by) + step) % len(SORTS)])
+        elif key == "r":
+            self.view = replace(view, ascending=not view.ascending)
+        elif key == "t":
+            self.view = replace(view, since_start=not view.since_start)
+        elif key == "p":
+            self.paused = None if self.paused else self.heard
+
+    def screen(self) -> Group:
+        """Return the lines to show."""
+        since_start = self.view.since_start or self._is_first()
+        over = self._over(since_start=since_start) + ("   PAUSED" if self.paused else "")
+        size = self.console.size
+        view = replace(self.view, since_start=since_start, over=over)
+        lines = picture(self.rows(since_start=since_start), view, size.width, size.height - 2)
+        lines += [Text()] * (size.height - len(lines) - 1)
+        lines.append(Text(KEYS, style="dim"))
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(*lines)
+
+
+class Suspension:
+    """Lets Ctrl-Z wait until the terminal is as it was before; inside the ``with`` block."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        self.is_asked = True
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGTSTP, self._ask)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTSTP, self._before)
+
+    def wait(self) -> None:
+        """Stop this process, and return when it is continued."""
+        self.is_asked = False
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._ask)

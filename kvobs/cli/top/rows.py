@@ -1,0 +1,175 @@
+"""A row for each server and for each of its children, from one scrape or two; sorted, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvobs import signals
+from kvobs.cli.top.scrapes import Scrape
+from kvobs.stats.scrapes import Numbers, by_owner, change
+
+RATES = (
+    "lookups", "loads", "load_tokens", "load_stall_s", "save_stall_s", "failed_loads", "exceptions", "telemetry_s"
+)  # fmt: skip
+"""Fields that are rates per second, unless counted since the server's start."""
+
+
+def _added(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+@dataclass(frozen=True)
+class ConnectorRow:
+    """One child's numbers and state. None: no data."""
+
+    engine: str
+    connector: str
+    connector_class: str
+    lookups: float | None
+    hit_share: float | None
+    """Of the requests that were answered or timed out; one that vLLM looked up again counts once an answer."""
+    loads: float | None
+    """That ended well."""
+    load_tokens: float | None
+    load_p50_s: float | None
+    load_p99_s: float | None
+    load_stall_s: float | None
+    """Summed over ranks, as that of saves."""
+    save_stall_s: float | None
+    failed_loads: float | None
+    exceptions: float | None
+    skew_p99_s: float | None
+    slowest_rank: str | None
+    """The rank that most often finished last."""
+    slowest_rank_share: float | None
+    loads_open: int
+    saves_held: int
+    oldest_s: float | None
+    """Age of the oldest open load or promised save."""
+    quarantined: bool
+
+    @property
+    def stall_s(self) -> float | None:
+        """How long steps waited for it, for loads and saves."""
+        return _added(self.load_stall_s, self.save_stall_s)
+
+    @property
+    def errors(self) -> float | None:
+        """Exceptions out of it, and loads that failed."""
+        return _added(self.exceptions, self.failed_loads)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server: versions, cost of kvobs, and its children; or the error."""
+
+    address: str
+    error: str | None = None
+    model: str = ""
+    vllm_version: str = ""
+    kvobs_version: str = ""
+    seconds: float | None = None
+    """Time between the two scrapes; None: all since the server's start."""
+    telemetry_s: float | None = None
+    internal_errors: int = 0
+    """Since the server's start."""
+    children: tuple[ConnectorRow, ...] = ()
+
+
+def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
+    """Return a server's row between two scrapes, or since its start."""
+    seconds = max(after.at_s - before.at_s, 1e-3) if before else None
+    owners = by_owner(change(before.values if before else None, after.values))
+    own = [numbers for (_, connector), numbers in owners.items() if not connector]
+    children = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
+    own_since_start = [numbers for (_, connector), numbers in by_owner(after.values).items() if not connector]
+    return Server(
+        address,
+        model=", ".join(sorted({dict(labels).get("model_name", "") for _, labels in after.values} - {""})),
+        vllm_version=next((version for n in own if (version := n.label(signals.BUILD_INFO, "vllm_version"))), ""),
+        kvobs_version=next((version for n in own if (version := n.label(signals.BUILD_INFO, "version"))), ""),
+        seconds=seconds,
+        telemetry_s=sum(numbers.total(signals.SELF_SECONDS) for numbers in own) / (seconds or 1),
+        internal_errors=int(sum(numbers.total(signals.INTERNAL_ERRORS) for numbers in own_since_start)),
+        children=tuple(
+            _child(engine, connector, numbers, seconds or 1, after.unix_s)
+            for (engine, connector), numbers in sorted(children, key=_configured)
+        ),
+    )
+
+
+def _configured(entry: tuple[tuple[str, str], Numbers]) -> tuple[int, str, int, str]:
+    """Sort engines by their number, and children as they are configured."""
+    (engine, connector), numbers = entry
+    index = numbers.label(signals.CONNECTOR_INFO, "index")
+    return _number(engine), engine, _number(index), connector
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s: float) -> ConnectorRow:
+    answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
+    answered = sum(answers.values())
+    ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
+    slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
+    began = numbers.values(signals.OLDEST_IN_FLIGHT)
+    return ConnectorRow(
+        engine,
+        connector,
+        numbers.label(signals.CONNECTOR_INFO, "class"),
+        lookups=answered / seconds,
+        hit_share=answers["hit"] / answered if answered else None,
+        loads=numbers.total(signals.LOADS, outcome="ok") / seconds,
+        load_tokens=numbers.total(signals.LOAD_TOKENS) / seconds,
+        load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
+        load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
+        load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
+        save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
+        failed_loads=numbers.total(signals.LOADS, outcome="failed") / seconds,
+        exceptions=numbers.total(signals.CALL_ERRORS) / seconds,
+        skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
+        slowest_rank=slowest,
+        slowest_rank_share=ranks[slowest] / sum(ranks.values()) if slowest is not None else None,
+        loads_open=int(numbers.total(signals.IN_FLIGHT, kind="load")),
+        saves_held=int(numbers.total(signals.IN_FLIGHT, kind="save")),
+        # The server's clock may be ahead of this machine's.
+        oldest_s=max(0.0, now_s - min(began)) if began else None,
+        quarantined=any(numbers.values(signals.QUARANTINED)),
+    )
+
+
+STANDING = ("engine", "connector", "connector_class", "loads_open", "saves_held", "oldest_s", "quarantined")
+_MEASURED = tuple(name for name in ConnectorRow.__dataclass_fields__ if name not in STANDING)
+
+
+def without_measures(server: Server) -> Server:
+    """Return a server with a single scrape as a row without rates."""
+    blank: dict[str, Any] = dict.fromkeys(_MEASURED)
+    return replace(server, telemetry_s=None, children=tuple(replace(child, **blank) for child in server.children))
+
+
+Placed = tuple[int, ConnectorRow]
+"""A child, and which of the servers it belongs to."""
+
+
+def ordered(servers: Sequence[Server], by: str | None, *, ascending: bool = False) -> list[Placed]:
+    """Return the children of all servers: as configured, or by a field, the largest first; missing values last."""
+    placed = [(i, child) for i, server in enumerate(servers) for child in server.children]
+    if by is None:
+        return placed[::-1] if ascending else placed
+    known = [entry for entry in placed if getattr(entry[1], by) is not None]
+    unknown = [entry for entry in placed if getattr(entry[1], by) is None]
+    return sorted(known, key=lambda entry: getattr(entry[1], by), reverse=not ascending) + unknown
+
+
+def as_dict(servers: Iterable[Server]) -> dict[str, Any]:
+    """Return what ``--json`` prints: each field under its name, rates with ``_per_s`` behind it."""
+    return {"servers": [{**_named(asdict(s)), "children": [_named(asdict(c)) for c in s.children]} for s in servers]}
+
+
+def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}_per_s" if name in RATES else name: value for name, value in fields.items()}

@@ -1,0 +1,155 @@
+"""Parse servers' addresses, and scrape their /metrics repeatedly: those of API servers, or of kvobs's exporters."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from urllib.parse import urlsplit
+
+from kvobs import signals
+from kvobs.cli.top.rows import Server, server_row, without_measures
+from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, printable
+from kvobs.config import ExporterOptions
+from kvobs.stats.scrapes import Values
+
+TIMEOUT_S = 10.0
+AT_MOST = 64 * 2**20
+"""Bytes of an answer: a hundred times what vLLM's are."""
+NOT_YET = "no answer yet"
+NO_METRICS = (
+    f"no {PREFIX}* metrics here: with kvobs.exporter they are at the exporter's own port "
+    f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled, and vLLM's stat "
+    "logging is on"
+)
+
+
+class NoScrapeError(Exception):
+    """A server can't be read; the text is the reason, without its address."""
+
+
+def url_of(text: str) -> str:
+    """Return the URL of a server's metrics: ``localhost:8000`` is ``http://localhost:8000/metrics``.
+
+    Raises:
+        ValueError: not a valid address.
+    """
+    allowed = "use HOST:PORT or http(s)://HOST[:PORT][/PATH]"
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host, _port = parts.hostname, parts.port  # a port is checked when it is asked for
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a server address ({error}); {allowed}") from None
+    plain = text.isprintable() and " " not in text and "@" not in parts.netloc
+    if parts.scheme not in ("http", "https") or not host or host.isdecimal() or not plain:
+        raise ValueError(f"{text!r} is not a server address; {allowed}")
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    return parts._replace(path=path, fragment="").geturl()
+
+
+def fetch(url: str, timeout: float = TIMEOUT_S) -> Scrape:
+    """Read a server's metrics once; ``NoScrapeError`` without kvobs's metrics, or with the last ones of an engine."""
+    deadline = time.monotonic() + timeout
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            values = parse(_read(answer, deadline))
+    except urllib.error.HTTPError as error:
+        raise NoScrapeError(f"answers {error.code} {error.reason}") from None
+    except TimeoutError:
+        raise NoScrapeError(f"no answer within {timeout:.0f} s") from None
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        says = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise NoScrapeError(f"no answer: {printable(says)}") from None
+    except ValueError as error:
+        raise NoScrapeError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
+    if not values:
+        raise NoScrapeError(NO_METRICS)
+    if _has_ended(values):
+        raise NoScrapeError("its engine has ended")
+    return Scrape(time.monotonic(), time.time(), values)
+
+
+def _has_ended(values: Values) -> bool:
+    """Return whether an exporter serves the last numbers of an engine that is gone; vLLM's own server has no sign."""
+    return any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items())
+
+
+def _read(answer: HTTPResponse, deadline: float) -> str:
+    """Read a complete answer, limited in time and size."""
+    content = bytearray()
+    while chunk := answer.read1(65536):
+        content += chunk
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if len(content) > AT_MOST:
+            raise ValueError(f"more than {AT_MOST >> 20} MiB")
+    return content.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A server's last scrape and its rows, or the error and its start."""
+
+    scrape: Scrape | None = None
+    since_start: Server | None = None
+    lately: Server | None = None
+    """Between the last two scrapes."""
+    error: str | None = None
+    error_since_s: float = 0.0
+
+
+class Watch:
+    """Scrapes one server repeatedly; the last result is replaced as a whole."""
+
+    def __init__(self, url: str, interval_s: float) -> None:
+        self.url = url
+        self.address = url.removeprefix("http://").removesuffix("/metrics")
+        self.heard = Heard()
+        self._interval_s = interval_s
+
+    def scrape(self) -> None:
+        """Scrape once; after a failure the next scrape counts as the first."""
+        last = self.heard
+        try:
+            scrape = fetch(self.url)
+            lately = server_row(self.address, last.scrape, scrape) if last.scrape else None
+            self.heard = Heard(scrape, server_row(self.address, None, scrape), lately)
+        except NoScrapeError as error:
+            since = last.error_since_s if last.error else time.monotonic()
+            self.heard = Heard(error=str(error), error_since_s=since)
+
+    def begin(self) -> None:
+        """Scrape in a thread until this process ends."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            begin = time.monotonic()
+            self.scrape()
+            time.sleep(max(0.0, begin + self._interval_s - time.monotonic()))
+
+    def row(self, heard: Heard, *, since_start: bool) -> Server:
+        """Return the server's row."""
+        if heard.error is not None:
+            seconds = time.monotonic() - heard.error_since_s
+            again = f", for {seconds:.0f} s" if seconds >= 1 else ""
+            return Server(self.address, error=f"{heard.error}{again}")
+        if heard.since_start is None:
+            return Server(self.address, error=NOT_YET)
+        if since_start:
+            return heard.since_start
+        return heard.lately or without_measures(heard.since_start)
+
+
+def scrape_all(watches: Sequence[Watch]) -> None:
+    """Scrape all servers once, at the same time."""
+    threads = [threading.Thread(target=watch.scrape, daemon=True) for watch in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

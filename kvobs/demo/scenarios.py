@@ -1,0 +1,62 @@
+"""The table of the demo's faults: effect, setup, and the metrics that show each."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.samples import Sample
+
+from kvobs.signals import (
+    CALL_ERRORS,
+    LOAD_DURATION,
+    LOADS,
+    QUARANTINES,
+    RANK_SKEW,
+    RECOMPUTED_TOKENS,
+    SLOWEST_RANK,
+    Kind,
+    Signal,
+)
+
+NAMED = "connector"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the connector ``cpu``."""
+
+    name: str
+    says: str
+    ranks: int
+    """Tensor parallel size that it needs."""
+    is_isolated: bool
+    tells: tuple[Signal, ...]
+    """The metrics that show it."""
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("slow-connector", "cpu reports each load 1.2 s late", 1, False, (LOAD_DURATION, LOADS)),
+        Fault("failing-connector", "cpu raises on each load, and is isolated", 1, True,
+              (CALL_ERRORS, QUARANTINES, LOADS, RECOMPUTED_TOKENS)),
+        Fault("slow-rank", "cpu's loads end 1.2 s later on rank 1 of two", 2, False,
+              (SLOWEST_RANK, RANK_SKEW, LOAD_DURATION)),
+    )
+}  # fmt: skip
+
+
+def evidence(fault: Fault, samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield the lines of /metrics that show a fault, with connector and own labels; a histogram as its mean."""
+    sums: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        for signal in fault.tells:
+            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in (NAMED, *signal.labels)
+                               if name in sample.labels)  # fmt: skip
+            if signal.kind is not Kind.HISTOGRAM and sample.name == signal.name and sample.value:
+                yield f"{signal.name}{{{labels}}} {sample.value:g}"
+            elif sample.name in (f"{signal.name}_sum", f"{signal.name}_count"):
+                sums[sample.name, labels] = sums.get((sample.name, labels), 0) + sample.value
+    for (name, labels), count in sums.items():
+        if name.endswith("_count") and count:
+            total = sums[f"{name.removesuffix('_count')}_sum", labels]
+            yield f"{name.removesuffix('_count')}{{{labels}}} {total / count:.3g} s on average, {count:g} times"

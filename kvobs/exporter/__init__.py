@@ -1,0 +1,1 @@
+"""The exporter, a process of its own beside an engine: it serves kvobs's metrics and exports its spans without vLLM."""

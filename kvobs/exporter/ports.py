@@ -1,0 +1,42 @@
+"""Find the process that listens on a port of this machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
+_SHOWN = 120  # characters of a command line
+
+
+def holder(port: int) -> str:
+    """Return the process that listens on a port, as "pid 1 (command)"; "another process" where that can't be seen."""
+    inodes = _listening(port)
+    for entry in os.listdir("/proc") if inodes else ():
+        if not entry.isdigit():
+            continue
+        with suppress(OSError):  # of another user, or gone
+            if any(_target(link) in inodes for link in Path(f"/proc/{entry}/fd").iterdir()):
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
+                command = "".join(c if c.isprintable() else "?" for c in words.decode(errors="replace")).strip()
+                return f"pid {entry} ({command[:_SHOWN]})"
+    return "another process"
+
+
+def _target(link: Path) -> str:
+    with suppress(OSError):  # closed since it was listed
+        return os.readlink(link)
+    return ""
+
+
+def _listening(port: int) -> set[str]:
+    """Return the sockets that listen on a port, as links of file descriptors show them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{inode}]")
+    return found

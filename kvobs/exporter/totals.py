@@ -1,0 +1,150 @@
+"""Add up the payloads of one engine, and hand out every series of kvobs's metrics.
+
+The engine's increments are all that is added here: what the exporter counts itself goes to the engine first, and comes
+back with the next payload. After a restart the engine sends its totals, so that no counter falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from math import nan
+from threading import Lock
+from typing import NamedTuple
+
+from kvobs import signals
+from kvobs.signals import OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Scope, Series, Signal
+from kvobs.spans import CONNECTOR, Record, observed_in
+from kvobs.stats.hello import Engine
+from kvobs.telemetry.taken import Taken
+from kvobs.version import __version__
+
+_BY_NAME = {signal.name: signal for signal in SIGNALS}
+_Key = tuple[Series, int]  # a series of the slot table, and the connector's position (-1: none)
+
+
+class Mark(NamedTuple):
+    """An exemplar: a duration in seconds, whose span has this trace and span id."""
+
+    value: float
+    time_s: float
+    trace_id: str
+    span_id: str
+
+
+class Point(NamedTuple):
+    """One series.
+
+    ``labels`` are the values of all labels (see ``signals.labelnames``). ``value`` is a total, a gauge's value, or a
+    histogram's sum, in Prometheus's units. ``buckets`` has a histogram's counts, one for each bucket and one for the
+    overflow, and ``marks`` its exemplars by bucket.
+    """
+
+    labels: tuple[str, ...]
+    value: float
+    buckets: Sequence[int] = ()
+    marks: Mapping[int, Mark] = {}
+
+
+class Totals:
+    """The totals of one engine; threads may read them while payloads are added."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._labels = engine.label_values
+        self._names = [connector.name for connector in engine.connectors]
+        self._lock = Lock()
+        self._counts: dict[_Key, list[int]] = {}
+        self._gauges: dict[_Key, int] = {}
+        self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
+        self._marks: dict[_Key, dict[int, Mark]] = {}
+        self._own: dict[Signal, float] = {}
+        self.version = 0
+        """Grows with every change."""
+
+    def add(self, taken: Taken) -> None:
+        """Add the increments of a payload; what is of no connector of this engine is left out."""
+        with self._lock:
+            self.version += 1
+            for slot, n in taken.counts.items():
+                series, offset, child = _locate(slot)
+                if child < len(self._names):
+                    totals = self._counts.get((series, child))
+                    if totals is None:
+                        totals = self._counts[series, child] = [0] * series.width
+                    totals[offset] += n
+            for slot, value in taken.gauges.items():
+                series, _, child = _locate(slot)
+                if child < len(self._names) and series.signal.kind is Kind.GAUGE:
+                    self._gauges[series, child] = value
+            for name, child, *values, n in taken.opened:
+                self._add_open(name, child, tuple(values), n)
+
+    def _add_open(self, name: str, child: int, values: tuple[str, ...], n: int) -> None:
+        """Add to a series whose label values come from the engine; their number is limited."""
+        signal = _BY_NAME.get(name)
+        if signal is None or not signal.is_open or len(values) != len(signal.labels) or child >= len(self._names):
+            return
+        known = self._opened.setdefault(signal, {})
+        if (child, values) not in known and sum(key[0] == child for key in known) >= SERIES_AT_MOST:
+            values = (OTHER_VALUE,) * len(values)
+        known[child, values] = known.get((child, values), 0) + n
+
+    def mark(self, record: Record, time_s: float) -> None:
+        """Put an exemplar on the bucket of a span's duration."""
+        series, name = observed_in(record), str(record.attributes.get(CONNECTOR))
+        if series is None or name not in self._names:
+            return
+        mark = Mark(record.observed_ns * series.signal.unit, time_s, record.trace_id, record.span_id)
+        with self._lock:
+            marks = self._marks.setdefault((series, self._names.index(name)), {})
+            marks[series.signal.bucket(record.observed_ns)] = mark
+
+    def set_own(self, signal: Signal, value: float) -> None:
+        """Set a gauge of the exporter."""
+        with self._lock:
+            self.version += 1
+            self._own[signal] = value
+
+    def series(self) -> Iterator[tuple[Signal, list[Point]]]:
+        """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
+        with self._lock:
+            points: dict[Signal, list[Point]] = {signal: [] for signal in SIGNALS}
+            for (series, child), totals in self._counts.items():
+                points[series.signal].append(self._point(series, child, totals))
+            for (series, child), value in self._gauges.items():
+                is_unset = series.signal is signals.OLDEST_IN_FLIGHT and not value
+                number = nan if is_unset else value * series.signal.unit
+                points[series.signal].append(Point(self._values(child, series.values), number))
+            for signal, opened in self._opened.items():
+                for (child, values), n in opened.items():
+                    points[signal].append(Point(self._values(child, values), n * signal.unit))
+            for signal, own in self._own.items():
+                points[signal].append(Point(self._labels, own))
+        self._introduce(points)
+        yield from points.items()
+
+    def _point(self, series: Series, child: int, totals: list[int]) -> Point:
+        labels, unit = self._values(child, series.values), series.signal.unit
+        if series.signal.kind is not Kind.HISTOGRAM:
+            return Point(labels, totals[0] * unit)
+        return Point(labels, totals[-1] * unit, totals[:-1], dict(self._marks.get((series, child), {})))
+
+    def _values(self, child: int, values: tuple[str, ...]) -> tuple[str, ...]:
+        return (*self._labels, self._names[child], *values) if child >= 0 else (*self._labels, *values)
+
+    def _introduce(self, points: dict[Signal, list[Point]]) -> None:
+        """Add the info metrics: versions and configuration."""
+        engine = self._engine
+        points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        points[signals.CONNECTOR_INFO] = [
+            Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
+            for i, one in enumerate(engine.connectors)
+        ]
+
+
+@cache
+def _locate(slot: int) -> tuple[Series, int, int]:
+    series, offset, child = signals.locate(slot)
+    assert series.signal.scope is not Scope.EXPORTER
+    return series, offset, child

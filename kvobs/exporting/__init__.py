@@ -1,0 +1,1 @@
+"""Export the payload: Prometheus metrics and OpenTelemetry spans."""

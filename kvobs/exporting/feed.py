@@ -1,0 +1,334 @@
+"""Feed the exporter from EngineCore, and keep it running: payloads go out by a thread, never within a step.
+
+The thread keeps the totals of all that was sent. An exporter that ended is started again with a back-off, and gets them
+first: no counter falls when the exporter restarts. While it does not read, what waits is added up; only its spans
+are limited, and counted where they are lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread, get_native_id
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+import kvobs
+from kvobs import faults, host, signals
+from kvobs.config import ExporterOptions, Options
+from kvobs.log import log
+from kvobs.stats import wire
+from kvobs.stats.hello import Connector, Engine
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.sampling import TracingSettings
+from kvobs.telemetry.taken import nothing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvobs.children.specs import ChildSpec
+
+SPANS_WAITING = 2048
+"""Groups of span records that wait for an exporter that does not read."""
+BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+WELL_AFTER_S = 120.0
+"""An exporter that has run so long is started again without delay."""
+IDLE_S, BUSY_S = 1.0, 0.05
+"""Between looks at the exporter: while there is nothing to send, and while it does not take what there is."""
+CLOSING_S = 1.0
+START_S = 60.0
+READ = 1 << 16  # bytes
+
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "queue")
+
+
+def described(
+    vllm_config: VllmConfig,
+    specs: Sequence[ChildSpec],
+    options: Options,
+    exporter: ExporterOptions,
+    tracing: TracingSettings | None,
+) -> Engine:
+    """Return what the exporter is to know about this engine."""
+    place = host.engine_place(vllm_config)
+    return Engine(
+        pid=os.getpid(),
+        began_ns=time.time_ns(),
+        model=host.model_name(vllm_config),
+        index=place.number,
+        connectors=tuple(
+            Connector(spec.name, spec.connector_class.__name__, str(spec.transfer_config.kv_role)) for spec in specs
+        ),
+        load_policy=options.load_policy,
+        failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
+        vllm_version=vllm.__version__,
+        host=exporter.host,
+        port=None if exporter.port is None else exporter.port + place.on_host,
+        otlp_metrics=exporter.otlp_metrics,
+        linger_s=exporter.linger_s,
+        has_spans=tracing is not None,
+        endpoint=tracing.endpoint if tracing is not None else None,
+    )
+
+
+class Feed:
+    """Sends an engine's payloads to its exporter.
+
+    Args:
+        engine: the first message of each exporter.
+        children: name -> "module:Class", as in payloads.
+    """
+
+    def __init__(self, engine: Engine, children: Mapping[str, str]) -> None:
+        self._engine = engine
+        self._children = dict(children)
+        self._queue: SimpleQueue[KvobsStats | None] = SimpleQueue()
+        self._sent = self._empty()
+        self._waiting = self._empty()
+        self._exporter: _Process | None = None
+        self._starts = 0  # since it last ran well
+        self._start_at = 0.0
+        self._is_over = False
+        self._ends_well = True
+        self._cores = _cores_of_parent()
+        self._thread = Thread(target=self._run, name="kvobs-feed", daemon=True)
+        self._thread.start()
+
+    def put(self, stats: KvobsStats) -> None:
+        """Hand over a payload, which the caller must not use any more; this never waits."""
+        self._queue.put(stats)
+
+    def close(self, *, is_well: bool = True) -> None:
+        """Send what waits, and let the exporter end; for a second at most.
+
+        Args:
+            is_well: whether the engine ends by itself; else the exporter serves the last numbers for a while.
+        """
+        self._ends_well = is_well
+        self._queue.put(None)
+        self._thread.join(CLOSING_S)
+
+    def ended_by(self, shutdown: Callable[[], None]) -> Callable[[], None]:
+        """Return vLLM's hook ``shutdown`` with the end of this feed after it."""
+
+        def shut_down() -> None:
+            error = sys.exc_info()[0]  # vLLM also calls it while an error ends the engine
+            try:
+                shutdown()
+            finally:
+                self.close(is_well=error is None or not issubclass(error, Exception))
+
+        return shut_down
+
+    def _empty(self) -> KvobsStats:
+        return KvobsStats.of(self._children, nothing())
+
+    # The thread
+
+    def _run(self) -> None:
+        with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
+            os.sched_setaffinity(get_native_id(), self._cores)
+        while not self._is_over:
+            try:
+                self._take_in()
+                self._keep_running()
+                self._send()
+            except Exception:
+                self._stop()
+                faults.contain("flush")
+        self._say_goodbye()
+
+    def _take_in(self) -> None:
+        """Wait for payloads, and add them up."""
+        is_busy = self._exporter is not None and self._exporter.has_unsent
+        with suppress(Empty):
+            self._take(self._queue.get(timeout=BUSY_S if is_busy else IDLE_S))
+            while not self._is_over:
+                self._take(self._queue.get_nowait())
+
+    def _take(self, stats: KvobsStats | None) -> None:
+        if stats is None:
+            self._is_over = True
+            return
+        self._waiting.aggregate(stats)
+        groups = self._waiting.data["spans"]
+        if len(groups) > SPANS_WAITING:
+            lost = sum(map(len, groups[SPANS_WAITING:]))
+            del groups[SPANS_WAITING:]
+            self._waiting.spend(_DROPPED, lost)
+
+    def _keep_running(self) -> None:
+        """Start the exporter, again if it has ended."""
+        now = time.monotonic()
+        if self._exporter is None:
+            if now >= self._start_at:
+                self._start(now)
+            return
+        for message in self._exporter.read():
+            self._waiting.aggregate(KvobsStats.read(message))  # what it has counted itself is part of the totals
+        if self._exporter.has_ended:
+            if now - self._exporter.started > WELL_AFTER_S:
+                self._starts = 1
+            pid = f" (pid {self._exporter.pid})" if self._exporter.pid else ""
+            self._stop()
+            self._announce(f"kvobs's exporter{pid} has ended")
+
+    def _announce(self, what: str) -> None:
+        """Log the end of an exporter, while it is started again quickly."""
+        if self._starts <= len(BACK_OFF_S):
+            log.error("%s. It is started again in %g s, and no count is lost", what, self._back_off_s)
+
+    def _start(self, now: float) -> None:
+        self._starts += 1
+        self._start_at = now + self._back_off_s
+        try:
+            self._exporter = _Process(now)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
+            return
+        self._exporter.add(wire.to_line(self._engine.message()))
+        if not self._sent.is_empty():
+            self._exporter.add(wire.to_line({**self._sent.to_dict(), "is_total": True}))
+
+    def _stop(self) -> None:
+        if self._exporter is not None:
+            self._exporter.kill()
+            self._exporter = None
+            self._start_at = time.monotonic() + self._back_off_s
+
+    @property
+    def _back_off_s(self) -> float:
+        return BACK_OFF_S[min(self._starts, len(BACK_OFF_S)) - 1]
+
+    def _send(self) -> None:
+        if self._exporter is None:
+            return
+        if not self._exporter.has_unsent and not self._waiting.is_empty():
+            self._exporter.add(wire.to_line(self._waiting.to_dict()))
+            self._waiting.data["spans"] = []
+            self._sent.aggregate(self._waiting)
+            self._waiting = self._empty()
+        self._exporter.write()
+
+    def _say_goodbye(self) -> None:
+        """Send the rest, without waiting long."""
+        try:
+            deadline = time.monotonic() + CLOSING_S * 0.8
+            self._send()
+            if self._exporter is not None:
+                if self._ends_well:
+                    self._exporter.add(wire.to_line({"bye": True}))
+                while self._exporter.has_unsent and time.monotonic() < deadline:
+                    self._exporter.write()
+                    time.sleep(0.01)
+        except Exception:
+            faults.contain("flush")
+        finally:
+            if self._exporter is not None:
+                self._exporter.close()
+
+
+class _Process:
+    """A running exporter, and the socket to it."""
+
+    def __init__(self, now: float) -> None:
+        self.started = now
+        self.pid: int | None = None
+        self.has_ended = False
+        self._unsent = bytearray()
+        self._unread = b""
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            # A session of its own: Ctrl-C in the engine's terminal is for the engine, whose end is the exporter's.
+            # What is started here forks, and ends at once: the socket shows how long the exporter lives.
+            try:
+                subprocess.run(
+                    [sys.executable, "-P", "-m", "kvobs.exporter", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=_environment(),
+                    check=True,
+                    timeout=START_S,
+                )
+            except BaseException:
+                self._socket.close()
+                raise
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether it does not take what there is."""
+        return bool(self._unsent)
+
+    def add(self, data: bytes) -> None:
+        """Send this after all before it."""
+        self._unsent += data
+
+    def write(self) -> None:
+        """Send as much as it takes now."""
+        while self._unsent:
+            try:
+                n = self._socket.send(self._unsent)
+            except OSError:  # it does not read, or has ended
+                return
+            del self._unsent[:n]
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return its messages about what it has counted."""
+        try:
+            data = self._socket.recv(READ)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.has_ended = not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = []
+        for text in lines:
+            with suppress(ValueError):
+                message = wire.from_line(text)
+                self.pid = message.pop("pid", self.pid)
+                messages.append(message)
+        return messages
+
+    def kill(self) -> None:
+        """End it at once, if it still runs."""
+        self._socket.close()
+        if self.pid is not None and not self.has_ended:
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the socket, upon which it ends by itself."""
+        self._socket.close()
+
+
+def _environment(package: Path = Path(kvobs.__file__).parent) -> dict[str, str]:
+    """Return the environment in which the exporter finds kvobs, wherever this process has found it.
+
+    Python finds installed packages by itself; on PYTHONPATH they would stand before its own modules.
+    """
+    environ = dict(os.environ)
+    if package.parent.name not in ("site-packages", "dist-packages"):
+        paths = [str(package.parent), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environ
+
+
+def _cores_of_parent() -> set[int]:
+    """Return the cores of the process that started this one: its own may be bound to those of the model."""
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:
+        return os.sched_getaffinity(0)

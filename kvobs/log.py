@@ -1,0 +1,33 @@
+"""Log through vLLM's own handler, and log repeated messages once."""
+
+import logging
+
+# Under vLLM's logger, whose handler and level every deployment has already configured.
+log = logging.getLogger("vllm.kvobs")
+
+_said: dict[str, set[str]] = {}  # by kind: the part of a key before its first colon
+_SAID_AT_MOST = 128  # keys of one kind: a kind with ever new keys does not silence the others
+_KEY_AT_MOST = 256  # characters
+_LINE_AT_MOST = 120
+
+
+def once(key: str, level: int, message: str, *args: object, exc_info: bool = False) -> bool:
+    """Log ``message`` unless ``key`` was logged before in this process; return whether it was logged."""
+    key = key[:_KEY_AT_MOST]
+    said = _said.setdefault(key.partition(":")[0] if ":" in key else "", set())
+    if key in said or len(said) >= _SAID_AT_MOST:
+        return False
+    said.add(key)
+    log.log(level, message, *args, exc_info=exc_info)
+    return True
+
+
+def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
+    """Return external text in a form that is safe to log: without control characters, and shortened."""
+    shown = repr(str(text)[: at_most + 1])[1:-1]
+    return shown if len(shown) <= at_most else shown[:at_most] + "..."
+
+
+def forget() -> None:
+    """Forget the logged keys; for tests."""
+    _said.clear()

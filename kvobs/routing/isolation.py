@@ -1,0 +1,213 @@
+"""Isolate the engine from failures of best-effort connectors: quarantine, probation, and their open requests.
+
+The scheduler's side decides. Requests that arrive during a quarantine are hidden from the connector completely; those
+that it knows are still reported to it, with its failures contained, but it no longer saves them. No cache is reset, and
+kvobs makes no call that vLLM does not make: the first request after the back-off begins the probation.
+
+Loads that no worker can have begun fail at once. Any other load is waited for, since the connector may still write into
+its blocks: for ``GIVE_UP_NS``; then it counts as failed, and open saves as done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvobs import signals
+from kvobs.children.child import Child
+from kvobs.children.gate import ends_for_good
+from kvobs.children.unbuilt import Unbuilt
+from kvobs.hooks import HOOKS, Cadence
+from kvobs.log import line, log
+from kvobs.routing.visibility import Visibility
+from kvobs.state.ledger import Ledger
+from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine, State
+from kvobs.telemetry.recorder import Recorder, wall_ns
+
+GIVE_UP_NS = 10 * 10**9
+_QUARANTINED = signals.slot(signals.QUARANTINED)
+_QUARANTINES = signals.slot(signals.QUARANTINES)
+
+
+class Isolation:
+    """The isolated connectors on the scheduler's side.
+
+    Args:
+        children: all connectors; those with a gate are isolated.
+        ledger: their open loads and saves.
+        visibility: the requests hidden from each connector, by position.
+        recorder: sets the gauge.
+        slow_ns: how long a call within the scheduler's step may take.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        ledger: Ledger,
+        visibility: Sequence[Visibility],
+        recorder: Recorder,
+        slow_ns: int,
+    ) -> None:
+        self._children = {child.index: child for child in children if child.gate is not None}
+        self._states = {index: Quarantine() for index in self._children}
+        # Live requests that were looked up -> whether blocks were allocated with the connector's knowledge.
+        self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._children}
+        self._visibility = visibility
+        self._ledger = ledger
+        self._recorder = recorder
+        self._reviews: deque[tuple[int, int]] = (
+            deque()
+        )  # (time, connector) after which transfers that are open now are given up
+        for index, child in self._children.items():
+            assert child.gate is not None
+            child.gate.slow_ns = slow_ns
+            child.gate.on_failure = self._on_failure(index)
+            child.gate.on_slow = self._on_slow(index)
+            if isinstance(child.connector, Unbuilt):
+                self._fail(index, "to be built", FOR_GOOD)
+
+    def is_out(self, child: int) -> bool:
+        """Return whether a connector is in quarantine."""
+        return child in self._states and self._states[child].is_out
+
+    def is_slow(self, child: int) -> bool:
+        """Return whether a connector is in quarantine because of a slow call."""
+        return child in self._states and self._states[child].is_slow
+
+    def words(self) -> Mapping[int, IsolationState]:
+        """Return the connectors' isolation states for the workers."""
+        if not self._states:
+            return {}
+        return {index: IsolationState(state.epoch, state.is_out) for index, state in self._states.items()}
+
+    def record_failures(self, broken: Iterable[tuple[int, int]]) -> None:
+        """Process the connectors that failed on workers, each with the epoch of the failure."""
+        for index, epoch in broken:
+            if index in self._states:
+                self._withhold_all(index)  # the requests of that step are not known here
+                self._fail(index, "on a worker", epoch)
+
+    # Requests
+
+    def arrive(self, request_id: str) -> None:
+        """Hide a new request from the connectors in quarantine."""
+        for index, state in self._states.items():
+            if state.is_out and not self._look(index):
+                self._visibility[index].hidden.add(request_id)
+
+    def asks(self, child: int, request_id: str) -> bool:
+        """Return whether a connector takes part in a lookup of this request.
+
+        During quarantine it still gets repeated lookups of requests it knows, so that it can clean up its state, unless
+        the cause was a slow call: another one would block the step again.
+        """
+        if child not in self._states:
+            return True
+        visibility, state, asked = self._visibility[child], self._states[child], self._asked[child]
+        if not visibility.allocates(request_id):
+            return False
+        if state.is_out and (state.by_slowness or request_id not in asked):
+            visibility.drop(request_id, taints=asked.get(request_id, False))
+            return False
+        asked.setdefault(request_id, False)
+        return True
+
+    def allocated(self, child: int, request_id: str) -> None:
+        """Note that a connector has been given a request's blocks."""
+        if child in self._asked:
+            self._asked[child][request_id] = True
+
+    def discards(self, child: int, request_id: str) -> bool:
+        """Return whether a connector's answer to a lookup is ignored."""
+        return child in self._states and (self.is_out(child) or not self._visibility[child].saves(request_id))
+
+    def gone(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        for asked in self._asked.values():
+            asked.pop(request_id, None)
+
+    # The step
+
+    def begin_step(self) -> None:
+        """Apply all state changes that are due."""
+        if not self._states:
+            return
+        now = wall_ns()
+        while self._reviews and now >= self._reviews[0][0] + GIVE_UP_NS:
+            before, index = self._reviews.popleft()
+            self._give_up(before, index, now)
+            if self.is_out(index) and all(index != other for _, other in self._reviews):
+                self._reviews.append((now, index))  # saves promised during the quarantine
+        for index in self._states:
+            self._look(index)
+
+    def _look(self, index: int) -> bool:
+        """Enable a connector again if its back-off is over; return whether it is enabled."""
+        state, now = self._states[index], wall_ns()
+        change = state.look(now)
+        if change is State.TRIAL:
+            self._reviews.append((now, index))
+            self._recorder.set_gauge(index, _QUARANTINED, 0)
+            log.info(
+                "connector %r is enabled again on probation: it receives the requests that arrive from now on",
+                self._children[index].name,
+            )
+        elif change is State.FIT:
+            log.info("connector %r has recovered: probation over", self._children[index].name)
+        return not state.is_out
+
+    # Failures
+
+    def _on_failure(self, index: int) -> Any:
+        def failed(hook: str, args: tuple[Any, ...], error: Exception) -> None:
+            cadence = HOOKS[hook].cadence
+            is_new = True
+            if cadence is Cadence.REQUEST and args:
+                # A consequence of an earlier failure is not a new one.
+                is_new = self._visibility[index].saves(args[0].request_id)
+                self._visibility[index].withhold(args[0].request_id, taints=True)
+            elif cadence is Cadence.STEP:
+                self._withhold_all(index)
+            if is_new:
+                epoch = FOR_GOOD if ends_for_good(hook) else None
+                self._fail(index, f"in {hook}: {type(error).__name__}: {line(error)}", epoch)
+
+        return failed
+
+    def _on_slow(self, index: int) -> Any:
+        def slow(hook: str, spent_ns: int) -> None:
+            self._fail(index, f"in {hook}, which took {spent_ns / 1e9:.3g} s", slow_ns=spent_ns)
+
+        return slow
+
+    def _withhold_all(self, index: int) -> None:
+        """Stop a connector from saving the requests it knows: its state of some may be incomplete."""
+        for request_id in self._ledger.unfinished():
+            self._visibility[index].withhold(request_id, taints=True)
+
+    def _fail(self, index: int, where: str, epoch: int | None = None, *, slow_ns: int = 0) -> None:
+        now, state, child = wall_ns(), self._states[index], self._children[index]
+        if not state.fail(now, epoch, slow_ns=slow_ns):
+            return
+        self._recorder.set_gauge(index, _QUARANTINED, 1)
+        self._recorder.count(index, _QUARANTINES)
+        self._reviews.append((now, index))
+        log.warning(
+            "connector %r failed %s. It is in quarantine: new requests are served without it %s (kvobs_quarantined)",
+            child.name,
+            where,
+            "until a restart" if state.length_ns == NEVER_NS else f"for {state.length_ns / 1e9:g} s",
+        )
+
+    def _give_up(self, before: int, index: int, now: int) -> None:
+        loads, saves = self._ledger.give_up(index, before, now)
+        if loads or saves:
+            log.warning(
+                "connector %r has not reported %d loads and %d saves %.3g s after it failed: the loads count as "
+                "failed, the blocks of the saves are released",
+                self._children[index].name,
+                loads,
+                saves,
+                GIVE_UP_NS / 1e9,
+            )

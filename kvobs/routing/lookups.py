@@ -1,0 +1,207 @@
+"""Look requests up in the children, choose one by the load policy, and count offered, admitted and unused tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvobs import signals
+from kvobs.children.child import Child
+from kvobs.config import Options
+from kvobs.log import once
+from kvobs.routing.isolation import Isolation
+from kvobs.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_HIT, _MISS, _PENDING, _TIMEOUT = (
+    signals.slot(signals.LOOKUPS, outcome) for outcome in ("hit", "miss", "pending", "timeout")
+)
+_OFFERED = signals.slot(signals.OFFERED_TOKENS)
+_ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
+_UNUSED_HITS = signals.slot(signals.UNUSED_HIT_TOKENS)
+_UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
+
+
+class Offer(NamedTuple):
+    """A child's offer: ``tokens`` beyond those computed, loaded asynchronously or within the step."""
+
+    child: int
+    tokens: int
+    is_async: bool
+
+
+class Settled(NamedTuple):
+    """A lookup that led to an allocation: vLLM's own computed tokens, where a load begins, and all offers."""
+
+    local: int
+    offers: list[Offer]
+
+
+NOTHING = Offer(-1, 0, False)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The lookup state of one request, from its first lookup to its end."""
+
+    pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
+    offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
+    left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
+    banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
+    outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
+    local: int = 0  # tokens that vLLM had computed itself at that lookup
+    counted: bool = False
+
+
+class Offers:
+    """The lookups of all live requests.
+
+    Args:
+        children: the children's scheduler-side connectors.
+        options: kvobs's options.
+        recorder: this process's numbers.
+        isolation: which children are asked, and whose answers count; None if none is isolated.
+        async_only: children whose synchronous offers are not used.
+        clock: a monotonic time in ns.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        options: Options,
+        recorder: Recorder,
+        *,
+        isolation: Isolation | None = None,
+        async_only: Collection[int] = (),
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._lookups = [child.get_num_new_matched_tokens for child in children]
+        self._names = [child.name for child in children]
+        self._isolation = isolation
+        self._async_only = async_only
+        self._longest = options.load_policy == "longest"
+        self._waits_for_all = options.wait_for == "all"
+        self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
+        self._recorder = recorder
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
+        """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
+
+        Policy ``first``: the first child with a hit, once all have answered; as in vLLM, no child is asked after one
+        that has not answered. Policy ``longest``: the child that offers most, the first of equals.
+        """
+        asked = self._asked.setdefault(request.request_id, _Asked())
+        asked.offers, asked.local = [], num_computed_tokens
+        asked.left_open.clear()
+        best = NOTHING
+        waits = False
+        for child, lookup in enumerate(self._lookups):
+            if self._isolation is not None and not self._isolation.asks(child, request.request_id):
+                continue
+            tokens, is_async = lookup(request, num_computed_tokens)
+            if tokens is None:
+                if self._is_waited_for(child, request.request_id, asked, has_hit=best.tokens > 0):
+                    if not self._longest:
+                        return None
+                    waits = True
+                continue
+            tokens = max(0, tokens)  # ExampleConnector may answer less than vLLM has itself
+            offer = Offer(child, tokens, bool(is_async and tokens))
+            self._count_answer(asked, offer)
+            if child in asked.banned or self._is_discarded(child, request.request_id):
+                continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
+            asked.offers.append(offer)
+            if tokens and not is_async and child in self._async_only:
+                self._refuse(child)
+            elif tokens > best.tokens and (self._longest or not best.tokens):
+                best = offer
+        if waits:
+            asked.offers = []
+            return None
+        return best
+
+    def take_left_open(self, request_id: str) -> set[int]:
+        """Return the children for which the last lookup did not wait; each lookup's are returned once."""
+        asked = self._asked.get(request_id)
+        if asked is None or not asked.left_open:
+            return set()
+        left_open, asked.left_open = asked.left_open, set()
+        return left_open
+
+    def _count_answer(self, asked: _Asked, offer: Offer) -> None:
+        since = asked.pending_since.pop(offer.child, None)
+        if since is not None:
+            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, self._clock() - since)
+        self._count(asked, offer.child, _HIT if offer.tokens else _MISS)
+
+    def _count(self, asked: _Asked, child: int, outcome: int) -> None:
+        """Count an outcome of a request's lookups once; repeated lookups appear in the calls."""
+        if (child, outcome) not in asked.outcomes:
+            asked.outcomes.add((child, outcome))
+            self._recorder.count(child, outcome)
+
+    def _is_discarded(self, child: int, request_id: str) -> bool:
+        return self._isolation is not None and self._isolation.discards(child, request_id)
+
+    def _refuse(self, child: int) -> None:
+        once(
+            f"sync:{self._names[child]}",
+            logging.WARNING,
+            "connector %r is isolated and offers a synchronous load: it is not used, because after a failed load other "
+            "connectors would save unfilled blocks. Such offers are counted as unused (kvobs_unused_offers_total)",
+            self._names[child],
+        )
+
+    def _is_waited_for(self, child: int, request_id: str, asked: _Asked, *, has_hit: bool) -> bool:
+        """Count a "not yet", and return whether the lookup waits for the child; otherwise it stays open."""
+        now = self._clock()
+        since = asked.pending_since.setdefault(child, now)
+        self._count(asked, child, _PENDING)
+        if self._timeout_ns is not None and now - since >= self._timeout_ns:
+            self._count(asked, child, _TIMEOUT)
+        elif (self._waits_for_all or not has_hit) and not self._is_discarded(child, request_id):
+            return True
+        asked.left_open.add(child)
+        return False
+
+    def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
+        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
+
+        The second allocation call of an async load finds no offers and counts nothing.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None:
+            return Settled(0, [])
+        offers, asked.offers = asked.offers, []
+        if owner is not None:
+            self._recorder.count(owner, _ADMITTED, tokens)
+        if not asked.counted:
+            won = next((offer.tokens for offer in offers if offer.child == owner), 0)
+            for offer in offers:
+                if offer.tokens:
+                    asked.counted = True
+                    self._recorder.count(offer.child, _OFFERED, offer.tokens)
+                    if offer.child != owner:
+                        self._recorder.count(offer.child, _UNUSED_OFFERS)
+                        self._recorder.count(offer.child, _UNUSED_HITS, max(0, offer.tokens - won))
+        return Settled(asked.local, offers)
+
+    def ban(self, request_id: str, child: int) -> None:
+        """Ignore this child's further answers about this request: its load has failed."""
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.banned.add(child)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._asked.pop(request_id, None)

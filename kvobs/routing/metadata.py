@@ -1,0 +1,176 @@
+"""Messages between the scheduler's connector and the workers': metadata down, worker metadata and events up.
+
+All are pickled. The children's parts are identified by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvobs.state.cache_layout import Blocks
+from kvobs.state.quarantine import IsolationState
+from kvobs.state.transfers import Report, ReportKind
+from kvobs.telemetry.trace_context import TraceContext
+
+Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
+
+
+class LoadOrder(NamedTuple):
+    """A load that vLLM admitted in this step, for the workers.
+
+    ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``trace`` is its span, if traced.
+    """
+
+    child: int
+    is_async: bool
+    blocks: Blocks
+    trace: TraceContext | None = None
+
+
+@dataclass
+class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
+    """The scheduler's metadata for the workers, for one step.
+
+    ``metadata`` holds the children's own, by position. ``extra_async_saves`` is vLLM's count of promised saves: kvobs
+    counts on the scheduler's side, and leaves it empty.
+    """
+
+    loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
+    closed: Sequence[str] = ()  # requests whose load has ended: forget their blocks
+    failed: tuple[str, ...] = ()  # requests whose load every rank must report to vLLM as failed
+    has_forward: bool = True  # whether tokens are scheduled in this step
+    promised: Sequence[tuple[int, str]] = ()  # (child, request) of the saves promised since the last step
+    orphaned: Sequence[str] = ()  # requests that ended while their load is open
+    saved: Sequence[tuple[int, str]] = ()  # (child, request) of promised saves that have ended
+    trace: TraceContext | None = None  # the step's own trace, if every call is traced
+    isolated: Mapping[int, IsolationState] = field(default_factory=dict)  # child -> isolation state
+    hidden: Mapping[int, frozenset[str]] = field(
+        default_factory=dict
+    )  # child -> finished requests that were hidden from it
+    flush: bool = False  # whether the workers send their numbers in this step
+
+
+@dataclass
+class PendingMetadata:
+    """Changes since the previous step, sent with the next metadata; the fields are explained there."""
+
+    loads: dict[str, LoadOrder] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    promised: list[tuple[int, str]] = field(default_factory=list)
+    orphaned: list[str] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
+    """The workers' metadata for the scheduler: the children's own by position, and the children's reports."""
+
+    reports: list[Report] = field(default_factory=list)
+    broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
+        """Merge two ranks' metadata: the children's by their own rule, reports concatenated."""
+        if not isinstance(other, MultiKVConnectorWorkerMetadata) or len(other.metadata) != len(self.metadata):
+            raise TypeError(
+                f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
+                "run the same --kv-transfer-config and the same version of kvobs"
+            )
+        merged = tuple(_merge_one(a, b) for a, b in zip(self.metadata, other.metadata, strict=True))
+        return MultiKVConnectorWorkerMetadata(
+            metadata=merged, reports=self.reports + other.reports, broken=self.broken | other.broken
+        )
+
+
+def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMetadata | None:
+    """Validate worker metadata.
+
+    Raises:
+        TypeError: it belongs to another connector, or to different children.
+        ValueError: a report's child, rank or kind does not exist.
+    """
+    if meta is None:
+        return None
+    if not isinstance(meta, MultiKVConnectorWorkerMetadata):
+        raise TypeError(f"worker metadata of another connector reached kvobs: {type(meta).__name__}")
+    if len(meta.metadata) != children:
+        raise TypeError(f"worker metadata of {len(meta.metadata)} connectors reached kvobs, which has {children}")
+    for report in meta.reports:
+        if not (0 <= report.child < children and 0 <= report.rank < ranks and type(report.kind) is ReportKind):
+            raise ValueError(
+                f"a worker's report can't be of this engine: {report!r:.200}; allowed: connectors 0 to {children - 1}, "
+                f"ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run the same version of "
+                "kvobs"
+            )
+    return meta
+
+
+def _merge_one(
+    a: KVConnectorWorkerMetadata | None, b: KVConnectorWorkerMetadata | None
+) -> KVConnectorWorkerMetadata | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a.aggregate(b)
+
+
+@dataclass
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """The handshakes of one rank's children, by position; None for a child without one."""
+
+    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+    @staticmethod
+    def of_child(received: Mapping[Rank, Any], child: int) -> dict[Rank, KVConnectorHandshakeMetadata]:
+        """Return this child's handshakes, by rank."""
+        return {rank: part.metadata[child] for rank, part in received.items() if part.metadata[child] is not None}
+
+
+class MultiKVEvents(KVConnectorKVEvents):
+    """KV cache events of several children, each in its child's own container.
+
+    vLLM's aggregator merges ranks through ``get_all_events``, ``add_events`` and ``increment_workers``. Here an
+    "event" of those calls is a pair (child, container), so that each child's own rule for merging ranks applies.
+    """
+
+    def __init__(self, by_child: dict[int, KVConnectorKVEvents]) -> None:
+        self.by_child = by_child
+
+    def get_all_events(self) -> list[Any]:
+        """Return (child, container) pairs, for ``add_events`` of another rank's object."""
+        return list(self.by_child.items())
+
+    def add_events(self, events: Sequence[Any]) -> None:
+        """Merge another rank's (child, container) pairs, and count its workers."""
+        for child, container in events:
+            mine = self.by_child.get(child)
+            if mine is None:
+                self.by_child[child] = container
+            else:
+                mine.add_events(container.get_all_events())
+                mine.increment_workers(container.get_number_of_workers())
+
+    def increment_workers(self, count: int = 1) -> None:
+        """Do nothing: ``add_events`` has counted the workers, child by child."""
+
+    def aggregate(self) -> MultiKVEvents:
+        """Let each child's container reduce its events to those that all its workers reported."""
+        for container in self.by_child.values():
+            container.aggregate()
+        return self
+
+    def get_number_of_workers(self) -> int:
+        """Return the largest number of workers of any child."""
+        return max((container.get_number_of_workers() for container in self.by_child.values()), default=0)
+
+    def clear_events(self) -> None:
+        """Empty every child's container."""
+        for container in self.by_child.values():
+            container.clear_events()

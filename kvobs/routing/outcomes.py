@@ -1,0 +1,126 @@
+"""Record how loads and saves ended, how long they took and on which rank, and log what operators must know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from kvobs import signals
+from kvobs.faults import contained
+from kvobs.log import line, log, once
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfers import Load, Save, Slowest, Stray
+from kvobs.telemetry.recorder import Recorder
+
+_LOADS = {
+    (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
+    for mode in signals.LOADS.labels["mode"]
+    for outcome in signals.LOADS.labels["outcome"]
+}
+_LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
+_LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
+_RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
+_SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
+_FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
+
+
+class Outcomes(TransferListener):
+    """Records the ends of loads and saves as numbers and log lines.
+
+    Args:
+        names: the children's names, by position.
+        recorder: receives the numbers.
+    """
+
+    def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
+        self._names = names
+        self._recorder = recorder
+
+    @contained("record")
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        """Record that a request ended while its load was open; the load's later end is not counted.
+
+        With kv_load_failure_policy "fail" a failed load itself ends the request: if its blocks are bad, vLLM ends it
+        with an error before it passes on the workers' reports.
+        """
+        if load.failed or by_error:
+            self._failed(load)
+        else:
+            self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
+
+    @contained("record")
+    def load_ended(self, request_id: str, load: Load) -> None:
+        if load.failed:
+            if not load.aborted:
+                self._failed(load)
+            return
+        count, mode = self._recorder.count, _mode(load)
+        count(load.child, _LOAD_TOKENS, load.tokens)
+        count(load.child, _LOAD_BYTES, load.size)
+        if load.aborted:  # counted when its request ended
+            return
+        count(load.child, _LOADS[mode, "ok"])
+        self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
+        self._compare_ranks(load.child, load.slowest, "load")
+
+    def _failed(self, load: Load) -> None:
+        self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
+        # If one rank has lost all of it, another rank's bad blocks make no difference.
+        lost = None if load.needs_echo else load.lost_tokens
+        self._recorder.count(load.child, _RECOMPUTED, load.tokens if lost is None else lost)
+
+    @contained("record")
+    def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
+        for child, save in early.items():
+            self._saved(child, save, save.promised_ns)
+
+    @contained("record")
+    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+        if save.is_abandoned:
+            self._recorder.count(child, _ABANDONED)
+        else:
+            self._saved(child, save, ended_ns)
+
+    def _saved(self, child: int, save: Save, ended_ns: int) -> None:
+        """Record a save that is done on every rank: its blocks were held from the promise until then."""
+        self._recorder.count(child, _SAVED)
+        self._recorder.observe(child, signals.SAVE_HOLD, ended_ns - save.promised_ns)
+        self._compare_ranks(child, save.slowest, "save")
+
+    def _compare_ranks(self, child: int, slowest: Slowest | None, kind: str) -> None:
+        if slowest is not None:
+            self._recorder.observe(child, signals.RANK_SKEW, slowest.skew_ns, kind)
+            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest.rank))
+
+    @contained("record")
+    def stray(self, report: Stray) -> None:
+        """Count and log a stray report: its child does not own the transfer."""
+        self._recorder.count(report.child, signals.slot(signals.STRAY_REPORTS, report.kind))
+        name = self._names[report.child]
+        once(
+            f"stray:{name}:{report.kind}",
+            logging.WARNING,
+            "connector %r reported a %s of request %s that it does not own. kvobs ignores such reports and counts them "
+            "(kvobs_stray_reports_total); with vLLM's own MultiConnector they can end the engine",
+            name,
+            report.kind,
+            line(report.request),
+        )
+
+    @contained("record")
+    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
+        """Count failed synchronous loads, and log who may have saved their blocks."""
+        self._recorder.count(child, _FAILED_SYNC, loads)
+        log.error(
+            "a synchronous load of connector %r failed. In the same step other connectors (%s) may have saved its "
+            "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)",
+            self._names[child],
+            ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none",
+            f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
+            if reset
+            else "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load",
+        )
+
+
+def _mode(load: Load) -> str:
+    return "async" if load.is_async else "sync"

@@ -1,0 +1,135 @@
+"""Show the workers' output to the children, and process what they add to it or withdraw from it.
+
+As with vLLM's own router every child gets the same output object, and sees all received, failed and sent requests,
+whoever loaded or saved them: HiSparse needs its siblings' receipts. A child may change its own: FlexKV reports its
+receipts here, MoRIIO withholds reports until it is ready. Changes to other children's requests are undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvobs import host
+from kvobs.children.child import Child
+from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
+from kvobs.routing.visibility import Visibility
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import Stray
+from kvobs.telemetry.recorder import wall_ns
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+failed_loads = host.failed_loads()
+
+
+class Over(NamedTuple):
+    """Requests whose load may be closed, and those whose promised saves may be."""
+
+    loads: list[str]
+    saves: list[str]
+
+
+class OutputView:
+    """Shows the output to one child after the other.
+
+    Args:
+        children: all children.
+        ledger: holds the loads and saves.
+        visibility: the requests hidden from each child.
+        stray: receives reports about transfers that the child does not own.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        ledger: Ledger,
+        visibility: Sequence[Visibility],
+        stray: Callable[[Stray], None],
+    ) -> None:
+        self._shown_to = [child for child in children if child.does("update_connector_output")]
+        self._ledger = ledger
+        self._visibility = visibility
+        self._stray = stray
+
+    def show(
+        self,
+        output: KVConnectorOutput,
+        meta: MultiKVConnectorWorkerMetadata | None,
+        loads: Sequence[str],
+        saves: Iterable[str],
+    ) -> Over:
+        """Show the output with these loads and saves; return those that have ended after all children have seen it.
+
+        ``finished_recving`` and ``finished_sending`` of the output are left to the caller.
+        """
+        # A synchronous load ends with its step: vLLM reports it to nobody.
+        received = {request for request in loads if self._ledger.is_async(request)}
+        sync = [request for request in loads if request not in received]
+        sent = set(saves)
+        events = output.kv_cache_events
+        try:
+            for child in self._shown_to:
+                output.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
+                output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
+                self._show_one(child, output, received, sent)
+        finally:
+            output.kv_connector_worker_meta, output.kv_cache_events = meta, events
+        return Over([*sync, *received], list(sent))
+
+    def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> None:
+        """Show the output to one child; apply its changes of its own requests to ``received`` and ``sent``."""
+        hidden = self._visibility[child.index].hidden
+        seen_received, seen_sent = received - hidden, sent - hidden
+        output.finished_recving = _as_vllm_has_it(seen_received, output.finished_recving)
+        output.finished_sending = _as_vllm_has_it(seen_sent, output.finished_sending)
+        failed = set(failed_loads(output))
+        child.update_connector_output(output)
+        now_received, now_sent = output.finished_recving or set(), output.finished_sending or set()
+        if added := set(failed_loads(output)) - failed:
+            output.failed_recving = failed  # vLLM has read it already, and does not read it again
+            self._add_failures(child.index, added, received)
+            now_received = now_received - added
+        if now_received != seen_received:
+            self._change_loads(child.index, seen_received, now_received, received)
+        if now_sent != seen_sent:
+            self._change_saves(child.index, seen_sent, now_sent, sent)
+
+    def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
+        """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
+        for request in added:
+            load = self._ledger.load(request)
+            if load is not None and load.child == child and load.is_async:
+                received.discard(request)
+                self._ledger.fail(request, wall_ns())
+            else:
+                self._stray(Stray(child, "failure", request))
+
+    def _change_loads(self, child: int, seen: set[str], now: set[str], received: set[str]) -> None:
+        for request in seen - now:
+            load = self._ledger.load(request)
+            if load is not None and load.child == child:
+                received.discard(request)
+        for request in now - seen:
+            is_in = self._ledger.complete_load(request, child, wall_ns())
+            if is_in is None:
+                self._stray(Stray(child, "load", request))
+            elif is_in:
+                received.add(request)
+
+    def _change_saves(self, child: int, seen: set[str], now: set[str], sent: set[str]) -> None:
+        for request in seen - now:
+            if self._ledger.reopen_save(request, child):
+                sent.discard(request)
+        for request in now - seen:
+            are_all_in = self._ledger.complete_save(request, child, wall_ns())
+            if are_all_in is None:
+                self._stray(Stray(child, "save", request))
+            elif are_all_in:
+                sent.add(request)
+
+
+def _as_vllm_has_it(requests: set[str], before: set[str] | None) -> set[str] | None:
+    """Return a copy; an empty result is None if it was None before, as in vLLM, otherwise an empty set."""
+    return set(requests) if requests or before is not None else None

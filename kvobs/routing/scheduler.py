@@ -1,0 +1,383 @@
+"""Route on the scheduler's side: choose who loads a request and who saves it, and report completions to vLLM.
+
+There is one instance, in EngineCore. Its methods are vLLM's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.request import Request, RequestStatus
+
+from kvobs.children.child import Child
+from kvobs.children.collector import Collector, Feed, divert
+from kvobs.children.fanout import call_all
+from kvobs.config import Options
+from kvobs.faults import contained
+from kvobs.routing.isolation import Isolation
+from kvobs.routing.lookups import Offers
+from kvobs.routing.metadata import (
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+    PendingMetadata,
+    checked,
+)
+from kvobs.routing.open_lookups import OpenLookups
+from kvobs.routing.open_transfers import OpenTransfers
+from kvobs.routing.outcomes import Outcomes
+from kvobs.routing.output_view import OutputView, Over, failed_loads
+from kvobs.routing.request_end import finish_all
+from kvobs.routing.visibility import Visibility, write_back
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfer_listener import TransferListeners
+from kvobs.state.transfers import ReportKind
+from kvobs.stats.flush_rule import FlushRule
+from kvobs.stats.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+
+class Ranks(NamedTuple):
+    """The numbers of workers of one engine.
+
+    ``reporting``: how many report to this scheduler, unless a child states its own number. ``world``: all of them; with
+    an external launcher each worker has its own scheduler.
+    """
+
+    reporting: int
+    world: int
+
+
+class SchedulerSide:
+    """Routes the scheduler's hooks.
+
+    Args:
+        children: the children's scheduler-side connectors.
+        telemetry: records what the router announces.
+        options: kvobs's options.
+        ranks: number of reporting workers.
+        layout: block sizes and bytes per token of the KV cache.
+        all_support_hma: whether every child supports several KV cache groups.
+        async_only: isolated children whose synchronous offers are not used.
+        feed: takes kvobs's own numbers to the exporter, if there is one.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        telemetry: Telemetry,
+        options: Options,
+        ranks: Ranks,
+        layout: CacheLayout,
+        *,
+        all_support_hma: bool = True,
+        async_only: Collection[int] = (),
+        feed: Feed | None = None,
+    ) -> None:
+        self.children = children
+        self._feed = feed
+        recorder, names = telemetry.recorder, [child.name for child in children]
+        self._listener = TransferListeners([Outcomes(names, recorder), *telemetry.listeners])
+        self.ledger = Ledger()
+        self._visibility = [Visibility() for _ in children]
+        slow_ns = int(options.isolate_slow_ms * 1e6)
+        self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
+        self._offers = Offers(children, options, recorder, isolation=self.isolation, async_only=async_only)
+        self._open_lookups = OpenLookups(children, self._visibility)
+        self._traces = telemetry.traces
+        self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]
+        self._output_view = OutputView(children, self.ledger, self._visibility, self._listener.stray)
+        self._collector = Collector(children, recorder, feed)
+        self._flush_rule = FlushRule()
+        self._flush_is_due = False
+        self._ranks = ranks
+        self._finished_counts: list[int | None] = [None] * len(children)
+        self.open_transfers = OpenTransfers(names, self.ledger, recorder, ranks.reporting, options.stuck_after_s)
+        self._layout = layout
+        self._all_support_hma = all_support_hma
+        self._pending = PendingMetadata()
+        self._early: set[str] = set()  # requests whose saves were all done before vLLM got the promises
+
+    # Lookup and allocation
+
+    def on_new_request(self, request: Request) -> None:
+        self.ledger.arrive(request.request_id)
+        self.isolation.arrive(request.request_id)
+        for child in self.children:
+            if request.request_id not in self._visibility[child.index].hidden:
+                child.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Look the request up in the children by the load policy; the owner is set when vLLM allocates."""
+        began = wall_ns()
+        self._open_lookups.forget(request.request_id)  # vLLM repeats the lookup
+        best = self._offers.ask(request, num_computed_tokens)
+        self._listener.looked_up(request, began, wall_ns())
+        if best is None:
+            self.ledger.propose(request.request_id, None)
+            return None, False
+        self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)
+        return best.tokens, best.is_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Set the owner if vLLM allocated tokens for it; every child gets the real blocks, the others 0 tokens."""
+        request_id = request.request_id
+        choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
+        load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
+        owner = load.child if load is not None else None
+        local, offers = self._offers.settle(request_id, owner, num_external_tokens)
+        tokens_by_child = [(offer.child, offer.tokens) for offer in offers]
+        self._listener.allocated(request_id, tokens_by_child, local, owner, num_external_tokens)
+        if load is not None:
+            if not load.is_async:
+                load.expected = self._ranks.reporting  # every worker reports its end after the step
+            load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
+            load.size = round(load.tokens * self._layout.bytes_per_token)
+            self._listener.admitted(request_id, load)
+            trace = self._traces.of_load(request_id)
+            self._pending.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
+        self._open_lookups.leave_open(request, blocks, local, self._offers.take_left_open(request_id))
+        for child in self.children:
+            is_shown = self._visibility[child.index].allocates(request_id)
+            if is_shown and not self._open_lookups.has(child.index, request_id):
+                self.isolation.allocated(child.index, request_id)
+                child.update_state_after_alloc(request, blocks, num_external_tokens if child.index == owner else 0)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return the answer of the chosen child; vLLM may ask before it allocates."""
+        choice = self.ledger.choice(request.request_id)
+        child = self.children[choice if choice is not None else 0]
+        groups: tuple[int, ...] = child.get_loaded_kv_cache_group_ids(request)
+        return groups
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        choice = self.ledger.choice(request.request_id)
+        if choice is None:
+            unchosen: dict[Any, int] = KVConnectorBase_V1.get_external_cache_hit_sources(
+                self.children[0].connector, request, num_external_tokens
+            )
+            return unchosen
+        sources: dict[Any, int] = self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
+
+    # The step
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        self.isolation.begin_step()
+        self._open_lookups.poll(self.isolation.is_slow)
+        pending, self._pending = self._pending, PendingMetadata()
+        trace = self._traces.begin_step()
+        if any(self._visibility):
+            metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
+        else:
+            metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
+        has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        return MultiKVConnectorMetadata(
+            metadata=metadata,
+            loads=pending.loads,
+            closed=pending.closed,
+            failed=self.ledger.take_failures(),
+            promised=pending.promised,
+            orphaned=pending.orphaned,
+            saved=pending.saved,
+            trace=trace,
+            isolated=self.isolation.words(),
+            hidden=self._hidden_ends(scheduler_output.finished_req_ids),
+            has_forward=has_forward,
+            flush=self._decide_flush(has_forward, bool(scheduler_output.finished_req_ids)) or False,
+        )
+
+    def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
+        """Build a child's metadata from its view of the step."""
+        visibility = self._visibility[child.index]
+        if not visibility:
+            return child.build_connector_meta(output)
+        view = visibility.shown(output)
+        metadata = child.build_connector_meta(view)
+        if view is not output:
+            write_back(view, output)
+        return metadata
+
+    def _hidden_ends(self, finished: Collection[str]) -> dict[int, frozenset[str]]:
+        """Return the finished requests that are hidden from each child, and forget ended requests."""
+        hidden = {}
+        for index, visibility in enumerate(self._visibility):
+            if visibility:
+                if ends := visibility.ends_hidden(finished):
+                    hidden[index] = ends
+                visibility.forget(finished, self.ledger)
+        return hidden
+
+    @contained("flush")
+    def _decide_flush(self, has_forward: bool, has_finished: bool) -> bool:
+        return self._flush_rule.decide(wall_ns(), has_forward=has_forward, has_finished=has_finished)
+
+    @contained("flush")
+    def _are_telling(self, stats: KVConnectorStats) -> bool:
+        """Return whether the output has the workers' numbers; the workers may have decided to send them."""
+        if not has_content(stats):
+            return False
+        self._flush_rule.told()
+        return True
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Count the workers' reports, and rewrite ``connector_output`` before vLLM reads it."""
+        meta = checked(connector_output.kv_connector_worker_meta, len(self.children), self._ranks.world)
+        failed_syncs = self._record_reports(meta, connector_output.invalid_block_ids)
+        stats = connector_output.kv_connector_stats
+        self._flush_is_due = (stats is not None and self._are_telling(stats)) or False
+        if self._feed is not None and self._flush_is_due:
+            divert(stats, self._feed)
+        for request_id in failed_loads(connector_output):
+            self.ledger.echoed(request_id)
+        loads = self.ledger.take_loads_in()
+        saves = [*self.ledger.take_saves_in(), *self._early]
+        self._early.clear()
+        shown = self._output_view.show(connector_output, meta, loads, saves)
+        if shown.loads or shown.saves:
+            self._close(shown)
+        connector_output.finished_recving = self.ledger.take_received() or None
+        connector_output.finished_sending = self.ledger.take_sent() or None
+        for index, requests in failed_syncs.items():
+            self._listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+        if self.ledger.incomplete:
+            self.open_transfers.look_for_stuck()
+
+    def _reset_siblings(self, index: int) -> list[str]:
+        """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
+        return [child.name for child in self._to_reset if child.index != index and child.reset_cache() is True]
+
+    def _record_reports(self, meta: MultiKVConnectorWorkerMetadata | None, bad_blocks: set[int]) -> dict[int, set[str]]:
+        """Process the reports; return the number of failed synchronous loads, by child."""
+        failed_syncs: dict[int, set[str]] = {}
+        if meta is None:
+            return failed_syncs
+        self.isolation.record_failures(meta.broken)
+        now_ns = wall_ns()
+        for report in meta.reports:
+            if (stray := self.ledger.record(report, now_ns)) is not None:
+                self._listener.stray(stray)
+            if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
+                self._note_loss(report.request, bad_blocks)
+            if report.kind is ReportKind.SYNC_FAILED:
+                failed_syncs.setdefault(report.child, set()).add(report.request)
+        return failed_syncs
+
+    @contained("record")
+    def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
+        """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
+        load = self.ledger.load(request_id)
+        if load is not None:
+            lost = self._layout.lost(load.blocks, bad_blocks, load.tokens)
+            load.lost_tokens = max(load.lost_tokens or 0, lost)
+
+    def _close(self, over: Over) -> None:
+        """Close the complete loads and saves that their children have not withdrawn."""
+        for request_id in over.loads:
+            load = self.ledger.close_load(request_id)
+            if load is not None:
+                self._pending.closed.append(request_id)
+                if load.aborted:
+                    self._pending.saved.append(
+                        (load.child, request_id)
+                    )  # a save that its child may have promised has ended too
+                if load.failed:
+                    self._offers.ban(request_id, load.child)
+                self._listener.load_ended(request_id, load)
+        for request_id in over.saves:
+            for index, save in self.ledger.close_saves(request_id).items():
+                self._pending.saved.append((index, request_id))
+                ended_ns = max(save.arrived.values(), default=wall_ns())
+                self._listener.saved(request_id, index, save, ended_ns)
+
+    # The end of a request
+
+    def register_finished_partial_tail(self, request: Request, block_ids: Any, partial_tail_offloads: Any) -> bool:
+        """Offer the partial tail to every child; a child that accepts it has promised a save."""
+        for child in self.children:
+            if not self._visibility[child.index].saves(request.request_id):
+                continue
+            if child.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
+                self.ledger.accept_tail(request.request_id, child.index)
+        return bool(self.ledger.tails(request.request_id))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Report the end to every child; hold the blocks while a promised save is open; merge the client's params."""
+        request_id = request.request_id
+        shown = [child for child in self.children if request_id not in self._visibility[child.index].hidden]
+        promised, params = finish_all(shown, request, block_ids, all_support_hma=self._all_support_hma)
+        promised = promised | self.ledger.tails(request_id)
+        promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
+        finished = self.ledger.finish(request_id, promises, wall_ns())
+        self._pending.promised += [(index, request_id) for index in finished.promised]
+        if finished.promised or finished.early:
+            self._listener.promised(request_id, finished.promised, finished.early)
+        self._offers.forget(request_id)
+        if finished.aborted is not None:
+            self._pending.orphaned.append(request_id)
+            is_error = request.status is RequestStatus.FINISHED_ERROR
+            self._listener.aborted(request_id, finished.aborted, by_error=is_error)
+        if finished.early and not finished.holds:
+            self._early.add(request_id)
+        for stray in finished.stray:
+            self._listener.stray(stray)
+        params = self._traces.into_params(request_id, params) or params
+        self._listener.request_ended(request_id)
+        self.isolation.gone(request_id)
+        self._open_lookups.forget(request_id)
+        for visibility in self._visibility:
+            if visibility:
+                visibility.end(request_id)
+        return finished.holds, params
+
+    # Once
+
+    def get_finished_count(self) -> int | None:
+        """Return None, since reports are counted here by child and rank; keep the number that each child states."""
+        self._finished_counts = [child.get_finished_count() for child in self.children]
+        return None
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._hand_back("set_xfer_handshake_metadata", metadata)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._hand_back("set_xfer_handshake_metadata_pp_aware", metadata)
+
+    def _hand_back(self, hook: str, metadata: dict[Any, Any]) -> None:
+        """Give each child the handshakes of its own workers only."""
+        for part in metadata.values():
+            if not isinstance(part, MultiHandshakeMetadata):
+                raise TypeError(f"handshake metadata of another connector reached kvobs: {type(part).__name__}")
+        for child in self.children:
+            getattr(child, hook)(MultiHandshakeMetadata.of_child(metadata, child.index))
+
+    def reset_cache(self) -> bool:
+        """Reset every child's cache, even if one refuses or raises; return whether none refused."""
+        return all(answer is not False for answer in call_all("reset_cache", self.children))
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
+        if self._flush_is_due:
+            self.open_transfers.measure()
+        stats = self._collector.collect(is_due=self._flush_is_due)
+        self._flush_is_due = False
+        return stats
+
+    def _reports_expected(self, child: int | None) -> int:
+        return (child is not None and self._finished_counts[child]) or self._ranks.reporting

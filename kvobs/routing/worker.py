@@ -1,0 +1,359 @@
+"""Route on a worker's side: give each child its part, and pass the children's reports on to the scheduler.
+
+There is one instance in every worker. It does not decide on completions: the scheduler counts them by rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from kvobs import host
+from kvobs.children.block_copies import BlockCopies, CopyBlocks
+from kvobs.children.child import Child
+from kvobs.children.collector import Collector
+from kvobs.children.stalls import Stalls
+from kvobs.faults import contained
+from kvobs.log import once
+from kvobs.routing.metadata import (
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+    MultiKVEvents,
+)
+from kvobs.routing.worker_isolation import WorkerGates
+from kvobs.state.transfers import Report, ReportKind
+from kvobs.stats.stats import MultiKVConnectorStats
+from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.telemetry import Telemetry
+from kvobs.telemetry.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+KVConnectorTransferResults = host.transfer_results()
+UNKNOWN_RESULTS = host.unknown_results()
+ENDINGS = (ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SAVED)
+BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
+
+
+class WorkerSide:
+    """Routes a worker's hooks.
+
+    Args:
+        children: the children's worker-side connectors.
+        telemetry: what records in this process.
+        rank: this worker's rank within its engine.
+        kv_cache_groups: the number of KV cache groups; block ids are unique only within a group.
+        copies: creates the block copy operations of children.
+    """
+
+    def __init__(
+        self, children: Sequence[Child], telemetry: Telemetry, rank: int, kv_cache_groups: int, copies: BlockCopies
+    ) -> None:
+        self.children = children
+        self._copies = copies
+        self._rank = rank
+        self._ids_are_unique = kv_cache_groups <= 1
+        self._collector = Collector(children, telemetry.recorder)
+        self._stalls = Stalls(children, telemetry)
+        self._journal = telemetry.journal
+        self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
+        self._loaded_ns: dict[int, int] = {}  # child -> end of its last layer wait in this step
+        self.layer_calls = self._stalls.layer_calls
+        self._meta: MultiKVConnectorMetadata | None = None
+        self._calls = telemetry.tracer
+        self._flight = telemetry.flight
+        self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
+        self._returned: set[str] = set()  # those whose receipt was returned to vLLM
+        self._orphaned: set[str] = set()  # those whose request has ended
+        self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
+        self._reports: list[Report] = []
+        self._failed_syncs: set[str] = set()
+        self._gates = WorkerGates(children)
+        self._unknown: dict[str, Any] = {}
+        self._with_events = [child for child in children if child.does("get_kv_connector_kv_cache_events")]
+
+    # Before the forward
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        meta = _ours(kv_connector_metadata)
+        self._gates.begin_step(meta)
+        for child, own in zip(self.children, meta.metadata, strict=True):
+            child.handle_preemptions(own)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._meta = meta = _ours(connector_metadata)
+        if self._flight is not None:
+            self._flight.begin_step(has_forward=meta.has_forward)
+            self._flight.told(meta.loads, meta.promised)
+        self._orphaned.update(meta.orphaned)  # before the ones that have already ended
+        for request in meta.closed:
+            if (over := self._loads.pop(request, None)) is not None:
+                self._began.pop((over.child, request), None)  # a rank need not report
+            self._orphaned.discard(request)
+            self._returned.discard(request)
+        if meta.loads:
+            self._loads.update(meta.loads)
+            self._returned.difference_update(meta.loads)
+        self._gates.begin_step(meta)
+        if meta.loads or meta.promised or self._calls is not None:
+            self._note_begin(meta)
+        for save in meta.saved:  # some of them promised in this step, too
+            self._began.pop(save, None)
+        for child, own in zip(self.children, meta.metadata, strict=True):
+            child.bind_connector_metadata(own)
+
+    @contained("trace")
+    def _note_begin(self, meta: MultiKVConnectorMetadata) -> None:
+        """Note when this rank got the orders for loads and saves, until it reports their end."""
+        if meta.loads or meta.promised:
+            begun = [*((load.child, request) for request, load in meta.loads.items()), *meta.promised]
+            self._began.update(dict.fromkeys(begun, wall_ns()))
+            while len(self._began) > BEGUN_AT_MOST:
+                del self._began[next(iter(self._began))]
+        if self._calls is not None:
+            loads: dict[int, list[TraceContext]] = {}
+            for load in meta.loads.values():
+                if load.trace is not None:
+                    loads.setdefault(load.child, []).append(load.trace)
+            self._calls.join_step(meta.trace, loads)
+
+    # After the forward
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Collect the children's reports for the scheduler, which counts them; return those that vLLM must read itself.
+
+        These are failed loads: vLLM reads them before it calls the scheduler's side. Its aggregator passes on a failure
+        once every rank has reported the load, so the owners' receipts are returned too.
+        """
+        received: set[str] = set()
+        failed: set[str] = set()
+        has_hidden = self._meta is not None and self._meta.hidden
+        for child in self.children:
+            is_plain = child.gate is None and not has_hidden
+            finished = finished_req_ids if is_plain else self._finished_for(child, finished_req_ids)
+            results = child.get_transfer_results(finished)
+            if UNKNOWN_RESULTS:
+                self._note_unknown(results)
+            if results.failed_recving or results.finished_recving or results.finished_sending:
+                owned = self._first_of_owned(child, results.finished_recving)
+                received |= owned
+                failed |= results.failed_recving & owned
+                self._report(child, ReportKind.FAILED, results.failed_recving)
+                self._report(child, ReportKind.RECEIVED, results.finished_recving - results.failed_recving)
+                self._report(child, ReportKind.SAVED, results.finished_sending)
+        # Failures found by the scheduler's side: every rank reports them in the same step.
+        ordered = self._meta.failed if self._meta is not None else ()
+        unknown, self._unknown = self._unknown, {}
+        return KVConnectorTransferResults(
+            finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **unknown
+        )
+
+    def _first_of_owned(self, child: Child, requests: set[str]) -> set[str]:
+        """Return the requests whose asynchronous load this child owns, once per load."""
+        first = set()
+        for request in requests - self._returned:
+            load = self._loads.get(request)
+            if load is not None and load.child == child.index and load.is_async:
+                first.add(request)
+        self._returned |= first
+        return first
+
+    def _finished_for(self, child: Child, finished: set[str]) -> set[str]:
+        """Return the finished requests for a child, without those hidden from it."""
+        meta = self._meta
+        if meta is not None and meta.hidden and (hidden := meta.hidden.get(child.index)):
+            finished = finished - hidden
+        return self._gates.finished(child.index, finished) if child.gate is not None else finished
+
+    def _note_unknown(self, results: Any) -> None:
+        """Keep further result fields of newer vLLM versions: passed on unchanged, merged over several children."""
+        for name in UNKNOWN_RESULTS:
+            value, other = getattr(results, name), self._unknown.get(name)
+            if not other:
+                self._unknown[name] = value
+            elif value:
+                self._unknown[name] = other | value
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Collect the children's reports in vLLM before 0.30, which has no ``get_transfer_results``."""
+        if KVConnectorTransferResults is not None:
+            received = self.get_transfer_results(finished_req_ids).finished_recving
+            return None, received or None
+        for child in self.children:
+            sent, received = child.get_finished(self._finished_for(child, finished_req_ids))
+            self._report(child, ReportKind.RECEIVED, received or ())
+            self._report(child, ReportKind.SAVED, sent or ())
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the bad blocks that vLLM can map to a request: those of loads that the reporting child owns.
+
+        With several KV cache groups a block id does not identify its request: the whole async load is reported as
+        failed instead. For a failed synchronous load this is not possible; vLLM logs that itself.
+        """
+        passed_on: set[int] = set()
+        for child in self.children:
+            bad = child.get_block_ids_with_load_errors()
+            if bad:
+                passed_on |= self._attribute(child, bad)
+        for request, load in self._gates.failed_sync_loads(self._meta):
+            self._failed_syncs.add(request)
+            passed_on |= {block for group in load.blocks for block in group}
+        return passed_on
+
+    def _attribute(self, child: Child, bad: set[int]) -> set[int]:
+        """Return a child's bad blocks to pass on to vLLM: all except those of another child's load.
+
+        Blocks of no known load are passed on too: a request must not continue with blocks that were never loaded.
+        """
+        passed_on: set[int] = set()
+        own: set[int] = set()
+        stray: set[int] = set()
+        for request, load in self._loads.items():
+            hit = _hits(bad, load)
+            if not hit:
+                continue
+            if load.child != child.index:
+                stray |= hit
+                continue
+            own |= hit
+            if not load.is_async:
+                self._failed_syncs.add(request)
+            elif self._ids_are_unique or KVConnectorTransferResults is None:
+                self._report(child, ReportKind.HOLED, (request,))
+            else:
+                self._report(child, ReportKind.SPOILED, (request,))
+                continue
+            passed_on |= hit
+        if unknown := bad - own - stray:
+            self._warn(child, "no open load", unknown, "passed on to vLLM" if self._ids_are_unique else "ignored")
+            passed_on |= unknown if self._ids_are_unique else set()
+        if stray - own:
+            self._warn(child, "another connector's load", stray - own, "ignored")
+        return passed_on
+
+    def _warn(self, child: Child, which: str, blocks: set[int], outcome: str) -> None:
+        once(
+            f"blocks:{child.name}:{outcome}",
+            logging.WARNING,
+            "connector %r reported load errors of blocks of %s (such as %s); %s",
+            child.name,
+            which,
+            sorted(blocks)[:4],
+            outcome,
+        )
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        """Return the stats payload; with kvobs's own numbers if the scheduler orders it, or nothing else runs."""
+        return self._collector.collect(is_due=self._close_step() or False)
+
+    @contained("record")
+    def _close_step(self) -> bool:
+        """Measure the step that ends; return whether kvobs's own numbers are due."""
+        meta = self._meta
+        if meta is None:
+            return False
+        has_sync_loads = bool(meta.loads) and any(not load.is_async for load in meta.loads.values())
+        self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
+        self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+        is_due = meta.flush or (not meta.has_forward and self._has_content(meta))
+        if is_due:
+            self._stalls.flush()
+        return is_due
+
+    def _has_content(self, meta: MultiKVConnectorMetadata) -> bool:
+        """Return whether an event has happened after which the engine may become idle.
+
+        An arrived load is not such an event: its request continues with a forward, unless it has ended.
+        """
+        return bool(meta.failed) or self._journal.has_urgent or not all(map(self._goes_on, self._reports))
+
+    def _goes_on(self, report: Report) -> bool:
+        is_open = report.request in self._loads and report.request not in self._orphaned
+        return report.kind is ReportKind.RECEIVED and is_open
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        by_child: dict[int, Any] = {}
+        for child in self._with_events:
+            if (events := child.get_kv_connector_kv_cache_events()) is not None:
+                by_child[child.index] = events
+        return MultiKVEvents(by_child) if by_child else None
+
+    def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
+        metadata, has_own = [], False
+        for child in self.children:
+            metadata.append(own := child.build_connector_worker_meta())
+            has_own = has_own or own is not None
+        self._report_syncs()
+        for index, request, has_not_begun in self._gates.failed_loads(self._meta):
+            self._report(self.children[index], ReportKind.FAILED if has_not_begun else ReportKind.SPOILED, (request,))
+        reports, self._reports = self._reports, []
+        if self._flight is not None:
+            self._flight.reported(reports)
+        broken = self._gates.take_broken()
+        if not reports and not broken and not has_own:
+            return None
+        return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
+
+    def _report_syncs(self) -> None:
+        """Report the end of this step's synchronous loads: children do not report it."""
+        for request, load in self._meta.loads.items() if self._meta is not None else ():
+            if not load.is_async:
+                kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
+                spent_ns = self._load_ns.get(load.child, 0)
+                began_ns = self._began.pop((load.child, request), 0)
+                # With layer hooks it is complete after the last layer wait.
+                ended_ns = max(began_ns + spent_ns, self._loaded_ns.get(load.child, 0))
+                self._reports.append(Report(self._rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
+        self._failed_syncs.clear()
+
+    def clear_connector_metadata(self) -> None:
+        self._meta = None
+        for child in self.children:
+            child.clear_connector_metadata()
+        if self._flight is not None:
+            self._flight.end_step()
+
+    # Once
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
+        """Give each child its own copy operation, so that its copies are counted."""
+        for child in self.children:
+            if child.does("set_host_xfer_buffer_ops"):
+                child.set_host_xfer_buffer_ops(self._copies.operation(child.index, copy_operation))
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Return the memory pool that a child provides for the KV cache, if any."""
+        wanted = {child.name: child.get_mem_pool_context() for child in self.children}
+        found = {name: pool for name, pool in wanted.items() if pool is not None}
+        if len(found) > 1:
+            raise ValueError(
+                f"the KV cache uses one memory pool, but several connectors provide one: {', '.join(found)}. "
+                "Configure custom_mem_pool on one of them only"
+            )
+        return next(iter(found.values()), None)
+
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        handshakes = tuple(child.get_handshake_metadata() for child in self.children)
+        return None if all(own is None for own in handshakes) else MultiHandshakeMetadata(handshakes)
+
+    def _report(self, child: Child, kind: ReportKind, requests: Any) -> None:
+        now = wall_ns() if requests else 0
+        for request in requests or ():
+            began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
+            self._reports.append(Report(self._rank, kind, request, child.index, now, began_ns=began_ns))
+
+
+def _ours(metadata: KVConnectorMetadata) -> MultiKVConnectorMetadata:
+    if not isinstance(metadata, MultiKVConnectorMetadata):
+        raise TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
+    return metadata
+
+
+def _hits(bad: set[int], load: LoadOrder) -> set[int]:
+    return {block for group in load.blocks for block in group if block in bad}

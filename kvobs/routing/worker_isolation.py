@@ -1,0 +1,141 @@
+"""Decide which hooks of isolated connectors a worker skips, and report their failures to the scheduler.
+
+A connector that failed is still called, with its exceptions contained, so that its own state stays correct. Skipped
+are: a step for which it built no metadata, since hooks would assert; its saves in a step whose synchronous load failed;
+and everything after a failure of a hook that is called only once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvobs.children.child import Child
+from kvobs.children.gate import AT_ANY_TIME, Gate, ends_for_good
+from kvobs.children.specs import NEVER_AGAIN, name_among
+from kvobs.children.unbuilt import Unbuilt
+from kvobs.hooks import HOOKS, Cadence
+from kvobs.log import line, once
+from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.state.quarantine import FOR_GOOD, IsolationState
+
+_OPEN: frozenset[str] = frozenset()
+_STEP = frozenset(h.name for h in HOOKS.values() if h.cadence in (Cadence.STEP, Cadence.LAYER))
+_ALL = frozenset(HOOKS) - AT_ANY_TIME
+_LOADING = frozenset({"handle_preemptions", "start_load_kv", "wait_for_layer_load"})
+_SAVING = frozenset({"save_kv_layer", "wait_for_save"})
+
+
+class WorkerGates:
+    """The isolated connectors on one worker."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._gates = {child.index: child.gate for child in children if child.gate is not None}
+        self._words = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
+        self._failed_for_good: set[int] = set()
+        self._names = [child.name for child in children]
+        self._never_begins = {child.index for child in children if not child.does("start_load_kv")}
+        self._never_again = {child.index for child in children if name_among(type(child.connector), NEVER_AGAIN)}
+        self._broken: set[tuple[int, int]] = set()
+        self._loads: dict[int, list[LoadOrder]] = {}  # of this step
+        self._raised: set[int] = set()  # connectors whose start_load_kv raised in this step
+        self._unreported: dict[int, set[str]] = {}  # finished requests of steps in which it was not called
+        for index, gate in self._gates.items():
+            gate.on_failure = self._on_failure(index, gate)
+            if isinstance(children[index].connector, Unbuilt):
+                self._fail_for_good(index, gate)
+
+    def begin_step(self, meta: MultiKVConnectorMetadata) -> None:
+        """Enable the hooks for a step, except of connectors without metadata."""
+        if not self._gates:
+            return
+        self._loads = {}
+        self._raised.clear()
+        for load in meta.loads.values():
+            self._loads.setdefault(load.child, []).append(load)
+        for index, gate in self._gates.items():
+            self._words[index] = meta.isolated[index]
+            gate.began = False
+            if index not in self._failed_for_good:
+                gate.closed = _STEP if meta.metadata[index] is None else _OPEN
+
+    def failed_loads(self, meta: MultiKVConnectorMetadata | None) -> list[tuple[int, str, bool]]:
+        """Return the failed asynchronous loads of this step: child, request, whether it can't have begun.
+
+        If ``start_load_kv`` raised, some loads may have begun: they have failed, and may still be writing. A load whose
+        connector built no metadata stays open: a later step's metadata may order it.
+        """
+        if meta is None or not self._gates:
+            return []
+        return [
+            (load.child, request, load.child not in self._raised)
+            for request, load in meta.loads.items()
+            if load.is_async
+            and load.child in self._gates
+            and meta.metadata[load.child] is not None
+            and not self._has_begun(load.child)
+        ]
+
+    def failed_sync_loads(self, meta: MultiKVConnectorMetadata | None) -> list[tuple[str, LoadOrder]]:
+        """Return the synchronous loads of this step whose connector failed while it loaded."""
+        if meta is None or not self._gates:
+            return []
+        return [
+            (request, load)
+            for request, load in meta.loads.items()
+            if not load.is_async
+            and load.child in self._gates
+            and (self._gates[load.child].closed or not self._has_begun(load.child))
+        ]
+
+    def finished(self, index: int, finished: set[str]) -> set[str]:
+        """Return the finished requests for a connector, including those of skipped steps."""
+        gate = self._gates.get(index)
+        if gate is not None and gate.closed is _STEP:
+            self._unreported.setdefault(index, set()).update(finished)
+        elif self._unreported and (before := self._unreported.pop(index, None)):
+            return finished | before
+        return finished
+
+    def take_broken(self) -> frozenset[tuple[int, int]]:
+        """Return the connectors that failed here since the last time, each with the epoch in which it did."""
+        if not self._broken:
+            return frozenset()
+        broken, self._broken = frozenset(self._broken), set()
+        return broken
+
+    def _has_begun(self, index: int) -> bool:
+        return self._gates[index].began or (index in self._never_begins and index not in self._failed_for_good)
+
+    def _fail_for_good(self, index: int, gate: Gate) -> None:
+        gate.closed = _ALL
+        self._failed_for_good.add(index)
+        self._broken.add((index, FOR_GOOD))
+
+    def _on_failure(self, index: int, gate: Gate) -> Callable[[str, tuple[Any, ...], Exception], None]:
+        def failed(hook: str, _args: tuple[Any, ...], error: Exception) -> None:
+            if ends_for_good(hook):
+                self._fail_for_good(index, gate)
+            else:
+                if hook == "start_load_kv":
+                    self._raised.add(index)
+                if hook == "bind_connector_metadata":
+                    gate.closed = _STEP
+                elif hook in _LOADING and any(not load.is_async for load in self._loads.get(index, ())):
+                    gate.closed = _SAVING  # these blocks are unfilled
+                if index in self._never_again:
+                    self._broken.add((index, FOR_GOOD))
+                elif not (word := self._words[index]).is_out:  # otherwise the scheduler knows already
+                    self._broken.add((index, word.epoch))
+            once(
+                f"isolated:{index}:{hook}",
+                logging.WARNING,
+                "isolated connector %r failed in %s: %s: %s",
+                self._names[index],
+                hook,
+                type(error).__name__,
+                line(error),
+            )
+
+        return failed

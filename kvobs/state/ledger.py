@@ -1,0 +1,399 @@
+"""Track which child loads a request, which children promised to save it, and which ranks have reported.
+
+A pure state machine on the scheduler's side. Workers pass on their children's reports by rank; the ledger decides when
+a load is received, when a save is done, and when a finished request's blocks may be released: once, after its last
+promised save and its last open load were reported by every expected rank.
+
+The life of one request:
+
+    offered -> admit: a load opens -> record: rank by rank -> loads_in -> close_load -> received
+                                       a rank failed: -> take_failures, the workers echo it -> echoed -> close_load
+    finish: promises open -> record -> saves_in -> close_saves -> released
+
+Between ``take_loads_in`` or ``take_saves_in`` and the closing, the connectors see the output that vLLM will get: one
+may withdraw its own report (``reopen_save``; a load is simply not closed), or add one that no rank made.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvobs.state.transfers import Finished, IncompleteTransfers, Load, Report, ReportKind, Save, Stray
+
+# Enum members are slow to access, and there is a report for each load and rank.
+_RECEIVED, _FAILED, _SPOILED, _HOLED, _SAVED, _SYNC_DONE, _SYNC_FAILED = ReportKind
+_TO_BE_ECHOED, _OF_BLOCKS = (_FAILED, _SPOILED), (_SPOILED, _HOLED)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request."""
+
+    candidate: tuple[int, bool] | None = None  # the last lookup's winner: child, is_async
+    owner: int | None = None  # set at an allocation with tokens > 0, kept until the request is forgotten
+    load: Load | None = None
+    saves: dict[int, Save] = field(default_factory=dict)
+    tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
+    finished: bool = False
+    holds: bool = False  # at the request's end vLLM was told to keep its blocks
+    awaited: bool = False  # vLLM keeps the finished request until it is reported once more
+
+    @property
+    def is_settled(self) -> bool:
+        return self.load is None and all(save.done for save in self.saves.values())
+
+
+class Ledger:
+    """Load owners, promised saves and rank tallies of all live requests."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._loads_in: list[str] = []  # requests whose load is complete, not yet closed
+        self._saves_in: list[str] = []  # requests whose promised saves are all complete
+        self._failures: list[str] = []
+        self._received: set[str] = set()
+        self._sent: set[str] = set()
+        self._open_loads: dict[int, dict[str, int]] = {}  # child -> request -> start, the oldest first
+        self._open_saves: dict[int, dict[str, int]] = {}
+        self.incomplete = IncompleteTransfers()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entries
+
+    def unfinished(self) -> list[str]:
+        """Return the requests that vLLM has not finished."""
+        return [request for request, entry in self._entries.items() if not entry.finished]
+
+    # Lookup and allocation
+
+    def arrive(self, request: str) -> None:
+        """Return the state of a request; create it if needed."""
+        self._entry(request)
+
+    def propose(self, request: str, candidate: tuple[int, bool] | None) -> None:
+        """Remember the last lookup's winner (child, is_async) or None, until the allocation."""
+        self._entry(request).candidate = candidate
+
+    def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0) -> Load | None:
+        """Open the load that vLLM allocated ``tokens`` for; return None if there is nothing to load.
+
+        ``expected`` is the number of ranks whose report completes it. A second allocation call after an async load
+        has 0 tokens and changes nothing.
+        """
+        entry = self._entry(request)
+        candidate, entry.candidate = entry.candidate, None
+        if tokens <= 0 or candidate is None:
+            return None
+        child, is_async = candidate
+        entry.owner = child
+        if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
+            self._not_open(request, entry.load)
+        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
+        self._open_loads.setdefault(child, {})[request] = now_ns
+        return entry.load
+
+    def load(self, request: str) -> Load | None:
+        """Return the open load of this request."""
+        return entry.load if (entry := self._entries.get(request)) else None
+
+    def owner(self, request: str) -> int | None:
+        """Return the child that loads, or last loaded, this request."""
+        entry = self._entries.get(request)
+        return entry.owner if entry else None
+
+    def choice(self, request: str) -> int | None:
+        """Return the child that would load this request if vLLM allocated now, else its owner."""
+        entry = self._entries.get(request)
+        return None if entry is None else entry.candidate[0] if entry.candidate else entry.owner
+
+    def is_async(self, request: str) -> bool:
+        """Return whether an async load of this request is open."""
+        return (load := self.load(request)) is not None and load.is_async
+
+    # Reports
+
+    def record(self, report: Report, now_ns: int = 0) -> Stray | None:
+        """Process one report; return it as stray if its child owns no such load or save."""
+        rank, kind, request, child, time_ns, spent_ns, began_ns = report
+        entry = self._entries.get(request)
+        if kind is _SAVED:
+            return self._record_save(entry, report, now_ns)
+        load = entry.load if entry is not None else None
+        is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
+        if load is None or load.child != child or load.is_async is is_sync:
+            if is_sync:
+                return None  # kvobs's own report about a request that no longer exists
+            return Stray(child, "load" if kind is _RECEIVED else "failure", request)
+        if kind is not _RECEIVED and kind is not _SYNC_DONE:
+            load.failed_on.add(rank)
+            load.needs_echo |= kind in _TO_BE_ECHOED
+            if kind in _OF_BLOCKS:
+                return None  # does not mean that the load has arrived
+        if rank in load.arrived:
+            return None
+        load.arrived[rank] = spent_ns if is_sync else time_ns
+        load.ranks[rank] = began_ns, time_ns
+        if self._is_last("load", report, load, now_ns):
+            if load.needs_echo:
+                self._failures.append(request)
+            else:
+                self._loads_in.append(request)
+        return None
+
+    def _record_save(self, entry: Entry | None, report: Report, now_ns: int) -> Stray | None:
+        if entry is None:
+            return Stray(report.child, "save", report.request)
+        save = entry.saves.get(report.child)
+        if save is None:
+            if entry.finished:
+                return Stray(report.child, "save", report.request)
+            save = entry.saves[report.child] = Save()
+        elif save.done:
+            return Stray(report.child, "save", report.request)
+        if report.rank in save.arrived:
+            return None
+        save.arrived[report.rank] = report.time_ns
+        save.ranks[report.rank] = (report.began_ns, report.time_ns)
+        if save.promised and self._is_last("save", report, save, now_ns):
+            self._note_save_over(report.request, entry)
+        return None
+
+    def _note_save_over(self, request: str, entry: Entry) -> None:
+        if all(save.is_over for save in entry.saves.values()):
+            self._saves_in.append(request)
+
+    def _is_last(self, kind: str, report: Report, transfer: Load | Save, now_ns: int) -> bool:
+        """Return whether this report completes a transfer; note the first one of several."""
+        said = len(transfer.arrived)
+        if said == transfer.expected:
+            if said > 1:
+                self.incomplete.forget(kind, report.child, report.request)
+            return True
+        if said == 1:
+            self.incomplete.note(kind, report.child, report.request, transfer, now_ns)
+        return False
+
+    def take_failures(self) -> tuple[str, ...]:
+        """Return the async loads that every rank must now report to vLLM as failed; each is returned once."""
+        failures, self._failures = tuple(self._failures), []
+        return failures
+
+    def echoed(self, request: str) -> None:
+        """Note that vLLM has read the failure of a load: it may be closed like a complete one."""
+        load = self.load(request)
+        if load is not None:
+            if request in self._failures:  # no rank need report it again
+                self._failures.remove(request)
+            self._loads_in.append(request)
+
+    def fail(self, request: str, now_ns: int) -> bool:
+        """Fail an async load, also a withdrawn one, on all ranks without a report; return whether there was one."""
+        load = self.load(request)
+        if load is None or not load.is_async or (load.is_in and load.needs_echo):
+            return False
+        silent = [rank for rank in range(load.expected) if rank not in load.arrived]
+        load.failed_on.update(silent or range(load.expected))
+        load.arrived.update(dict.fromkeys(silent, now_ns))
+        load.needs_echo = True
+        self.incomplete.forget("load", load.child, request)
+        self._failures.append(request)
+        return True
+
+    def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
+        """Fail the loads and complete the saves of ``child`` that were open before a time; return how many of each."""
+        loads, saves = (
+            [request for request, since in transfers.items() if since <= before_ns]
+            for transfers in self.in_flight(child)
+        )
+        failed = sum(self.fail(request, now_ns) for request in loads)
+        for request in saves:
+            entry = self._entries[request]
+            save = entry.saves[child]
+            if not save.is_over:
+                save.is_abandoned = True
+                self.incomplete.forget("save", child, request)
+                self._note_save_over(request, entry)
+        return failed, len(saves)
+
+    # Reports of the connectors' scheduler side on the workers' output: they count for all ranks
+
+    def complete_load(self, request: str, child: int, now_ns: int) -> bool | None:
+        """Mark the open load of ``child`` as received on every rank.
+
+        Return whether it may be reported to vLLM now; False if a rank reported a failure, which the workers must report
+        first; None if ``child`` has no such load.
+        """
+        load = self.load(request)
+        if load is None or load.child != child or not load.is_async:
+            return None
+        was_in = load.is_in
+        for rank in range(load.expected):
+            load.arrived.setdefault(rank, now_ns)
+        self.incomplete.forget("load", child, request)
+        if load.needs_echo and not was_in:
+            self._failures.append(request)
+        return not load.needs_echo
+
+    def complete_save(self, request: str, child: int, now_ns: int) -> bool | None:
+        """Mark the promised save of ``child`` as done on every rank.
+
+        Return whether all promised saves of the request are now complete, or None if ``child`` has none open.
+        """
+        entry = self._entries.get(request)
+        save = entry.saves.get(child) if entry is not None else None
+        if entry is None or save is None or not save.promised or save.done:
+            return None
+        if not save.is_over:
+            save.arrived.update(dict.fromkeys(range(save.expected), now_ns))
+            self.incomplete.forget("save", child, request)
+        save.is_given_up = True
+        return all(save.is_over for save in entry.saves.values())
+
+    def reopen_save(self, request: str, child: int) -> bool:
+        """Reopen the complete promised save of ``child``, unless the child has completed it itself; return whether."""
+        entry = self._entries.get(request)
+        save = entry.saves.get(child) if entry is not None else None
+        if save is None or not save.promised or save.done or save.is_given_up:
+            return False
+        save.arrived.clear()
+        save.is_abandoned = False
+        return True
+
+    # Completions
+
+    def take_loads_in(self) -> list[str]:
+        """Return the requests whose load is complete on every expected rank; each is returned once."""
+        requests, self._loads_in = self._loads_in, []
+        return requests
+
+    def take_saves_in(self) -> list[str]:
+        """Return the requests whose promised saves are all complete; each is returned once."""
+        requests, self._saves_in = self._saves_in, []
+        return requests
+
+    def close_load(self, request: str) -> Load | None:
+        """Close the open load: vLLM may resume the request, or release it if it has finished in the meantime."""
+        entry = self._entries.get(request)
+        if entry is None or entry.load is None:
+            return None
+        load, entry.load = entry.load, None
+        self._not_open(request, load)
+        if load.aborted:
+            load.settled = self._settle_promise_of_loader(request, entry, load.child)
+        if load.is_async and not entry.finished:
+            self._received.add(request)
+        self._settle(request, entry)
+        return load
+
+    def _settle_promise_of_loader(self, request: str, entry: Entry, child: int) -> Save | None:
+        """Close the save that ``child`` promised while its own load was open: the load's end covers it (FlexKV)."""
+        save = entry.saves.get(child)
+        if save is None or save.done:
+            return None
+        was_over, save.done = save.is_over, True
+        self._open_saves[child].pop(request, None)
+        self.incomplete.forget("save", child, request)
+        if not was_over and not entry.is_settled:
+            self._note_save_over(request, entry)
+        return save
+
+    def close_saves(self, request: str) -> dict[int, Save]:
+        """Close the promised saves of a request, all complete; return those that were open, by child."""
+        entry = self._entries.get(request)
+        if entry is None or not entry.finished:
+            return {}
+        closed = {child: save for child, save in entry.saves.items() if not save.done}
+        for child, save in closed.items():
+            save.done = True
+            del self._open_saves[child][request]
+            self.incomplete.forget("save", child, request)
+        self._settle(request, entry)
+        return closed
+
+    def in_flight(self, child: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Return the open loads and the open promised saves of ``child``: request -> start, the oldest first."""
+        return self._open_loads.get(child, {}), self._open_saves.get(child, {})
+
+    # The end of a request
+
+    def accept_tail(self, request: str, child: int) -> None:
+        """Note that ``child`` accepted the request's partial last block: a promised save, made just before the end.
+
+        Its earlier reports are not about that block.
+        """
+        entry = self._entry(request)
+        entry.tails.add(child)
+        entry.saves.pop(child, None)
+
+    def tails(self, request: str) -> frozenset[int]:
+        """Return the children that accepted the request's partial last block."""
+        entry = self._entries.get(request)
+        return frozenset(entry.tails) if entry else frozenset()
+
+    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0) -> Finished:
+        """Note that vLLM has finished a request.
+
+        Args:
+            request: its id.
+            promises: (child, number of ranks that report) of every child that promised a save.
+            now_ns: the time, for the length of the hold.
+        """
+        entry = self._entries.pop(request, None) or Entry()
+        entry.finished, entry.candidate = True, None
+        # A sync load ends with its step, whose output vLLM is handling now: vLLM does not wait for it.
+        aborted = entry.load if entry.load is not None and entry.load.is_async else None
+        if aborted is not None:
+            aborted.aborted = True
+        early: dict[int, Save] = {}
+        promised: dict[int, Save] = {}
+        for child, expected in promises:
+            save = entry.saves.setdefault(child, Save())
+            save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns
+            if save.is_in:
+                save.done = True
+                early[child] = save
+            else:
+                promised[child] = save
+                self._open_saves.setdefault(child, {})[request] = now_ns
+                if save.arrived:
+                    self.incomplete.note("save", child, request, save, now_ns)
+        stray = [Stray(child, "save", request) for child, save in entry.saves.items() if not save.promised]
+        for report in stray:
+            del entry.saves[report.child]
+        entry.holds = any(not save.done for save in entry.saves.values())
+        entry.awaited = entry.holds or aborted is not None
+        if not entry.is_settled:
+            self._entries[request] = entry
+        return Finished(entry.holds, aborted, promised, early, stray)
+
+    def take_received(self) -> set[str]:
+        """Return vLLM's ``finished_recving``: complete loads, and releases that vLLM expects there."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_sent(self) -> set[str]:
+        """Return vLLM's ``finished_sending``: finished requests whose blocks may be released."""
+        sent, self._sent = self._sent, set()
+        return sent
+
+    def _not_open(self, request: str, load: Load) -> None:
+        del self._open_loads[load.child][request]
+        self.incomplete.forget("load", load.child, request)
+
+    def _settle(self, request: str, entry: Entry) -> None:
+        """Forget a finished request without open transfers, and release it if vLLM waits for that."""
+        if entry.finished and entry.is_settled:
+            del self._entries[request]
+            if entry.awaited:
+                (self._sent if entry.holds else self._received).add(request)
+
+    def _entry(self, request: str) -> Entry:
+        entry = self._entries.get(request)
+        if entry is None:
+            entry = self._entries[request] = Entry()
+        return entry

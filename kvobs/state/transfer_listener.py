@@ -1,0 +1,112 @@
+"""The events of requests and transfers on the scheduler's side: the router announces them, telemetry listens.
+
+An event comes after what it announces, in the scheduler's own thread. A listener must not raise, must not change what
+it is given, and may keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvobs.state.transfers import Load, Save, Stray
+
+
+class LookedUp(Protocol):
+    """The part of vLLM's request that a listener may read. In vLLM 0.27 it has no ``trace_headers``."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+
+
+class TransferListener:
+    """Receives the events, and does nothing; a subclass overrides those it records."""
+
+    def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
+        """Receive a lookup of all connectors, with its wall-clock times; vLLM may repeat it."""
+
+    def allocated(
+        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
+    ) -> None:
+        """Receive the end of a request's lookups: vLLM has allocated its blocks.
+
+        Args:
+            request_id: the request.
+            offers: (child, tokens) of the last lookup.
+            local: tokens in vLLM's own cache.
+            owner: the child that loads ``tokens``, if any.
+            tokens: number of tokens to load.
+        """
+
+    def admitted(self, request_id: str, load: Load) -> None:
+        """Receive a load that begins."""
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        """Receive a load that has ended on every rank, with the save that it has settled, if any."""
+
+    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
+        """Receive the failed synchronous loads of a step, and the connectors whose cache was therefore reset."""
+
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        """Receive a load whose request has ended before it; its own end follows."""
+
+    def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
+        """Receive the saves, by child, that were promised for a finished request: open ones, and those done before."""
+
+    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+        """Receive an open promised save that is done on every rank, or abandoned."""
+
+    def stray(self, report: Stray) -> None:
+        """Receive a report about a transfer that its child does not own."""
+
+    def request_ended(self, request_id: str) -> None:
+        """Receive the end of a request, after all its other events except the ends of its open transfers."""
+
+
+class TransferListeners(TransferListener):
+    """Passes every event to each of several listeners, in their order."""
+
+    def __init__(self, listeners: Iterable[TransferListener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
+        for listener in self._listeners:
+            listener.looked_up(request, began_ns, ended_ns)
+
+    def allocated(
+        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
+    ) -> None:
+        for listener in self._listeners:
+            listener.allocated(request_id, offers, local, owner, tokens)
+
+    def admitted(self, request_id: str, load: Load) -> None:
+        for listener in self._listeners:
+            listener.admitted(request_id, load)
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        for listener in self._listeners:
+            listener.load_ended(request_id, load)
+
+    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
+        for listener in self._listeners:
+            listener.sync_loads_failed(child, loads, reset)
+
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        for listener in self._listeners:
+            listener.aborted(request_id, load, by_error=by_error)
+
+    def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
+        for listener in self._listeners:
+            listener.promised(request_id, promised, early)
+
+    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+        for listener in self._listeners:
+            listener.saved(request_id, child, save, ended_ns)
+
+    def stray(self, report: Stray) -> None:
+        for listener in self._listeners:
+            listener.stray(report)
+
+    def request_ended(self, request_id: str) -> None:
+        for listener in self._listeners:
+            listener.request_ended(request_id)

@@ -1,0 +1,180 @@
+"""The state of a load and of a promised save by rank, the reports about them, and the transfers that wait."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvobs.state.cache_layout import Blocks
+
+
+class ReportKind(IntEnum):
+    """The kinds of reports about a request and a child."""
+
+    RECEIVED = 0  # the child's async load has arrived on this rank
+    FAILED = 1  # the load has failed here; it counts as an arrival without content
+    SPOILED = 2  # bad blocks that vLLM can't map to the request: the whole load has failed
+    HOLED = 3  # bad blocks that were passed on to vLLM, which recomputes them
+    SAVED = 4  # the promised save is done here
+    SYNC_DONE = 5  # this rank's step with a sync load has ended
+    SYNC_FAILED = 6  # as SYNC_DONE, and the child named bad blocks
+
+
+class Report(NamedTuple):
+    """One report of one rank.
+
+    ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
+    are wall-clock time (ns since the epoch). ``spent_ns`` is the time of a synchronous load within this rank's step; an
+    asynchronous load has none.
+    """
+
+    rank: int
+    kind: ReportKind
+    request: str
+    child: int
+    time_ns: int
+    spent_ns: int = 0
+    began_ns: int = 0
+
+
+class Stray(NamedTuple):
+    """A report about a transfer its child does not own. ``kind`` is a label value of ``kvobs_stray_reports_total``."""
+
+    child: int
+    kind: str
+    request: str
+
+
+class Slowest(NamedTuple):
+    """The rank that was last, and its time after the first."""
+
+    rank: int
+    skew_ns: int
+
+
+class _OnRanks:
+    """The common part of a load and a save: the expected ranks and their reports."""
+
+    __slots__ = ()
+
+    expected: int
+    arrived: dict[int, int]
+
+    @property
+    def is_in(self) -> bool:
+        return len(self.arrived) >= self.expected
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """Compare the ranks; None if there is only one."""
+        if len(self.arrived) <= 1:
+            return None
+        rank = max(self.arrived, key=self.arrived.__getitem__)
+        return Slowest(rank, self.arrived[rank] - min(self.arrived.values()))
+
+
+@dataclass(slots=True)
+class Load(_OnRanks):
+    """A load that vLLM admitted: ``tokens`` from child ``child``."""
+
+    child: int
+    tokens: int
+    is_async: bool
+    expected: int  # ranks that report
+    opened_ns: int = 0
+    blocks: Blocks = ()  # that it fills
+    size: int = 0  # in bytes, over all ranks
+    arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report; what a sync load took there
+    lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> its begin and end there
+    failed_on: set[int] = field(default_factory=set)  # ranks
+    needs_echo: bool = False  # the workers must report the failure to vLLM
+    aborted: bool = False  # the request ended while it was open
+    settled: "Save | None" = None  # its child's promised save, which the end of the load has ended too
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failed_on)
+
+    @property
+    def outcome(self) -> str:
+        return "failed" if self.failed else "aborted" if self.aborted else "ok"
+
+    @property
+    def duration_ns(self) -> int:
+        """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
+        last = max(self.arrived.values(), default=0)
+        return max(0, last - self.opened_ns) if self.is_async else last
+
+
+@dataclass(slots=True)
+class Save(_OnRanks):
+    """One child's save of one request. Reports may come before the promise (async scheduling)."""
+
+    promised: bool = False
+    done: bool = False
+    expected: int = 1
+    promised_ns: int = 0
+    arrived: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    is_abandoned: bool = False  # counted as done without a report of its connector
+    is_given_up: bool = False  # its connector has completed it on the scheduler's side, as MoRIIO does after a while
+
+    @property
+    def outcome(self) -> str:
+        return "abandoned" if self.is_abandoned else "ok"
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no report is waited for."""
+        return self.done or self.is_in or self.is_abandoned
+
+
+class Finished(NamedTuple):
+    """The result of a request's end: whether vLLM must hold its blocks, and which transfers were open or stray."""
+
+    holds: bool
+    aborted: Load | None  # the load that was still open
+    promised: dict[int, Save]  # by child, saves that are open now
+    early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
+    stray: list[Stray]  # reports of saves that were never promised
+
+
+class Stuck(NamedTuple):
+    """A transfer that some ranks reported long ago and others never did."""
+
+    kind: str  # "load" or "save"; in the aggregator also "failure": of a load without any final report
+    request: str
+    missing: tuple[int, ...]  # ranks; empty if the expected ranks are unknown
+
+
+class IncompleteTransfers:
+    """The transfers that some ranks have reported and others have not, the oldest first."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, int, str], tuple[int, Load | Save]] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def note(self, kind: str, child: int, request: str, transfer: Load | Save, now_ns: int) -> None:
+        """Note the first report, of several expected ones, of a transfer of ``child``."""
+        self._since[kind, child, request] = now_ns, transfer
+
+    def forget(self, kind: str, child: int, request: str) -> None:
+        """Forget a transfer that has ended."""
+        self._since.pop((kind, child, request), None)
+
+    def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
+        """Return the transfers first reported before this time and still incomplete, by child; each is returned once.
+
+        ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
+        """
+        found: list[tuple[int, Stuck]] = []
+        for (kind, child, request), (since_ns, transfer) in self._since.items():
+            if since_ns > before_ns:
+                break
+            silent = tuple(rank for rank in range(ranks) if rank not in transfer.arrived)
+            found.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
+        for child, stuck in found:
+            self.forget(stuck.kind, child, stuck.request)
+        return found

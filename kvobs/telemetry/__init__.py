@@ -1,0 +1,1 @@
+"""Record what happens in EngineCore and in the workers: counts, span records and the flight recorder."""

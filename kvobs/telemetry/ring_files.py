@@ -1,0 +1,98 @@
+"""Manage the folder of the recordings: a private file for each process, and the newest few of earlier processes.
+
+The writer of a file holds a lock on it until its process ends, so that no file of a running process is removed, even if
+several engines share the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SUFFIX = ".ring"
+EARLIER = 3  # files of ended processes to keep, for each position in an engine
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """Open the folder, created if missing; no other user may write to it.
+
+    Raises:
+        ValueError: it belongs to another user, or others may write to it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        state = os.fstat(opened)
+        if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(
+                f"{path} belongs to user {state.st_uid} and has mode {stat.S_IMODE(state.st_mode):o}; use a folder of "
+                f"user {os.geteuid()} that nobody else may write to, or a new one"
+            )
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def create(path: Path, place: str, size: int) -> mmap.mmap:
+    """Create and map the file of the process with this position in its engine; remove files that are too old.
+
+    All of it is allocated at once: writing a page without disk space would kill the process.
+
+    Raises:
+        OSError: no disk space, or no permission.
+        ValueError: the folder is not private.
+    """
+    name = f"{place}-{time.time_ns()}-{os.getpid()}{SUFFIX}"
+    with _folder(path) as folder:
+        _remove_earlier(folder, place)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        opened = os.open(
+            name, flags, 0o400, dir_fd=folder
+        )  # writable for the owner only, so that nobody truncates it by accident
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            os.posix_fallocate(opened, 0, size)
+            return mmap.mmap(opened, size)  # the map has its own descriptor, and with it the lock
+        except BaseException:
+            os.unlink(name, dir_fd=folder)
+            raise
+        finally:
+            os.close(opened)
+
+
+def _remove_earlier(folder: int, place: str) -> None:
+    """Remove the files of ended processes at this position, except the newest."""
+    names = (name for name in os.listdir(folder) if name.endswith(SUFFIX) and name.startswith(f"{place}-"))
+    ended = [name for name in names if not is_written(name, folder)]
+    for name in sorted(ended, key=_started, reverse=True)[EARLIER:]:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+
+
+def _started(name: str) -> int:
+    """Return the start time of a file's process, from its name."""
+    parts = name.removesuffix(SUFFIX).rsplit("-", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else 0  # noqa: PLR2004 - place, time, process
+
+
+def is_written(name: str | Path, folder: int | None = None) -> bool:
+    """Return whether a process is writing this file, or it can't be opened."""
+    try:
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(opened)
+    return False

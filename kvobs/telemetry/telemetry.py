@@ -1,0 +1,70 @@
+"""Everything that records in one process, built together: numbers, span records, traces, and the flight recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvobs import faults
+from kvobs.config import Options
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.telemetry import flight
+from kvobs.telemetry.call_event import Tracer
+from kvobs.telemetry.call_spans import CallSpans
+from kvobs.telemetry.flight import Flight
+from kvobs.telemetry.journal import Journal
+from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
+from kvobs.telemetry.request_traces import Traces, Untraced
+from kvobs.telemetry.sampling import TracingSettings, Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What records in one process.
+
+    ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
+    ``listeners`` record the router's transfers, on the scheduler's side.
+    """
+
+    recorder: Recorder
+    journal: Journal
+    tracer: Tracer | None = None
+    flight: Flight | None = None
+    traces: Untraced = field(default_factory=Untraced)
+    listeners: tuple[TransferListener, ...] = ()
+
+
+def build(
+    names: Sequence[str], options: Options, vllm_config: Any, tracing: TracingSettings | None, rank: int | None
+) -> Telemetry:
+    """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
+    journal = Journal()
+    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
+    traces, tracer = _trace(names, journal, tracing, rank) if tracing is not None else (None, None)
+    recorder = Recorder(
+        len(names),
+        int(options.slow_call_ms * 1e6),
+        tuple(names),
+        {hook: int(ms * 1e6) for hook, ms in options.slow_call_ms_by_hook.items()},
+        journal=journal,
+        tracer=tracer,
+        flight=recording,
+    )
+    listeners = tuple(listener for listener in (recording, traces) if listener is not None) if rank is None else ()
+    return Telemetry(recorder, journal, tracer, recording, Untraced() if traces is None else traces, listeners)
+
+
+def _trace(
+    names: Sequence[str], journal: Journal, tracing: TracingSettings, rank: int | None
+) -> tuple[Traces | None, CallSpans | None]:
+    """Return the traces of requests, on the scheduler's side, and of calls; None if OpenTelemetry fails."""
+    try:
+        verdicts = Verdicts()
+    except Exception:
+        faults.contain("trace")
+        return None, None
+    if rank is not None:
+        return None, CallSpans(names, journal, tracing, verdicts, rank=rank)
+    traces = Traces(names, journal, tracing, verdicts)
+    return traces, traces.calls

@@ -1,0 +1,133 @@
+"""Read and write trace contexts (W3C ``traceparent`` strings) and create unique ids.
+
+Input from clients arrives here unchecked: only a well-formed string of bounded length is a context.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
+TRACEPARENT = "traceparent"
+_LONG = 512  # characters; version 00 has 55, a later one may have more behind
+_PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_SAMPLED = 1  # bit 0 of the flags; others may be set too
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+ID_AT_MOST = 256  # characters; a client may choose its request's id
+
+
+class TraceContext(NamedTuple):
+    """A reference to a span by W3C Trace Context: hex ids of 32 and 16 digits."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
+
+
+def parse(value: object) -> TraceContext | None:
+    """Parse a ``traceparent``; None if malformed. Source: W3C Trace Context, section 3.2."""
+    if not isinstance(value, str) or len(value) > _LONG:
+        return None
+    match = _PATTERN.fullmatch(value)
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not trace_id.strip("0") or not span_id.strip("0"):
+        return None
+    return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+
+class MalformedContextError(ValueError):
+    """A trace context is present but malformed."""
+
+
+def of_headers(headers: object) -> TraceContext | None:
+    """Return the context in a request's trace headers, None without one; raise ``MalformedContextError``."""
+    if headers is None:
+        return None
+    if not isinstance(headers, Mapping):
+        raise MalformedContextError
+    return _context(headers)
+
+
+def of_params(params: object) -> TraceContext | None:
+    """Return the context that a prefill engine's kvobs put into ``kv_transfer_params``, None without one.
+
+    Raises:
+        MalformedContextError: there is something else in its place.
+    """
+    if not isinstance(params, Mapping) or KEY not in params:
+        return None
+    own = params[KEY]
+    if not isinstance(own, Mapping) or TRACEPARENT not in own:
+        raise MalformedContextError
+    return _context(own)
+
+
+def _context(carrier: Mapping[Any, Any]) -> TraceContext | None:
+    if TRACEPARENT not in carrier:
+        return None
+    context = parse(carrier[TRACEPARENT])
+    if context is None:
+        raise MalformedContextError
+    return context
+
+
+def into_params(params: dict[str, Any] | None, context: TraceContext | None) -> dict[str, Any] | None:
+    """Return ``kv_transfer_params`` with the context for a decode engine.
+
+    Only requests that a child hands over to another engine have such params: other clients see no change.
+    """
+    if params is None or context is None or KEY in params:
+        return params
+    return {**params, KEY: {TRACEPARENT: context.traceparent}}
+
+
+def new_trace_id() -> str:
+    """Return a trace id from the operating system: vLLM seeds ``random`` identically in every worker and run."""
+    return os.urandom(16).hex()
+
+
+def new_span_id() -> str:
+    """Return a span id from the operating system."""
+    return os.urandom(8).hex()
+
+
+def external_id(request_id: str) -> str:
+    """Return the request's id of vLLM's ``llm_request`` span: without the 8 random digits that vLLM appends."""
+    return _SUFFIX.sub("", request_id)[:ID_AT_MOST]
+
+
+def activated(call: Callable[..., Any], context_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return ``call`` with the OpenTelemetry context of its first argument active, so that its spans join the trace."""
+    from opentelemetry.context import attach, detach
+
+    def active(subject: Any, *args: Any, **kwargs: Any) -> Any:
+        context = context_of(subject)
+        if context is None:
+            return call(subject, *args, **kwargs)
+        token = attach(context)
+        try:
+            return call(subject, *args, **kwargs)
+        finally:
+            detach(token)
+
+    return active
+
+
+def as_otel(context: TraceContext) -> Any:
+    """Return it as an OpenTelemetry ``Context``."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    parent = SpanContext(
+        int(context.trace_id, 16), int(context.span_id, 16), is_remote=True, trace_flags=TraceFlags(context.is_sampled)
+    )
+    return set_span_in_context(NonRecordingSpan(parent), Context())

@@ -1,0 +1,41 @@
+"""The CPU time of a process is what the kernel says, and the comparison is the one that is printed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from kvobs.demo.processes import stat
+from tests.bench.exporter import Turn, configs, lines, seconds
+from tests.bench.report import Verdict
+
+
+def test_seconds_are_those_of_the_process() -> None:
+    before, ours = seconds(stat(os.getpid())[1]), time.process_time()
+    while time.process_time() - ours < 0.2:
+        pass
+    assert seconds(stat(os.getpid())[1]) - before == pytest.approx(time.process_time() - ours, abs=0.05)
+
+
+def test_servers_are_compared_round_by_round() -> None:
+    names = configs(1)
+    turns = {name: [Turn(2.0, 5.0, 0.0, 3.0, 100.0)] * 4 for name in names}
+    turns["kvobs, exporter"] = [Turn(2.1, 5.5, 0.2, 3.0, 101.0)] * 4
+    found = {line.title: line for line in lines(turns, 41.0)}
+    assert found["API server, a request, kvobs, exporter"].median == pytest.approx(1.05)
+    assert found["API server, a request, kvobs, exporter"].verdict is Verdict.MISSED
+    assert found["EngineCore, a request, kvobs, exporter"].median == pytest.approx(1.1)
+    assert found["the exporter, of a core"].median == pytest.approx(1.0)  # 150 x 0.2 ms in 3 s
+    assert found["the exporter's memory"].measured == 41.0
+    assert found["completion, p95, exporter against off"].median == pytest.approx(1.01)
+    assert {line.verdict for line in found.values()} == {Verdict.MISSED, Verdict.MET, Verdict.NONE}
+
+
+def test_only_the_router_differs() -> None:
+    made = configs(9464)
+    assert made["stock"] == made["stock again"]
+    assert "kv_connector_module_path" not in made["stock"]
+    assert made["kvobs, exporter"]["kv_connector_extra_config"]["kvobs"].pop("exporter") == {"port": 9464}
+    assert made["kvobs, exporter"] == made["kvobs"]

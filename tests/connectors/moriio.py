@@ -1,0 +1,123 @@
+"""MoRIIO's real scheduler side on vLLM's real scheduler, as a producer; its worker, AMD's library, has a stand-in."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvobs.testing import Rig, Script
+from tests.connectors.engine import children_of
+from tests.support.rig import child_config
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
+PATIENCE = 60.0
+"""Seconds after which MoRIIO no longer waits for the decode engine to acknowledge."""
+
+
+class Clock:
+    """Stands for the module ``time``; it goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+class Acknowledged:
+    """Stands in for the worker: it reports what the test lets the decode engine acknowledge."""
+
+    said: set[str]
+
+    def __init__(self, *_: Any) -> None:
+        self.said = set()
+        self.sends: list[str] = []  # what the scheduler side ordered
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Have no memory."""
+
+    def start_load_kv(self, meta: Any) -> None:
+        self.sends += meta.reqs_to_send
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Load nothing."""
+
+    def save_kv_layer(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+    def wait_for_save(self, meta: Any) -> None:
+        """Write nothing."""
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        said, self.said = self.said, set()
+        return said, set()
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Report as vLLM 0.33 asks for it."""
+        return KVConnectorTransferResults(finished_sending=self.get_finished()[0])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def shutdown(self) -> None:
+        """Have nothing to end."""
+
+
+class Prefill(Rig):
+    """A prefill engine of MoRIIO and a scripted sibling."""
+
+    def __init__(self, router: str, patch: Any, sibling: Script, *, is_first: bool, read: bool, ranks: int) -> None:
+        self.clock, self.sibling = Clock(), sibling
+        moriio = importlib.import_module(f"{MODULE}.moriio_connector")  # needs a package that is fetched by then
+        common = importlib.import_module(f"{MODULE}.moriio_common")
+        patch.setattr(common.RoleManager, "_instance", None)  # the role is that of the whole process
+        patch.setattr(moriio, "MoRIIOConnectorWorker", Acknowledged)
+        patch.setattr(moriio, "time", self.clock)
+        extra = {"host_ip": "127.0.0.1", "read_mode": read, "defer_timeout": PATIENCE}
+        config = {"kv_connector": "MoRIIOConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+        configs = [config, child_config(sibling)] if is_first else [child_config(sibling), config]
+        super().__init__(router, connectors=configs, ranks=ranks)
+        self.place = 0 if is_first else 1
+        self.side = children_of(self.connector)[self.place].connector_scheduler
+
+    def prefill(self, request: str, max_tokens: int = 1) -> None:
+        """Add a request that a decode engine will take over."""
+        remote: dict[str, Any] = {"remote_host": "h", "remote_handshake_port": 1, "remote_notify_port": 2}
+        remote |= {"remote_engine_id": "d", "remote_block_ids": []}
+        self.add(request, max_tokens=max_tokens, do_remote_decode=True, transfer_id=f"t-{request}", **remote)
+
+    def acknowledge(self, request: str) -> None:
+        """Let the decode engine acknowledge, on each rank."""
+        for worker in self.workers:
+            children_of(worker)[self.place].connector_worker.said.add(request)
+        self.step()
+
+    def saved(self, request: str) -> None:
+        """Let the sibling have saved, on each rank."""
+        for rank in range(len(self.workers)):
+            self.sibling.say(rank, saved=request)
+        self.step()
+
+    def wait(self) -> None:
+        """Let MoRIIO's patience end."""
+        self.clock.now += PATIENCE + 1
+        self.step()
+
+    @property
+    def left(self) -> list[str]:
+        """Return what is left in an idle engine."""
+        books: tuple[str, ...] = (
+            "_deferred_send_deadlines",
+            "_pending_sent_acks",
+            "_reqs_need_save",
+            "_reqs_need_send",
+        )
+        books += ("_reqs_need_pending_save", "_req_kv_params", "transfer_id_to_request_id")
+        left = [f"{book}: {entry}" for book in books for entry in getattr(self.side, book)]
+        taken = self.scheduler.kv_cache_config.num_blocks - 1 - self.free_blocks
+        return left + list(self.scheduler.requests) + ([f"{taken} blocks"] if taken else [])

@@ -1,0 +1,121 @@
+"""An engine whose first connector has a real store behind it and whose second is host memory, and a look at both."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvobs.demo.run import host_memory, multi_connector
+from kvobs.demo.server import Server, ServerError
+from tests.connectors.packages import importing
+from tests.connectors.servers.stores import (
+    Store,
+    lmcache_child,
+    lmcache_server,
+    mooncake_master,
+    mooncake_store_child,
+    mooncake_store_env,
+    running,
+)
+from tests.connectors.servers.traffic import SMALL_CACHE
+from tests.engine.serving import eventually, importing_tests, serve, total
+
+STORE = "store"
+"""The name of the connector in front of the store."""
+START_S = 400
+LEFT_OUT = re.compile(rf"connector '{STORE}' failed .* for ([0-9.]+) s \(kvobs_quarantined\)")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of store: which packages it needs, its server, and its connector."""
+
+    name: str
+    packages: tuple[str, ...]
+    server: Callable[[Path], Store]
+    child: Callable[..., dict[str, Any]]
+    env: Callable[[Store, Path], dict[str, str]]
+    after_s: float
+    """How long answers are looked at while the server is dead, the first seconds aside. Mooncake's lookups of a dead
+    master take 4.4 s each: there have to be enough others for a 95th percentile."""
+
+
+LMCACHE = Kind("lmcache", ("lmcache",), lmcache_server, lmcache_child, lambda _store, _folder: {}, after_s=15)
+MOONCAKE = Kind("mooncake", ("mooncake",), mooncake_master, mooncake_store_child, mooncake_store_env, after_s=40)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The engine and the store, both up."""
+
+    kind: Kind
+    store: Store
+    server: Server
+    is_isolated: bool
+
+    def total(self, metric: str, **labels: str) -> float:
+        """Return what the connector of the store has counted."""
+        return total(self.server, metric, connector=STORE, **labels)
+
+    def backoffs(self) -> list[float]:
+        """Return for how many seconds it was left out, each time, as the log says."""
+        return [float(seconds) for seconds in LEFT_OUT.findall(self.server.log.read_text(errors="replace"))]
+
+    def slow_calls(self) -> dict[str, float]:
+        """Return how many calls into it were slow, by hook."""
+        slow = [s for s in self.server.metrics() if s.name == "kvobs_slow_calls_total" and s.value]
+        return {s.labels["hook"]: s.value for s in slow if s.labels["connector"] == STORE}
+
+    @property
+    def loads(self) -> float:
+        """Return how many loads from the store have succeeded."""
+        return self.total("kvobs_loads_total", outcome="ok")
+
+
+@contextmanager
+def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child: Any) -> Iterator[Served]:
+    """Run both, with these options of the store's connector, isolated or not."""
+    store = kind.server(folder)
+    with running(store):
+        config = multi_connector(kind.child(store, **child), host_memory(), names=[STORE, "host"])
+        config["kv_load_failure_policy"] = "recompute"
+        if is_isolated:
+            config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
+        env = kind.env(store, folder) | with_packages(*kind.packages)
+        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S) as server:
+            yield Served(kind, store, server, is_isolated)
+
+
+def with_packages(*packages: str) -> dict[str, str]:
+    """Return what lets a server import the tests, and these sets of packages."""
+    return {"PYTHONPATH": os.pathsep.join([importing_tests()["PYTHONPATH"], *importing(*packages)])}
+
+
+def is_idle(server: Server) -> bool:
+    """Say whether nothing is open any more: no request, no block, no transfer."""
+    samples: dict[str, float] = {}
+    for sample in server.metrics():
+        samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    open_ones = ("vllm:num_requests_running", "vllm:num_requests_waiting", "kvobs_in_flight")
+    return not any(samples[name] for name in open_ones)
+
+
+def blocks_are_free(server: Server) -> bool:
+    """Say whether every block is free, which vLLM's own cache can be emptied for only then."""
+    try:
+        server.reset_prefix_cache(timeout=10)
+    except ServerError:
+        return False
+    return True
+
+
+def until_loads_grow(engine: Served, seconds: float) -> float | None:
+    """Return after how long the store's connector has loaded something again; None if it did not in time."""
+    begin, before = time.monotonic(), engine.loads
+    return time.monotonic() - begin if eventually(lambda: engine.loads > before, seconds) else None

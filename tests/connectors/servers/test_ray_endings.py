@@ -1,0 +1,66 @@
+"""A rank's process is killed under Ray: the server ends as with vLLM's own MultiConnector, with both executors.
+
+In a module of its own: two clusters at one address get in each other's way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvobs.demo.run import host_memory, multi_connector
+from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, cluster
+from tests.engine.endings import LONG, SHORT, WARM_S, Clients, _wait
+from tests.engine.serving import eventually, of_tests, prompt, serve, stock
+
+pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
+
+UNDER_WAY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a server whose worker was killed."""
+
+    exit_code: int | None
+    in_flight: frozenset[str]
+    workers: int
+    """Of the ranks' processes, that are left."""
+
+
+def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
+    """Kill one rank's process under load; ``router`` is "kvobs" or "stock"."""
+    plan = {"offer": 64, "async": True, "load_ms": 20}
+    config = multi_connector(of_tests("SteeredChild", plan=plan), host_memory(), names=["steered", "cpu"])
+    config = config if router == "kvobs" else stock(config)
+    with (
+        cluster(**EXECUTORS[executor]) as ranks,
+        serve(model, folder, config, *ON_RAY, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S) as server,
+    ):
+        process = server.process
+        assert process is not None
+        server.complete(prompt("first"), SHORT)
+        clients = Clients(server, SHORT)
+        assert eventually(lambda: clients.answered(time.monotonic() - 2) > 0, WARM_S), "nothing is answered"
+        underway = Clients(server, LONG)
+        time.sleep(UNDER_WAY_S)
+        moment = time.monotonic()
+        os.kill(ranks.workers()[-1], signal.SIGKILL)
+        code = _wait(process)
+        in_flight = underway.outcomes(moment)
+        clients.outcomes(moment)
+        eventually(lambda: not ranks.workers(), 30)
+        return Ending(code, in_flight, len(ranks.workers()))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_server_whose_worker_is_killed_ends_as_with_stock(executor: str, model: Path, tmp_path: Path) -> None:
+    endings = {router: killed(router, executor, model, tmp_path / router) for router in ("stock", "kvobs")}
+    print(f"\n{executor}: {endings}")
+    assert endings["kvobs"] == endings["stock"]
+    assert endings["kvobs"].in_flight

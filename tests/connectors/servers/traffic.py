@@ -1,0 +1,168 @@
+"""Requests to an engine with a store: few documents asked about again and again, some hung up on; and their times."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+
+from kvobs.demo.model import NAME
+from kvobs.demo.server import HOST, Server, ServerError
+from tests.engine.serving import prompt
+
+CLIENTS = 4
+TOKENS = 8
+DOCUMENTS = 24
+REQUESTS = 200
+ABORTS = 40
+SMALL_CACHE = ("--max-model-len", "1024", "--num-gpu-blocks-override", "72", "--max-num-batched-tokens", "256",
+               "--enable-chunked-prefill")  # fmt: skip
+"""An engine's own cache that holds a sixth of the documents, so that the others come from the stores, and prompts that
+are computed in chunks."""
+
+Answers = dict[str, tuple[int, ...]]
+
+
+def document(number: int) -> str:
+    """Return 400 tokens, about; every other document begins with the text of the one before it."""
+    return prompt("store", number // 2) + prompt("end", number)
+
+
+PROMPTS = [document(i) for i in range(DOCUMENTS)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request that was answered, or not."""
+
+    prompt: str
+    begin: float
+    end: float
+    tokens: tuple[int, ...]
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long the answer took."""
+        return self.end - self.begin
+
+
+def order(requests: int, seed: object) -> list[str]:
+    """Return so many prompts, each of the documents as often as any other, in random order."""
+    rng = random.Random(repr(seed))
+    found: list[str] = []
+    while len(found) < requests:
+        found += rng.sample(PROMPTS, len(PROMPTS))
+    return found[:requests]
+
+
+def ask(server: Server, text: str) -> Asked:
+    """Ask once; an error is part of the answer."""
+    begin = time.monotonic()
+    try:
+        return Asked(text, begin, *_answered(server, text))
+    except ServerError as error:
+        return Asked(text, begin, time.monotonic(), (), str(error))
+
+
+def _answered(server: Server, text: str) -> tuple[float, tuple[int, ...]]:
+    tokens = server.complete(text, TOKENS).tokens
+    return time.monotonic(), tokens
+
+
+def ask_all(server: Server, prompts: Sequence[str]) -> list[Asked]:
+    """Ask for each of these, four at a time."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(lambda text: ask(server, text), prompts))
+
+
+def ask_and_abort(server: Server, requests: int = REQUESTS, aborts: int = ABORTS, seed: object = 0) -> list[Asked]:
+    """Ask so many requests while others are hung up on, before or after their first token."""
+    rng = random.Random(repr(("aborts", seed)))
+    asked = [(text, None) for text in order(requests, seed)]
+    hung_up = [(rng.choice(PROMPTS), rng.choice([0, 0.005, 0.02, 0.08, 0.3])) for _ in range(aborts)]
+    mixed = [*asked, *hung_up]
+    rng.shuffle(mixed)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = pool.map(
+            lambda item: ask(server, item[0]) if item[1] is None else leave(server, item[0], item[1]), mixed
+        )
+        return [answer for answer in answers if answer is not None]
+
+
+def leave(server: Server, text: str, after_s: float) -> None:
+    """Ask for a long answer, and close the connection so many seconds later."""
+    connection = HTTPConnection(HOST, server.port, timeout=30)
+    asked = {"model": NAME, "prompt": text, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with suppress(OSError, HTTPException):
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        time.sleep(after_s)
+    connection.close()
+
+
+@dataclass
+class Load:
+    """Requests that go on until they are ended, and the answers so far."""
+
+    server: Server
+    asked: list[Asked] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def client(self, number: int) -> None:
+        """Ask one request after the other."""
+        for text in _endless(number):
+            if self.over.is_set():
+                return
+            self.asked.append(ask(self.server, text))
+
+    def between(self, begin: float, end: float) -> list[Asked]:
+        """Return the requests that were answered between these times, and those that began then and were not."""
+        return [one for one in list(self.asked) if begin <= one.end <= end]
+
+    def errors(self) -> list[str]:
+        """Return what was answered instead of tokens."""
+        return [one.error for one in list(self.asked) if one.error]
+
+
+def _endless(number: int) -> Iterator[str]:
+    turn = 0
+    while True:
+        yield from order(DOCUMENTS, (number, turn))
+        turn += 1
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[Load]:
+    """Keep four clients asking inside the ``with`` block; at its end wait for their last answers."""
+    load = Load(server)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        running = [pool.submit(load.client, number) for number in range(CLIENTS)]
+        try:
+            yield load
+        finally:
+            load.over.set()
+    for client in running:
+        client.result()
+
+
+def wrong(asked: Sequence[Asked], expected: Answers) -> list[str]:
+    """Return a line for each answer that is not the expected one, or that is an error."""
+    return [
+        f"{one.prompt[:30]!r}: {one.error or one.tokens}, expected {expected[one.prompt]}"
+        for one in asked
+        if one.error or one.tokens != expected[one.prompt]
+    ]
+
+
+def p95(asked: Sequence[Asked]) -> float:
+    """Return the 95th percentile of the times to answer."""
+    assert asked, "nothing was answered"
+    times = sorted(one.seconds for one in asked)
+    return times[math.ceil(0.95 * len(times)) - 1]

@@ -1,0 +1,69 @@
+"""Every connector that stores, alone and beside another one, in random lives, with vLLM's router and with kvobs's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.connectors.catalogue import SETTINGS, make
+from tests.connectors.known import explain
+from tests.connectors.lives import Ending, build, live
+
+STORES = [
+    *("offloading", "offloading-tiering", "lmcache-mp", "lmcache-v1", "mooncake-store", "mooncake-store-async"),
+    *("simple-cpu", "simple-cpu-lazy", "flexkv", "hf3fs", "example", "decode-bench"),
+]
+
+
+def lives_of(names: list[str], router: str, seed: int, *, is_v2: bool) -> Ending:
+    """Live one life."""
+    settings = {key: value for name in names for key, value in SETTINGS.get(name.partition("+")[0], {}).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        plugs = [make(name, seed) for name in names]
+        engine = build(router, plugs, patch, is_v2=is_v2, **{"blocks": 20, **settings})
+        return live(engine, seed, requests=24)
+
+
+def pairs() -> list[list[str]]:
+    found = []
+    for name in STORES:
+        sibling = "simple-cpu+sibling" if name == "offloading" else "offloading+sibling"
+        found += [[name], [name, sibling], [sibling, name]]
+    return found
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("names", pairs(), ids="-then-".join)
+def test_a_life_is_right_with_kvobs_wherever_it_is_with_stock(names: list[str], is_v2: bool) -> None:
+    seed = 1 + is_v2
+    stock = lives_of(names, "stock", seed, is_v2=is_v2)
+    ours = lives_of(names, "kvobs", seed, is_v2=is_v2)
+    assert [line for line in stock.faults if not explain(line, names, with_kvobs=False)] == []
+    assert [line for line in ours.faults if not explain(line, names, with_kvobs=True)] == []
+    assert stock.died or sum(stock.stored.values()) > 10 or names == ["decode-bench"]
+
+
+@pytest.mark.parametrize("router", ["stock", "kvobs"])
+@pytest.mark.parametrize("names", [["lmcache-mp", "offloading"], ["offloading", "mooncake-store"]], ids="-then-".join)
+def test_loads_that_fail_are_computed_instead(names: list[str], router: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plugs = [make(name, 1, fail_rate=0.4) for name in names]
+        ending = live(build(router, plugs, patch, blocks=32), 1)
+    assert ending.faults == []
+    assert sum(ending.loaded.values()) > 2
+
+
+@pytest.mark.parametrize("router", ["stock", "kvobs"])
+def test_vllms_own_router_is_a_child_as_any_other(router: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plugs = [make("simple-cpu", 1), make("offloading", 1), make("offloading+sibling", 1)]
+        inner = [plug.config() for plug in plugs[:2]]
+        nested = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": inner},
+        }
+        engine = build(router, plugs, patch, blocks=20, connectors=[nested, plugs[2].config()])
+        ending = live(engine, 1)
+    assert ending.faults == []
+    assert min(ending.stored.values()) > 10
+    assert ending.loaded["simple-cpu"] > 2

@@ -1,0 +1,51 @@
+"""Real engines whose metrics reach nobody say so in one line at the start, however they are started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvobs.demo.run import files, host_memory, multi_connector
+from kvobs.demo.server import environment
+from tests.engine.serving import importing_tests, serve
+
+pytestmark = pytest.mark.engine
+
+WARNING = "--disable-log-stats: vLLM's stat logging is off"
+OFFLINE = """
+import json, sys
+from vllm import LLM
+
+if __name__ == "__main__":
+    LLM(sys.argv[1], kv_transfer_config=json.loads(sys.argv[2]), dtype="float32", enforce_eager=True,
+        max_model_len=2048, block_size=32)
+"""
+
+
+def warnings(log: str) -> list[str]:
+    return [line for line in log.splitlines() if WARNING in line]
+
+
+def test_a_server_without_stats_warns_once(model: Path, tmp_path: Path) -> None:
+    config = multi_connector(host_memory(), files(tmp_path / "disk"))
+    with serve(model, tmp_path, config, "--disable-log-stats") as server:
+        (line,) = warnings(server.log.read_text())
+    assert "WARNING" in line
+    assert "Fix: set kv_connector_extra_config.kvobs.exporter to {}" in line
+
+
+@pytest.mark.parametrize("has_core_process", [True, False])
+def test_offline_use_warns_once(model: Path, tmp_path: Path, has_core_process: bool) -> None:
+    """There stat logging is off by default, in EngineCore's own process and within that of the user."""
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    config = json.dumps(multi_connector(host_memory(), files(tmp_path / "disk")))
+    env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
+    command = [sys.executable, str(script), str(model), config]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(warnings(done.stdout + done.stderr)) == 1

@@ -1,0 +1,181 @@
+"""Real engines with the exporter: it has what the connectors count themselves, whatever happens to it or to vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from docs.pages import FOLDER
+from kvobs.demo.collector import Collector
+from kvobs.demo.processes import session_members, stat
+from kvobs.demo.run import host_memory
+from kvobs.demo.server import claim_port, environment, parse_metrics
+from tests.engine.exported import OPENMETRICS, Exported, with_exporter
+from tests.engine.metered import (
+    SERIES_AT_MOST,
+    ask,
+    ask_in_turn,
+    assert_counted_in_turn,
+    assert_nothing_in_flight,
+    assert_promtool_finds_no_fault,
+    configuration,
+    counting_child,
+)
+from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, importing_tests, prompt, serve
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[Any]:
+    config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config, port = with_exporter(config)
+    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+        exported = Exported(server, port)
+        ask(exported, prompt("warm"))  # type: ignore[arg-type]
+        exported.until_up()
+        yield exported
+
+
+def test_it_has_what_the_connector_counts_itself(server: Any, folder: Path) -> None:
+    with Growth(server, connector="steered") as grown:
+        ask_in_turn(server, 40)
+    assert_counted_in_turn(grown, 40)
+    assert_every_call_is_counted(server, folder / "counts", "steered", ranks=2)
+    assert_nothing_in_flight(server)
+    assert_promtool_finds_no_fault(server)
+    assert 0 < len(kvobs_samples(server)) <= SERIES_AT_MOST
+    assert server.health()["engine"] == "alive"
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "scraped all the time"])
+def test_what_happens_to_the_exporter_changes_no_answer_and_no_number(server: Any, fault: str) -> None:
+    texts = [prompt(fault, i) for i in range(6)]
+    expected = ask_all(server, texts)
+    pid, over = server.pid(), threading.Event()
+
+    def scrape() -> None:
+        while not over.is_set():
+            try:
+                server.get("/metrics")
+            except OSError:
+                time.sleep(0.01)
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(4 if fault == "scraped all the time" else 0)]
+    with Growth(server, connector="steered") as grown:
+        for scraper in scrapers:
+            scraper.start()
+        if not scrapers:
+            os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        ask_in_turn(server, 24, about=fault)
+        if fault == "stopped":
+            os.kill(pid, signal.SIGCONT)
+        over.set()
+        for scraper in scrapers:
+            scraper.join()
+        server.until_up()
+        time.sleep(1.0)
+    assert_counted_in_turn(grown, 24)
+    assert ask_all(server, texts) == expected
+    assert (server.pid() != pid) == (fault == "killed")
+
+
+def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends(server: Any) -> None:
+    """This must be the last test of this server."""
+    pid, hits = server.pid(), Growth(server)
+    with hits:
+        pass
+    lookups = sum(s.value for s in kvobs_samples(server) if s.name == "kvobs_lookups_total")
+    assert server.server.process is not None
+    (core,) = [p for p in session_members(server.server.process.pid) if stat(p)[0].startswith("VLLM::EngineCor")]
+    os.kill(core, signal.SIGKILL)
+    assert eventually(lambda: server.health()["engine"] == "gone", 10)
+    samples = parse_metrics(server.get("/metrics"))
+    assert sum(s.value for s in samples if s.name == "kvobs_lookups_total") == lookups
+    assert [s.value for s in samples if s.name == "kvobs_engine_up"] == [0]
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 5 + 5)
+
+
+def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:
+    config, port = with_exporter(configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"]))
+    with Collector() as collector:
+        args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
+        env = {**collector.env, "OTEL_BSP_SCHEDULE_DELAY": "300"}
+        with serve(model, tmp_path, config, *args, env=env, timeout=360) as plain:
+            server: Any = Exported(plain, port)
+            server.until_up()
+            with Growth(server, connector="steered") as grown:
+                ask_in_turn(server, 40)
+            assert_counted_in_turn(grown, 40)
+            assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1)
+            ours = [s for s in collector.spans if s.scope == "kvobs"]
+            loads = [s for s in ours if s.name == "kv.load steered"]
+            assert len(loads) == 20
+            families: Any = text_string_to_metric_families(server.get("/metrics", accept=OPENMETRICS))  # type: ignore[no-untyped-call]
+            marked = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
+            assert marked & {s.trace_id for s in loads}
+            assert marked <= {s.trace_id for s in ours}
+            pid = server.pid()
+            ask(server, prompt("the last one"), {"offer": 64, "async": True, "load_ms": 1})
+        # vLLM kills all children of its processes when it is asked to end: the exporter is none.
+        assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 10)
+        assert len([s for s in collector.spans if s.name == "kv.load steered"]) == 21, "sent at the end"
+
+
+def test_without_vllms_stats_and_with_two_engines_nothing_is_missing(model: Path, tmp_path: Path) -> None:
+    config, port = with_exporter(configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"]))
+    args = ("--data-parallel-size", "2", "--disable-log-stats")
+    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
+        server: Any = Exported(plain, port, port + 1)
+        server.until_up()
+        for engine, requests in (("0", 24), ("1", 40)):
+            with Growth(server, connector="steered", engine=engine) as grown:
+                ask_in_turn(server, requests, engine)
+            assert_counted_in_turn(grown, requests)
+        for i, port in enumerate(server.ports):
+            up = [s for s in parse_metrics(server.get("/metrics", port)) if s.name == "kvobs_engine_up"]
+            assert [(s.labels["engine"], s.value) for s in up] == [(str(i), 1)]
+
+
+@pytest.mark.parametrize("has_core_process", [True, False])
+def test_the_offline_example_of_the_docs_prints_its_numbers(
+    model: Path, tmp_path: Path, has_core_process: bool
+) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", (FOLDER / "exporter.md").read_text(), re.DOTALL)
+    port = claim_port(0)
+    ours = f"MODEL, CONNECTORS, PORT = {str(model)!r}, {[host_memory()]!r}, {port}\n\n\ndef main() -> None:\n"
+    text = text.replace("def main() -> None:\n", ours, 1)
+    text = text.replace("        MODEL,\n", "        MODEL,\n        **json.loads(sys.argv[1]),\n", 1)
+    script = tmp_path / "offline.py"
+    script.write_text(f"import json, sys\n{text}")
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "block_size": 32}
+    env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
+    command = [sys.executable, str(script), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = "\n".join(re.findall(r"^kvobs_.*$", done.stdout, re.MULTILINE))
+    numbers = [s for s in parse_metrics(f"{printed}\n") if s.value]
+    assert {(s.name, s.labels["outcome"]): s.value for s in numbers} == {
+        ("kvobs_lookups_total", "miss"): 1,
+        ("kvobs_lookups_total", "hit"): 1,
+        ("kvobs_loads_total", "ok"): 1,
+    }
+    assert "stat logging is off" not in done.stdout + done.stderr, "its numbers reach somebody"

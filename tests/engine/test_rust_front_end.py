@@ -1,0 +1,84 @@
+"""vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, or a warning comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.model import NAME
+from kvobs.demo.run import host_memory, multi_connector
+from kvobs.demo.server import Server
+from tests.contract.hosts import prepare
+from tests.engine.exported import Exported, with_exporter
+from tests.engine.serving import ROOT, eventually, prompt, serve
+from tests.versions.engines import overlay
+from tests.versions.rust import VERSION, rust_front_end
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]  # the front end is fetched within it
+
+REQUESTS = 6
+
+
+def ask(server: Server, text: str) -> list[int]:
+    body = {"model": NAME, "prompt": text, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def rust() -> dict[str, Any]:
+    """Return what lets a server run the version's engine with its Rust front end."""
+    prepare([VERSION])
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(overlay(VERSION)), str(ROOT)]),
+        "VLLM_USE_RUST_FRONTEND": "1",
+        "VLLM_RUST_FRONTEND_PATH": str(rust_front_end()),
+    }
+    return {"env": env, "launch": (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"), "timeout": 400}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_exporter_has_the_numbers(model: Path, tmp_path: Path, rust: dict[str, Any], ranks: int) -> None:
+    config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
+    with serve(model, tmp_path, config, **rust, tensor_parallel=ranks) as plain:
+        server: Any = Exported(plain, port)
+        server.until_up()
+        texts = [prompt("rust", i) for i in range(REQUESTS)]
+        answers = [ask(plain, text) for text in texts]
+        plain.reset_prefix_cache()
+        assert [ask(plain, text) for text in texts] == answers, "loaded, they answer the same"
+
+        def counted() -> dict[tuple[str, str], float]:
+            names = ("kvobs_lookups_total", "kvobs_loads_total")
+            return {(s.name, s.labels["outcome"]): s.value for s in server.metrics() if s.name in names}
+
+        expected = {
+            ("kvobs_lookups_total", "miss"): REQUESTS,
+            ("kvobs_lookups_total", "hit"): REQUESTS,
+            ("kvobs_loads_total", "ok"): REQUESTS,
+        }
+        assert eventually(lambda: counted() == expected, 10), counted()
+        tokens = {
+            s.name: s.value for s in server.metrics() if s.name.endswith(("load_tokens_total", "cache_hits_total"))
+        }
+        assert tokens["kvobs_load_tokens_total"] == tokens["vllm:external_prefix_cache_hits_total"] > 0
+
+
+def test_without_the_exporter_a_warning_says_what_is_missing(model: Path, tmp_path: Path, rust: dict[str, Any]) -> None:
+    with serve(model, tmp_path, multi_connector(host_memory(), names=["host"]), **rust) as server:
+        ask(server, prompt("rust"))
+        assert not [s for s in server.metrics() if s.name.startswith("kvobs_")]
+        warned = [
+            line for line in server.log.read_text().splitlines() if "Rust front end" in line and "WARNING" in line
+        ]
+    assert len(warned) == 1
+    assert "kvobs.exporter" in warned[0]

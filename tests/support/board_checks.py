@@ -1,0 +1,281 @@
+"""What every board of ours must keep beyond the lint: each check returns what it finds, nothing if all is well."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+import promql_parser
+
+from dashboards import looks
+from dashboards.rules import RUNBOOK
+from dashboards.sdk import model
+from kvobs.signals import OPEN, SIGNALS, Kind, Scope
+from kvobs.spans import ATTRIBUTES, SPANS, Reason
+from tests.support.board_lint import Board, Panel, matchers, metric, panels, queries, selectors, variables
+
+COLUMNS = 24
+SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",), Kind.GAUGE: ("",)}
+QUERIED = {signal.name + suffix: signal for signal in SIGNALS for suffix in SUFFIXES[signal.kind]}
+NOT_OURS = {
+    "vllm[:_]prompt_tokens_total",
+    "vllm[:_]time_to_first_token_seconds_bucket",
+    "process_start_time_seconds",
+}
+OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+GREYS_AND_TINTS = {looks.IDLE, looks.HOST, looks.BY_QUANTILE["p50"]}
+
+
+def series(board: Board) -> list[Panel]:
+    return [panel for panel in panels(board) if panel["type"] == "timeseries"]
+
+
+def of_tempo(board: Board) -> list[Panel]:
+    return [panel for panel in panels(board) if panel["datasource"]["type"] == "tempo"]
+
+
+def asked(board: Board) -> Iterator[tuple[str, promql_parser.VectorSelector]]:
+    for where, expr in queries(board):
+        for selector, _ in selectors(expr):
+            yield where, selector
+
+
+def ids(board: Board) -> list[str]:
+    found = [panel["id"] for outer in board["panels"] for panel in (outer, *outer.get("panels", ()))]
+    return [f"id {number} twice" for number in sorted({n for n in found if found.count(n) > 1})]
+
+
+def layout(board: Board) -> list[str]:
+    """Panels that lie on each other, among those that are open at the same time, and what leaves the columns."""
+    groups = [board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))]
+    found = []
+    for one, other in (pair for group in groups for pair in combinations(group, 2)):
+        a, b = one["gridPos"], other["gridPos"]
+        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        if not (is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]):
+            found.append(f"{one['title']} lies on {other['title']}")
+    every = [panel["gridPos"] for group in groups for panel in group]
+    return found + [f"{at} leaves the columns" for at in every if at["x"] < 0 or at["x"] + at["w"] > COLUMNS]
+
+
+def sources(board: Board) -> list[str]:
+    """Nothing hard-coded, nothing asked for at import."""
+    text = json.dumps({**board, "uid": ""})
+    used = set(re.findall(r'"uid": "([^"]+)"', text)) - {"${prometheus_datasource}", "${tempo_datasource}"}
+    return [f"data source {uid}" for uid in sorted(used)] + [key for key in ("__inputs", "__requires") if key in board]
+
+
+def works_without_tempo(board: Board) -> list[str]:
+    return [
+        f"{panel['title']} asks both"
+        for panel in panels(board)
+        if len({target["datasource"]["type"] for target in panel["targets"]} | {panel["datasource"]["type"]}) > 1
+    ]
+
+
+def templates(board: Board) -> list[str]:
+    found = {v["name"]: v for v in variables(board, "query")}
+    wrong = [] if list(found) == ["job", "instance", "model_name", "engine", "connector"] else [f"variables {[*found]}"]
+    for name, variable in found.items():
+        state = [variable[key] for key in ("multi", "includeAll", "allValue", "refresh")]
+        if state != [True, True, ".+", 2] or variable["current"]["value"] != ["$__all"]:
+            wrong.append(f"variable {name} is {state}")
+    adhoc = [v["datasource"]["uid"] for v in variables(board, "adhoc")]
+    return wrong + ([] if adhoc == ["${prometheus_datasource}"] else [f"ad hoc filters {adhoc}"])
+
+
+def selections(board: Board) -> list[str]:
+    """Every selector follows every variable that its metric has a label for."""
+    wrong = []
+    for where, selector in asked(board):
+        signal = QUERIED.get(metric(selector))
+        labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
+        labels += ["job", "instance"] if signal else []
+        labels += ["connector"] if signal and signal.scope is Scope.CHILD else []
+        missing = [label for label in labels if matchers(selector).get(label) != f"=~${label}"]
+        wrong += [f"{where}: {metric(selector)} without {', '.join(missing)}"] if missing else []
+    return wrong
+
+
+def first_load(board: Board) -> list[str]:
+    count = sum(len(panel.get("targets", ())) for panel in board["panels"])
+    state = (board["refresh"], board["time"]["from"], board["time"]["to"])
+    wrong = [] if state == ("30s", "now-1h", "now") else [f"refresh and time {state}"]
+    return wrong + ([] if 0 < count <= 25 else [f"{count} queries on first load"])
+
+
+def patterns(board: Board) -> list[str]:
+    return [
+        f"{where}: {metric(selector)}"
+        for where, selector in asked(board)
+        if selector.name is None and not re.fullmatch(r"vllm\[:_\]\w+", metric(selector))
+    ]
+
+
+def registered(board: Board) -> list[str]:
+    return [f"{where}: {metric(s)}" for where, s in asked(board) if metric(s) not in QUERIED.keys() | NOT_OURS]
+
+
+def label_values(board: Board) -> list[str]:
+    wrong = []
+    for where, selector in asked(board):
+        signal = QUERIED.get(metric(selector))
+        for name, value in matchers(selector).items():
+            known = signal.labels.get(name, OPEN) if signal else OPEN
+            if known is not OPEN and not set(re.sub("^[=~!]*", "", value).split("|")) <= set(known):
+                wrong.append(f"{where}: {name} {value}")
+    return wrong
+
+
+def quantiles(board: Board) -> list[str]:
+    """A quantile keeps le and its own grouping; children are neither mixed nor averaged."""
+    wrong = []
+    for where, expr in queries(board):
+        wrong += [f"{where}: an average of children"] if re.search(r"\bavg\b", expr) else []
+        for labels, name in re.findall(
+            r"histogram_quantile\([\d.]+, sum by \(([^)]*)\) \((?:label_replace\()?rate\((\w*)", expr
+        ):
+            if not labels.startswith("le") or (name.startswith("kvobs") and "connector" not in labels):
+                wrong.append(f"{where}: {name} by {labels}")
+    return wrong
+
+
+def guards(board: Board) -> list[str]:
+    """A division is by what is above nothing; no zero without labels stands in for what has some."""
+    nested = r"[^()]"
+    for _ in range(4):
+        nested = rf"(?:[^()]|\({nested}*\))"
+    guarded = rf" / \({nested}* > 0\)"
+    return [
+        where
+        for where, expr in queries(board)
+        if expr.count(" / ") != len(re.findall(guarded, expr)) or "vector(" in expr
+    ]
+
+
+def axes(board: Board) -> list[str]:
+    return [panel["title"] for panel in series(board) if panel["fieldConfig"]["defaults"].get("min") != 0]
+
+
+def panel_units(board: Board) -> list[str]:
+    """Queries are in base units, and the panel says which."""
+    wrong = []
+    for panel in series(board):
+        exprs, unit = [t["expr"] for t in panel["targets"]], panel["fieldConfig"]["defaults"]["unit"]
+        if all("histogram_quantile" in expr or "time() -" in expr for expr in exprs) and unit != "s":
+            wrong.append(f"{panel['title']}: durations in {unit}")
+        if all("_bytes_total" in expr for expr in exprs) and unit != "Bps":
+            wrong.append(f"{panel['title']}: bytes per second in {unit}")
+    return wrong + [where for where, expr in queries(board) if re.search(r"[*/] ?1(000|024)", expr)]
+
+
+def descriptions(board: Board) -> list[str]:
+    wrong = []
+    for panel in panels(board):
+        parts = [part.split("**")[1].rstrip(":") for part in panel["description"].split("\n\n") if part[:2] == "**"]
+        names = {metric(s) for t in panel["targets"] if "expr" in t for s, _ in selectors(t["expr"])}
+        missing = [name for name in names if f"`{name.replace('[:_]', ':')}`" not in panel["description"]]
+        if parts != ["What", "Read", "Do", "Don't conclude", *(["Metrics"] if names else [])] or missing:
+            wrong.append(f"{panel['title']}: {parts}, without {missing}")
+    return wrong
+
+
+def legends(board: Board) -> list[str]:
+    """Every label of a series is in its name; tables with statistics, sorted tooltips, one crosshair."""
+    wrong = [] if board["graphTooltip"] == model.DashboardCursorSync.CROSSHAIR else ["no crosshair"]
+    for panel in series(board):
+        legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]
+        state = (legend["displayMode"], legend["calcs"], tooltip["mode"], tooltip["sort"])
+        if state != ("table", ["mean", "max", "lastNotNull"], "multi", "desc"):
+            wrong.append(f"{panel['title']}: {state}")
+        for target in panel["targets"]:
+            outermost = re.findall(r"(?:sum|max|min) by \(([^)]*)\)", target["expr"])[:1]
+            labels = {label for group in outermost for label in group.split(", ")} - {"le"}
+            if not labels <= set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])):
+                wrong.append(f"{panel['title']}: {target['legendFormat']} for {labels}")
+    return wrong
+
+
+def bounded(board: Board) -> list[str]:
+    wrong = []
+    for panel in series(board):
+        for target in panel["targets"]:
+            groups = {label for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(", ")}
+            if groups & {"hook", "error_type", "rank", "instance"} and not target["expr"].startswith("topk(10, "):
+                wrong.append(f"{panel['title']}: {groups}")
+    return wrong
+
+
+def palette(board: Board) -> list[str]:
+    return sorted(set(re.findall(r"#[0-9A-Fa-f]{6}\b", json.dumps(board))) - OKABE_ITO - GREYS_AND_TINTS)
+
+
+def traceql(board: Board) -> list[str]:
+    """Spans, attributes and reasons are those that kvobs sets."""
+    wrong = []
+    for query in (target["query"] for panel in of_tempo(board) for target in panel["targets"]):
+        wrong += sorted(set(re.findall(r"\bspan\.([\w.]+)", query)) - set(ATTRIBUTES))
+        wrong += sorted({name.removesuffix(" .+") for name in re.findall(r'name =~? "([^"]+)"', query)} - set(SPANS))
+        reasons = {r for found in re.findall(r'reason =~? "([^"]+)"', query) for r in found.split("|")}
+        wrong += sorted(reasons - set(Reason))
+    return wrong
+
+
+def trace_links(board: Board) -> list[str]:
+    """Each row of spans leads to its trace; ``traceIdHidden`` is what a table of spans calls it."""
+    wrong = []
+    for panel in of_tempo(board):
+        values = [p["value"] for o in panel["fieldConfig"]["overrides"] for p in o["properties"] if p["id"] == "links"]
+        urls = [link["url"] for links in values for link in links]
+        wanted = ("/explore?schemaVersion=1&panes=", "${tempo_datasource}", "${__data.fields.traceIdHidden}")
+        if len(urls) != 1 or not all(part in urls[0] for part in wanted):
+            wrong.append(f"{panel['title']}: {urls}")
+    return wrong
+
+
+def links(board: Board) -> list[str]:
+    by_tag = {link["tags"][0]: link for link in board["links"] if link["type"] == "dashboards"}
+    wrong = [f"no link to boards tagged {tag}" for tag in ("kvobs", "vllm") if tag not in by_tag]
+    wrong += [f"{tag} loses the choice" for tag, one in by_tag.items() if not one["includeVars"] & one["keepTime"]]
+    wrong += [] if RUNBOOK in [link.get("url") for link in board["links"]] else ["no runbook"]
+    return wrong + ([] if "kvobs" in board["tags"] else ["no tag kvobs"])
+
+
+def annotations(board: Board) -> list[str]:
+    marked = {annotation["name"]: annotation["expr"] for annotation in board["annotations"]["list"]}
+    wanted = {"Restarts": "process_start_time_seconds", "Versions": "kvobs_build_info"}
+    return [name for name, part in wanted.items() if part not in marked.get(name, "")]
+
+
+def loads_in_grafana_10_4(board: Board) -> list[str]:
+    return [] if board["schemaVersion"] == 39 else [f"schemaVersion {board['schemaVersion']}"]
+
+
+CHECKS: dict[str, Callable[[Board], list[str]]] = {
+    check.__name__: check
+    for check in (
+        ids,
+        layout,
+        sources,
+        works_without_tempo,
+        templates,
+        selections,
+        first_load,
+        patterns,
+        registered,
+        label_values,
+        quantiles,
+        guards,
+        axes,
+        panel_units,
+        descriptions,
+        legends,
+        bounded,
+        palette,
+        traceql,
+        trace_links,
+        links,
+        annotations,
+        loads_in_grafana_10_4,
+    )
+}

@@ -1,0 +1,102 @@
+"""What the tests of tracing share: what a client may send, a sampler that says what a test wants, and records."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+
+from kvobs.spans import Reason, Record
+from kvobs.telemetry.journal import Group
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    import pytest
+
+SAMPLED = TraceContext("a" * 31 + "1", "b" * 15 + "1", True)
+UNSAMPLED = TraceContext("c" * 31 + "1", "d" * 15 + "1", False)
+
+TRACING = TracingSettings(
+    has_calls=False,
+    has_layers=False,
+    propagates=False,
+    slow_load_ns=1_000_000_000,
+    slow_sync_load_ns=100_000_000,
+    endpoint="http://collector:4317",
+)
+
+_KEYS = st.sampled_from(["kvobs", "traceparent", "tracestate"]) | st.text(max_size=5)
+
+
+def _cut_and_pasted(at: int, cut: int, pasted: str) -> str:
+    value = SAMPLED.traceparent
+    return value[:at] + pasted + value[at + cut :]
+
+
+near_misses = st.builds(
+    _cut_and_pasted,
+    st.integers(0, 55),
+    st.integers(0, 20),
+    st.text(max_size=3) | st.text("0123456789abcdefABCDEF-\n", max_size=33),
+)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | near_misses
+    | st.sampled_from([SAMPLED.traceparent, UNSAMPLED.traceparent, "0" * 10_000]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+class Sampler(Verdicts):
+    """Samples traces that begin here or not, as a test says, and follows a caller's flag."""
+
+    def __init__(self, roots: bool) -> None:
+        self.roots = roots
+
+    def on(self, trace_id: str, parent: TraceContext | None) -> bool:
+        return self.roots if parent is None else parent.is_sampled
+
+
+class BrokenSampler(Sampler):
+    def __init__(self) -> None:
+        super().__init__(True)
+
+    def on(self, trace_id: str, parent: TraceContext | None) -> bool:
+        raise RuntimeError("no verdict")
+
+
+def request(request_id: str = "r", headers: Any = None, params: Any = None) -> Any:
+    return SimpleNamespace(request_id=request_id, trace_headers=headers, kv_transfer_params=params)
+
+
+def record(name: str = "kv.load", **changes: Any) -> Record:
+    """Return a well-formed record of a sampled trace."""
+    made = Record(name, "1" * 32, "2" * 16, "", 1_000, 3_000, Reason.PARENT, {"kv_transfer.connector": "disk"})
+    return made._replace(**changes)
+
+
+def groups_of(recorder: Recorder) -> list[Group]:
+    """Return the groups that were written since the last call."""
+    return list(recorder.take().spans)
+
+
+def written(recorder: Recorder) -> list[Record]:
+    """Return the records that were written since the last call."""
+    return [one for group in groups_of(recorder) for one in group]
+
+
+def no_otel_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Let the environment have these OTEL_* variables, and no other."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        patch.delenv(name)
+    for name, value in variables.items():
+        patch.setenv(name, value)

@@ -1,0 +1,54 @@
+"""Random numbers of a process, as payloads carry them, and the engine whose payloads they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+
+from kvobs import signals
+from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, SERIES, SIGNALS, Kind, Scope
+from kvobs.stats.hello import Connector, Engine
+from kvobs.telemetry.taken import Taken
+
+CONNECTORS = ("one", "two")
+_OPENED = [signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER]
+_GAUGES = [series for series in SERIES[Scope.CHILD] if series.signal.kind is Kind.GAUGE]
+_COUNTED = [
+    (series.first + offset) + (PROCESS_WIDTH + CHILD_WIDTH * child if scope is Scope.CHILD else 0)
+    for scope in (Scope.PROCESS, Scope.CHILD)
+    for child in range(len(CONNECTORS) if scope is Scope.CHILD else 1)
+    for series in SERIES[scope]
+    if series.signal.kind is not Kind.GAUGE
+    for offset in range(series.width)
+]
+
+
+def engine(**more: Any) -> Engine:
+    """Return an engine with two connectors."""
+    connectors = tuple(Connector(name, "MeteredConnector", "kv_both") for name in CONNECTORS)
+    given: dict[str, Any] = {
+        "pid": 1, "began_ns": 1, "model": "tiny", "index": 0, "connectors": connectors, "load_policy": "first",
+        "failure_policy": "recompute", "vllm_version": "0", "host": "127.0.0.1", "port": None,
+    }  # fmt: skip
+    return Engine(**given | more)
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> Taken:
+    """Draw the increments of one payload."""
+    counts = draw(st.dictionaries(st.sampled_from(_COUNTED), st.integers(1, 2**40), max_size=12))
+    gauges = {
+        signals.place(child, series.first): value
+        for series, child, value in draw(
+            st.lists(st.tuples(st.sampled_from(_GAUGES), st.integers(0, 1), st.integers(0, 2**60)), max_size=3)
+        )
+    }
+    values = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=5)
+    opened = [
+        [signal.name, child, *draw(st.tuples(*[values for _ in signal.labels])), n]
+        for signal, child, n in draw(
+            st.lists(st.tuples(st.sampled_from(_OPENED), st.integers(0, 1), st.integers(1, 9)), max_size=3)
+        )
+    ]
+    return Taken(counts, opened, gauges)

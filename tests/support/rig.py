@@ -1,0 +1,58 @@
+"""What kvobs's own tests need beside ``kvobs.testing``: other scripted connectors, counts, kvobs's own state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvobs import signals
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.request_traces import Traces
+from kvobs.testing import Rig, Script, entry_of
+
+
+def child_config(script: Script, cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
+    """Return the ``connectors`` entry of a scripted child of any class."""
+    return entry_of(script, **{"kv_connector": cls, "kv_connector_module_path": "tests.support.scripted", **more})
+
+
+class Blocks:
+    """Stands for vLLM's KVCacheBlocks."""
+
+    def __init__(self, *groups: list[int]) -> None:
+        self.groups = groups
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.groups
+
+
+def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
+    """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
+    place = _place(child, metric, *labels)
+    shipped = sum(KvobsStats(data=payload["kvobs"]).taken().counts.get(place, 0) for payload in rig.stats)
+    return shipped + counts_of(rig.connector._side._collector._recorder, child, metric, *labels)
+
+
+def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
+    """Return what a recorder has counted since its numbers were taken."""
+    return recorder._counts.get(_place(child, metric, *labels), 0)
+
+
+def _place(child: int, metric: str, *labels: str) -> int:
+    return signals.place(child, signals._BY_VALUES[(metric, *labels)].first)
+
+
+def assert_nothing_is_left(rig: Rig) -> None:
+    """Let the engine go idle: every block must be free, and no book of kvobs's may hold anything."""
+    rig.run(3)
+    assert rig.scheduler.requests == {}
+    assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
+    side = rig.connector._side
+    assert (len(side.ledger), len(side._offers), side._pending.loads) == (0, 0, {})
+    assert len(side._open_lookups) == 0
+    assert [len(visibility) for visibility in side._visibility] == [0] * len(side.children)
+    assert [visibility._over for visibility in side._visibility] == [set()] * len(side.children)
+    assert all(asked == {} for asked in side.isolation._asked.values())
+    assert not isinstance(side._traces, Traces) or len(side._traces) == 0
+    assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
+    assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

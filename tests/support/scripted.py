@@ -1,0 +1,176 @@
+"""Scripted connectors with more than authors need: of other kinds, with stats, metrics, handshakes and events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvobs.testing import ScriptedConnector
+
+
+class BestEffortConnector(ScriptedConnector):
+    """A cache that may be left out, and that can be told to fail in any hook."""
+
+    requires_kv_delivery = False
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.has_connector_metadata(), "as OffloadingConnector insists"
+        return super().get_transfer_results(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._note("get_block_ids_with_load_errors")
+        return super().get_block_ids_with_load_errors()
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        self._note("get_kv_connector_kv_cache_events")
+        return super().get_kv_connector_kv_cache_events()
+
+    def build_connector_worker_meta(self) -> Any:
+        self._note("build_connector_worker_meta")
+        return super().build_connector_worker_meta()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        self._note("get_kv_connector_stats")
+        return super().get_kv_connector_stats()
+
+    def get_finished_count(self) -> int | None:
+        self._note("get_finished_count")
+        return super().get_finished_count()
+
+    def clear_connector_metadata(self) -> None:
+        self._note("clear_connector_metadata")
+        super().clear_connector_metadata()
+
+    def finish_forward(self) -> None:
+        self._note("finish_forward")
+
+
+class SummedConnector(ScriptedConnector):
+    """Makes something of its stats in the API server."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return Stats(data=data or {})
+
+
+class PipelineAwareConnector(ScriptedConnector):
+    """Takes handshakes of every pipeline stage."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        self._note("set_xfer_handshake_metadata_pp_aware", metadata)
+
+
+class Things(KVConnectorPromMetrics):
+    """A metrics class that two connector classes share."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self.things = self._counter_cls(name="scripted_things", documentation="things", labelnames=labelnames)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self.things.labels(*self.per_engine_labelvalues[engine_idx]).inc(transfer_stats_data["n"])
+
+
+class MeteredConnector(ScriptedConnector):
+    """Has metrics of its own."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Things:
+        return Things(*args)
+
+
+class OtherMeteredConnector(MeteredConnector):
+    """Another class with the same metrics."""
+
+
+class UnmeterableConnector(ScriptedConnector):
+    """Can't make its metrics."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Things:
+        raise RuntimeError("no metrics today")
+
+
+class HndConnector(ScriptedConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        return "HND"
+
+
+class NhdConnector(ScriptedConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        return "NHD"
+
+
+class Tally(KVConnectorWorkerMetadata):
+    """Worker metadata that adds up."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def aggregate(self, other: Any) -> Tally:
+        return Tally(self.n + other.n)
+
+
+class Stats(KVConnectorStats):
+    """Stats that add up: {"n": count}."""
+
+    data: dict[str, Any]
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        self.data["n"] += other.data["n"]
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def reduce(self) -> dict[str, int]:
+        return dict(self.data)
+
+
+class Handshake(KVConnectorHandshakeMetadata):
+    """A handshake that says whose it is."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handshake) and other.tag == self.tag
+
+    def __hash__(self) -> int:
+        return hash(self.tag)
+
+
+class Events:
+    """A container of one worker's KV cache events, as LMCache and Mooncake have them."""
+
+    def __init__(self, *events: str) -> None:
+        self.events, self.workers = list(events), 1
+
+    def add_events(self, events: list[str]) -> None:
+        self.events += events
+
+    def get_all_events(self) -> list[str]:
+        return self.events
+
+    def increment_workers(self, count: int = 1) -> None:
+        self.workers += count
+
+    def get_number_of_workers(self) -> int:
+        return self.workers
+
+    def aggregate(self) -> None:
+        self.events = sorted({e for e in self.events if self.events.count(e) == self.workers})
+
+    def clear_events(self) -> None:
+        self.events = []

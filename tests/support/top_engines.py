@@ -1,0 +1,112 @@
+"""What the tests of `kvobs top` share: servers whose /metrics are kvobs's own, filled as vLLM's API server does it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from kvobs.cli.top.scrapes import Scrape, parse
+from kvobs.exporter import http_server
+from kvobs.exporter.exposition import Exposition
+from kvobs.exporter.totals import Totals
+from kvobs.signals import ENGINE_UP, Signal, place, slot
+from kvobs.stats.hello import Connector, Engine
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.taken import Taken
+from tests.unit.exporting.test_prometheus import Front, metered, own
+
+
+class Engines:
+    """An API server's metrics, and the engines that tell it what their children do."""
+
+    def __init__(self, *names: str, engines: int = 1) -> None:
+        self.names = names
+        self.front = Front(*(metered(name) for name in names), engines=engines, names=list(names))
+
+    def tell(
+        self,
+        record: Callable[[Recorder], None] = lambda recorder: None,
+        gauges: dict[tuple[Any, ...], int] | None = None,
+        opened: list[list[Any]] | None = None,
+        engine: int = 0,
+    ) -> None:
+        """Apply what one engine recorded; gauges are (child, signal, values...) -> value."""
+        recorder = Recorder(len(self.names))
+        record(recorder)
+        taken = recorder.take()
+        at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in (gauges or {}).items()}
+        payload = own(taken.counts, dict.fromkeys(self.names, "m:C"), at, opened)
+        self.front.metrics.observe({"kvobs": payload}, engine)
+
+    @property
+    def text(self) -> str:
+        return generate_latest(self.front.registry).decode()
+
+    def scrape(self, at_s: float = 0.0, unix_s: float = 0.0) -> Scrape:
+        return Scrape(at_s, unix_s, parse(self.text))
+
+
+def count(recorder: Recorder, child: int, signal: Signal, n: int, *values: str) -> None:
+    recorder.count(child, slot(signal, *values), n)
+
+
+class Site:
+    """A web server; ``answer`` makes its status and body."""
+
+    def __init__(self, answer: Callable[[str], tuple[int, str]], port: int = 0) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body = answer(self.path)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def serving(engines: Engines, port: int = 0) -> Iterator[str]:
+    """Serve their metrics at the path /metrics; return the address."""
+    site = Site(lambda path: (200, engines.text) if path == "/metrics" else (404, ""), port)
+    try:
+        yield site.address
+    finally:
+        site.close()
+
+
+@contextmanager
+def exporting(
+    record: Callable[[Recorder], None],
+    gauges: dict[tuple[Any, ...], int],
+    opened: list[list[Any]],
+    names: tuple[str, ...],
+) -> Iterator[str]:
+    """Serve what one engine recorded as its exporter does; return the address."""
+    recorder = Recorder(len(names))
+    record(recorder)
+    at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
+    connectors = tuple(Connector(name, "C", "kv_both") for name in names)
+    totals = Totals(Engine(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", "127.0.0.1", None))
+    totals.add(Taken(recorder.take().counts, opened, at))
+    totals.set_own(ENGINE_UP, 1)
+    text = Exposition(totals, lambda: None).text
+    server = http_server.serve("127.0.0.1", 0, http_server.make_app(text, lambda: (True, {})))
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,293 @@
+"""What a recording child answers: a function of the life, the child, the request and the number of the call.
+
+The scheduler's half and the workers' halves of a child know of each other only through its metadata, as real ones do.
+``Books`` is the test's own view of all of them: it tells which report is stray, and whose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.transparency.life import RECEIVES, WITHDRAWS, Character, Life
+from tests.transparency.messages import Load, Message, Note, Save
+from tests.transparency.record import Cause, Run
+
+
+@dataclass
+class Books:
+    """Who really loads and saves what, over all children."""
+
+    life: Life
+    run: Run
+    loads: dict[str, tuple[int, Load]] = field(default_factory=dict)  # open for vLLM: request -> child, load
+    promised: dict[str, set[int]] = field(default_factory=dict)
+    tails: dict[str, set[int]] = field(default_factory=dict)
+    answered: Counter[str] = field(default_factory=Counter)  # children that answered at a request's end
+    failed: set[tuple[int, str]] = field(default_factory=set)
+    alive: list[str] = field(default_factory=list)  # requests that the scheduler knows
+
+    def load_is_received(self, request: str) -> None:
+        """Note that vLLM has been given this load."""
+        self.loads.pop(request, None)
+
+    def end(self, request: str, child: int, promises: bool) -> None:
+        """Note a child's answer at a request's end."""
+        if promises:
+            self.promised.setdefault(request, set()).add(child)
+            self.run.seen["save promised"] += 1
+            self.run.seen["save promised by several"] += len(self.promised[request]) > 1
+            if request in self.loads and self.loads[request][1].is_async:
+                self.run.mark(Cause.TWO_COMPLETIONS, request)
+        self.answered[request] += 1
+        if self.answered[request] == len(self.life.children):
+            tails, promised = self.tails.get(request, set()), self.promised.get(request, set())
+            if tails and request in self.loads and self.loads[request][1].is_async:
+                self.run.mark(Cause.TWO_COMPLETIONS, request)
+            if len(tails | promised) != max(1, len(promised)) and tails:
+                self.run.mark(Cause.TAILS, request)
+            self.promised[request] = tails | promised
+
+
+class SchedulerHalf:
+    """A child in the scheduler's process."""
+
+    def __init__(self, life: Life, index: int, books: Books) -> None:
+        self.life, self.index, self.books = life, index, books
+        self.character: Character = life.children[index]
+        self._calls: Counter[Any] = Counter()
+        self._offers: dict[str, tuple[int, bool]] = {}  # the last lookup: local tokens, is_async
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
+        self._load_count: Counter[str] = Counter()
+        self._receipts: dict[str, int] = {}  # loads that are reported in the output: request -> outputs to wait for
+        self._withdrawn: dict[str, int] = {}
+        self._messages = 0
+
+    def dice(self, *what: object) -> float:
+        return self.life.dice(self.index, *what)
+
+    def happens(self, probability: float, *what: object) -> bool:
+        return probability > 0 and self.dice(*what) < probability
+
+    def _nth(self, *what: object) -> int:
+        self._calls[what] += 1
+        return self._calls[what]
+
+    def lookup(self, request: Any, local: int) -> tuple[int | None, bool]:
+        name, character = request.request_id, self.character
+        nth = self._nth("lookup", name)
+        if self.happens(character.pending, "pending", name, nth):
+            self.books.run.seen["not yet"] += 1
+            return None, False
+        if not self.happens(character.hits, "hits", name) or self.happens(0.1, "misses", name, nth):
+            return 0, False
+        is_async = self.happens(character.asynchronous, "async", name)
+        tokens = self._stored(request, is_async) - local
+        if tokens <= 0:
+            return 0, False
+        if (self.index, name) in self.books.failed:
+            if not character.offers_again:
+                return 0, False
+            self.books.run.mark(Cause.OFFERED_AGAIN, self.index, name)
+        self._offers[name] = (local, is_async)
+        return tokens, is_async
+
+    def _stored(self, request: Any, is_async: bool) -> int:
+        """Return how many of the request's first tokens this child has."""
+        block, have = self.life.block, request.num_tokens
+        if is_async and self.happens(self.character.ragged, "ragged", request.request_id):
+            return have
+        most = have // block if is_async else (have - 1) // block
+        return min(most, 1 + int(self.dice("stored", request.request_id) * 8)) * block
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        if not tokens:
+            return
+        name = request.request_id
+        local, is_async = self._offers[name]
+        first, end = local // self.life.block, -(-(local + tokens) // self.life.block)
+        ids = tuple(tuple(group[first:end]) for group in blocks.get_block_ids())
+        self._load_count[name] += 1
+        load = Load(name, self._load_count[name], is_async, ids)
+        self.books.loads[name] = (self.index, load)
+        seen = self.books.run.seen
+        seen["async load" if is_async else "sync load"] += 1
+        seen["load after a load"] += load.number > 1
+        seen["load after a local hit"] += local > 0
+        seen["load with dcp"] += self.life.dcp > 1
+        seen["load into several groups"] += self.life.groups > 1
+        seen["load of a preempted request"] += request.status.name == "PREEMPTED"
+        self._loads.append(load)
+        if is_async and self.character.writes == RECEIVES:
+            self._receipts[name] = 1 + int(self.dice("receives", name, load.number) * 5)
+
+    def message(self) -> Message:
+        self._messages += 1
+        loads, self._loads = tuple(self._loads), []
+        saves, self._saves = tuple(self._saves), []
+        return Message(self.index, self._messages, loads, saves)
+
+    def read_output(self, output: Any) -> None:
+        """Do to the workers' output what this child does to it."""
+        if self.character.writes == RECEIVES:
+            for name in _due(self._receipts):
+                self.books.run.seen["load reported in the output"] += 1
+                # Replaced, as FlexKV does, or added to.
+                if self.happens(0.5, "replaces", name):
+                    output.finished_recving = {*(output.finished_recving or ()), name}
+                else:
+                    output.finished_recving = output.finished_recving or set()
+                    output.finished_recving.add(name)
+        if self.character.writes == WITHDRAWS:
+            self._withdraw(output)
+
+    def _withdraw(self, output: Any) -> None:
+        for name in sorted(output.finished_sending or ()):
+            is_own = self.index in self.books.promised.get(name, ())
+            if is_own and name not in self._withdrawn and self.happens(0.5, "withdraws", name):
+                output.finished_sending = output.finished_sending - {name}
+                self.books.run.seen["save withdrawn"] += 1
+                self._withdrawn[name] = 2 + int(self.dice("withdrawn", name) * 4)
+        for name in _due(self._withdrawn, forget=False):
+            output.finished_sending = {*(output.finished_sending or ()), name}
+
+    def end(self, request: Any, blocks: Any) -> tuple[bool, dict[str, Any] | None]:
+        name, character = request.request_id, self.character
+        is_whole = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+        may = (is_whole or character.promises_aborted) and any(blocks)
+        promises = may and self.happens(character.promises, "promises", name)
+        if promises or self.index in self.books.tails.get(name, ()):
+            self._saves.append(Save(name))
+        self.books.end(name, self.index, promises)
+        params = {f"child {self.index}": name} if self.happens(0.2, "params", name) else None
+        return promises, params
+
+    def takes_tail(self, request: Any) -> bool:
+        name, character = request.request_id, self.character
+        promises = self.happens(character.promises, "promises", name)
+        takes = self.happens(character.tails, "tail", name) and (promises or self.happens(0.2, "lone tail", name))
+        if takes:
+            self.books.run.seen["partial tail accepted"] += 1
+            self.books.tails.setdefault(name, set()).add(self.index)
+        return takes
+
+    def at_times(self, probability: float, what: str) -> bool:
+        """Return whether something happens at this call."""
+        return self.happens(probability, what, self._nth(what))
+
+
+class WorkerHalf:
+    """A child in one worker."""
+
+    def __init__(self, life: Life, index: int, rank: int, books: Books) -> None:
+        self.life, self.index, self.rank, self.books = life, index, rank, books
+        self.character: Character = life.children[index]
+        self.step = 0
+        self._loads: dict[str, tuple[int, Load]] = {}  # request -> the step it is in, the load
+        self._saves: dict[str, int] = {}
+        self._bad: list[tuple[int, set[int]]] = []
+        self._saved: set[str] = set()
+
+    def dice(self, *what: object) -> float:
+        return self.life.dice(self.index, *what)
+
+    def happens(self, probability: float, *what: object) -> bool:
+        return probability > 0 and self.dice(*what) < probability
+
+    def take(self, message: Message) -> None:
+        """Begin a step with what the scheduler's half says."""
+        self.step += 1
+        for load in message.loads:
+            takes = self._takes("load", load.request, load.number) if load.is_async else 0
+            if load.is_async:
+                self._loads[load.request] = (self.step + takes, load)
+            if self.happens(self.character.bad_blocks, "bad", load.request, load.number):
+                self._spoil(load, self.step + int(takes * self.dice("bad at", load.request)))
+        for save in message.saves:
+            self._saves[save.request] = self.step + self._takes("save", save.request)
+
+    def _takes(self, *what: object) -> int:
+        most = 8 if self.happens(self.character.slow, "slow", *what) else 2
+        return int(self.dice("takes", *what, self.rank) * most)
+
+    def _spoil(self, load: Load, at: int) -> None:
+        if load.is_async and self.character.writes == RECEIVES:
+            return
+        blocks = load.blocks[0]
+        if blocks and (self.rank == 0 or self.happens(0.5, "bad on", load.request)):
+            first = int(self.dice("first bad", load.request) * len(blocks))
+            self._bad.append((at, set(blocks[first : first + 2])))
+            self.books.failed.add((self.index, load.request))
+            self.books.run.seen[f"bad blocks of {'an async' if load.is_async else 'a sync'} load"] += 1
+
+    def results(self, can_fail: bool = True) -> tuple[set[str], set[str], set[str]]:
+        """Return what is saved, what is received, and what of that failed."""
+        received = {name for name, (due, _) in self._loads.items() if due <= self.step}
+        failed = {name for name in received if can_fail and self._fails(self._loads[name][1])}
+        for name in received:
+            del self._loads[name]
+        if self.character.writes == RECEIVES:
+            received, failed = set(), set()  # said in update_connector_output
+        saved = {name for name, due in self._saves.items() if due <= self.step}
+        for name in saved:
+            del self._saves[name]
+        if self.life.one_reports and self.rank:
+            return set(), set(), set()
+        if failed and self.life.one_reports and self.life.ranks > 1:
+            self.books.run.mark(Cause.COUNTED_FAILURE, self.index, *sorted(failed))
+        self._saved |= saved
+        self.books.failed |= {(self.index, name) for name in failed}
+        self.books.run.seen["failed load"] += len(failed)
+        self._stray(saved, received, failed)
+        return saved, received, failed
+
+    def _fails(self, load: Load) -> bool:
+        fails = self.happens(self.character.fails, "fails", load.request, load.number)
+        return fails and (self.rank == 0 or self.happens(0.5, "fails everywhere", load.request))
+
+    def _stray(self, saved: set[str], received: set[str], failed: set[str]) -> None:
+        """Add a report about a request that is not this child's, now and then."""
+        alive = self.books.alive
+        if not alive or not self.happens(self.character.strays, "stray", self.step):
+            return
+        name = alive[int(self.dice("whose", self.step) * len(alive))]
+        kind = int(self.dice("which stray", self.step) * 3)
+        owner, _ = self.books.loads.get(name, (None, None))
+        if kind == 2 and name not in self._saves and name not in saved:
+            early = self.index not in self.books.promised.get(name, ()) and name not in self._saved
+            self.books.run.mark(Cause.EARLY_SAVE if early else Cause.STRAY_SAVE, self.index, name)
+            saved.add(name)
+        elif kind < 2 and owner != self.index and name not in received:
+            self.books.run.mark(Cause.STRAY_FAILURE if kind else Cause.STRAY_RECEIPT, self.index, name)
+            received.add(name)
+            if kind:
+                failed.add(name)
+
+    def bad_blocks(self) -> set[int]:
+        due = [blocks for at, blocks in self._bad if at <= self.step]
+        self._bad = [(at, blocks) for at, blocks in self._bad if at > self.step]
+        found = set().union(*due)
+        others = [load for child, load in self.books.loads.values() if child != self.index and load.blocks[0]]
+        if others and self.life.groups == 1 and self.happens(self.character.strays, "stray blocks", self.step):
+            self.books.run.mark(Cause.STRAY_BLOCKS, self.index)
+            found.add(others[0].blocks[0][0])
+        return found
+
+    def note(self) -> Note | None:
+        return Note({self.rank: self.step}) if self.at_times("note") else None
+
+    def at_times(self, what: str) -> bool:
+        return self.happens(self.character.chats, what, self.step, self.rank)
+
+
+def _due(waiting: dict[str, int], forget: bool = True) -> list[str]:
+    """Count down; return the names that are due, once each."""
+    for name in waiting:
+        waiting[name] -= 1
+    due = sorted(name for name, left in waiting.items() if left == 0)
+    if forget:
+        for name in due:
+            del waiting[name]
+    return due

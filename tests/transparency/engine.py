@@ -1,0 +1,282 @@
+"""Live one life in vLLM's real scheduler, with vLLM's MultiConnector or with kvobs's.
+
+The loop is EngineCore's: schedule, run the workers, read their output; one step ahead with the async scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor import abstract as executors
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvobs.testing import cache_config, engine_config, transfer_config
+from kvobs.testing.rig import base_config
+from tests.transparency.children import CLASSES, STAGES, Stage
+from tests.transparency.life import PLAIN, Life, Plan
+from tests.transparency.record import VLLM, Run
+from tests.transparency.workers import Worker
+
+STEPS = 220
+"""A life is over by then, or hangs."""
+
+_numbers = itertools.count()
+
+
+def live(life: Life, router: str, **options: Any) -> Run:
+    """Live ``life`` to its end and return what was recorded; what ends the engine is recorded, too."""
+    run = Run(router)
+    base_config()  # made before vLLM is made to believe in a model runner that a CPU has not
+    tag = f"stage {next(_numbers)}"
+    STAGES[tag] = stage = Stage(life, run)
+    try:
+        with _runner(life):
+            engine = Engine(stage, tag, router, options)
+            engine.live()
+    except Exception as error:
+        run.error = "".join(traceback.format_exception(error)[-3:])
+    finally:
+        del STAGES[tag]
+    return run
+
+
+class InOrder(set[str]):
+    """A set that is read in the order of its names."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+
+class Engine:
+    def __init__(self, stage: Stage, tag: str, router: str, options: dict[str, Any]) -> None:
+        self._stage, self._life, self._run = stage, stage.life, stage.run
+        life = self._life
+        connectors = [
+            {
+                "kv_connector": CLASSES[character.shape],
+                "kv_connector_module_path": "tests.transparency.children",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"stage": tag, "child": index},
+            }
+            for index, character in enumerate(life.children)
+        ]
+        transfer = transfer_config(router, connectors, options or None, kv_load_failure_policy=life.policy)
+        caches = cache_config(life.blocks, life.groups)
+        if life.slides:
+            _make_slide(caches.kv_cache_groups[-1])
+        cls = KVConnectorFactory.get_connector_class(transfer)
+        configs = [self._config(transfer, rank) for rank in range(life.ranks)]
+        self.workers = [Worker(life, cls(each, KVConnectorRole.WORKER, caches), each) for each in configs]
+        config = self._config(transfer, 0)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(life.block, sha256)
+        self.scheduler: Any = (AsyncScheduler if life.is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=life.block,
+            hash_block_size=life.block,
+            log_stats=True,
+        )
+        self._offer_tails()
+        self._read_in_order()
+        self.aggregator: Any = None
+        if life.executor == "mp":
+            self.aggregator = executors.KVOutputAggregator.from_connector(self.scheduler.connector, life.ranks)
+        self._shake_hands()
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+
+    def _config(self, transfer: Any, rank: int) -> Any:
+        life = self._life
+        config = engine_config(transfer, life.ranks, rank)
+        config.parallel_config.tensor_parallel_size = life.ranks
+        config.parallel_config.decode_context_parallel_size = life.dcp
+        scheduler = config.scheduler_config
+        scheduler.disable_hybrid_kv_cache_manager = any(child.shape == PLAIN for child in life.children)
+        scheduler.max_num_batched_tokens = life.budget
+        scheduler.max_num_scheduled_tokens = None
+        scheduler.max_num_seqs = 4
+        scheduler.enable_chunked_prefill = True
+        scheduler.async_scheduling = life.is_async
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = life.blocks
+        return config
+
+    def _offer_tails(self) -> None:
+        """Let this vLLM offer a partial tail at the end of a request; the tiny model's cache has none by itself."""
+        manager = self.scheduler.kv_cache_manager
+        if hasattr(manager, "finalize_partial_tail_offloads") and any(c.tails for c in self._life.children):
+            manager.finalize_partial_tail_offloads = lambda request: [(0, 1, 1)] if request.num_computed_tokens else []
+
+    def _read_in_order(self) -> None:
+        """Let vLLM release requests by name: the order of a set may follow from how it was made."""
+        connector = self.scheduler.connector
+        update = connector.update_connector_output
+
+        def update_and_order(output: Any) -> None:
+            update(output)
+            output.finished_recving = InOrder(output.finished_recving or ())
+            output.finished_sending = InOrder(output.finished_sending or ())
+
+        connector.update_connector_output = update_and_order
+
+    def _shake_hands(self) -> None:
+        """Do as EngineCore does before its first step."""
+        connector = self.scheduler.connector
+        content = {
+            (0, rank): shake
+            for rank, worker in enumerate(self.workers)
+            if (shake := worker.connector.get_handshake_metadata()) is not None
+        }
+        if content and hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):
+            connector.set_xfer_handshake_metadata_pp_aware(content)
+        elif content:
+            connector.set_xfer_handshake_metadata({rank: shake for (_, rank), shake in content.items()})
+
+    def live(self) -> None:
+        life, run = self._life, self._run
+        plans = sorted(life.plans, key=lambda plan: plan.arrives)
+        steps = [plan.aborted or plan.arrives for plan in plans]
+        last = max(steps + [reset.step for reset in life.resets] + [pause.until for pause in life.pauses])
+        for step in range(STEPS):
+            run.step = step
+            self._happen(step, late=False)
+            has_requests = self.scheduler.has_requests()
+            if has_requests or self._in_flight:
+                self._step(step, has_requests)
+            elif step > last:
+                break
+        self._say_what_is_left()
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            worker.connector.shutdown()
+
+    def _happen(self, step: int, *, late: bool) -> None:
+        """Let requests come, and be aborted, the scheduler pause, and caches be reset."""
+        for pause in self._life.pauses:
+            if step == pause.step:
+                self.scheduler.set_pause_state(PauseState.PAUSED_ALL if pause.of_all else PauseState.PAUSED_NEW)
+            if step == pause.until:
+                self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        for plan in self._life.plans:
+            if plan.arrives == step and not late:
+                self.scheduler.add_request(self._request(plan))
+            if plan.aborted == step and plan.aborted_late is late:
+                status = getattr(self.scheduler.requests.get(plan.name), "status", None)
+                self._run.seen[f"aborted, {status.name if status else 'gone'}"] += 1
+                self.scheduler.finish_requests(plan.name, RequestStatus.FINISHED_ABORTED)
+        for reset in self._life.resets:
+            if reset.step == step and not late:
+                try:
+                    done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
+                except RuntimeError as error:  # vLLM can't while requests wait for a load
+                    done = type(error).__name__
+                self._run.note(VLLM, "reset_prefix_cache", done)
+                self._run.seen[f"reset, {done}"] += 1
+
+    def _request(self, plan: Plan) -> Request:
+        sampling = SamplingParams(
+            max_tokens=plan.answer, ignore_eos=True, skip_reading_prefix_cache=None if plan.reads else True
+        )
+        own = sum(map(ord, plan.name)) * 37
+        prompt = [(plan.family * 101 + i * 7 + (own if i >= plan.shared else 0)) % 250 for i in range(plan.prompt)]
+        return Request(plan.name, prompt, sampling, None, block_hasher=self._hasher)
+
+    def _step(self, step: int, has_requests: bool) -> None:
+        executed = False
+        if has_requests:
+            scheduled = self.scheduler.schedule()
+            self._stage.books.alive = sorted(self.scheduler.requests)
+            executed = scheduled.total_num_scheduled_tokens > 0
+            output = self._execute(scheduled)
+            self._in_flight.append((scheduled, output))
+            if self._life.is_async and executed and len(self._in_flight) < 2:
+                return
+        scheduled, output = self._in_flight.popleft()
+        self._happen(step, late=True)
+        news = output.kv_connector_output
+        if getattr(news, "failed_recving", None):
+            news.failed_recving = InOrder(news.failed_recving)
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        for request in news.finished_recving or () if news is not None else ():
+            self._stage.books.load_is_received(request)
+        self._note_state(outputs)
+        self._run.seen["step of a sliding window"] += self._life.slides
+        self._run.seen["step of a pause"] += any(each.step <= step < each.until for each in self._life.pauses)
+        self._run.seen["preempted"] += len(scheduled.preempted_req_ids or ())
+
+    def _execute(self, scheduled: Any) -> Any:
+        """Run every worker; return what the scheduler is to read."""
+        requests = self.scheduler.requests
+        samples = {name: not requests[name].is_prefill_chunk for name in scheduled.num_scheduled_tokens}
+        if self.aggregator is None:
+            return self.workers[0].execute(scheduled, samples)
+        sent = pickle.dumps(scheduled)
+        outputs = [pickle.loads(pickle.dumps(worker.execute(pickle.loads(sent), samples))) for worker in self.workers]
+        if scheduled.total_num_scheduled_tokens:
+            self.aggregator.aggregate([None] * len(outputs), 0)  # of the forward; the sampling's come after it
+        return self.aggregator.aggregate(outputs, 0)
+
+    def _note_state(self, outputs: dict[int, Any]) -> None:
+        said = [
+            (each.request_id, len(each.new_token_ids), str(each.finish_reason), each.kv_transfer_params)
+            for of_client in outputs.values()
+            for each in of_client.outputs
+        ]
+        states = {name: (each.status, each.num_computed_tokens) for name, each in self.scheduler.requests.items()}
+        self._run.note(VLLM, "stepped", states, self._free, said)
+
+    @property
+    def _free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _say_what_is_left(self) -> None:
+        requests = {name: each.status.name for name, each in self.scheduler.requests.items()}
+        missing = self._life.blocks - 1 - self._free
+        if requests or missing:
+            self._run.left = f"{requests or 'no requests'}, {missing} blocks"
+
+
+def _make_slide(group: Any) -> None:
+    """Let a group of layers attend to the last tokens only: vLLM frees the blocks before them."""
+    spec = group.kv_cache_spec
+    group.kv_cache_spec = SlidingWindowSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        sliding_window=3 * spec.block_size,
+    )
+
+
+@contextlib.contextmanager
+def _runner(life: Life) -> Iterator[None]:
+    """Let vLLM's scheduler believe in the life's model runner."""
+    name, value = "VLLM_USE_V2_MODEL_RUNNER", "1" if life.runner == "v2" else "0"
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

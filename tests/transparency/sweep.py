@@ -1,0 +1,64 @@
+"""Judge many lives, one seed each, and put into numbers what happened in them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvobs import log
+from tests.transparency.comparator import Verdict, judge
+from tests.transparency.life import from_seed
+
+FAULTS_KEPT = 20
+
+
+@dataclass
+class Findings:
+    """What came of many lives."""
+
+    lives: int = 0
+    calls: int = 0  # that were compared
+    seen: Counter[str] = field(default_factory=Counter)  # what happened in the parts that were compared
+    stock: Counter[str] = field(default_factory=Counter)  # by cause: how vLLM's own class came through
+    faults: list[str] = field(default_factory=list)
+    faulty: int = 0
+
+    def add(self, verdict: Verdict) -> None:
+        self.lives += 1
+        self.calls += verdict.compared
+        self.seen.update(verdict.kvobs.seen)
+        if verdict.cause is not None:
+            self.stock[f"{verdict.cause.value}: {verdict.stock_end}"] += 1
+        elif verdict.stock_end != "lived":
+            self.stock[f"vLLM's scheduler, with any router: {verdict.stock_end}"] += 1
+        if verdict.fault is not None:
+            self.faulty += 1
+            if len(self.faults) < FAULTS_KEPT:
+                self.faults.append(f"seed {verdict.life.seed}, {verdict.fault}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "lives": self.lives,
+            "calls": self.calls,
+            "seen": dict(self.seen),
+            "stock": dict(self.stock),
+            "faulty": self.faulty,
+            "faults": self.faults,
+        }
+
+
+def sweep(seeds: Iterable[int]) -> Findings:
+    """Live and compare the lives of these seeds; what they log is dropped."""
+    findings = Findings()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in seeds:
+            log.forget()
+            findings.add(judge(from_seed(seed)))
+    finally:
+        logging.disable(before)
+    return findings

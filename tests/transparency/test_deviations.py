@@ -1,0 +1,62 @@
+"""The table of intended deviations: complete, proven, and the only thing that the comparison lets pass."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from kvobs.deviations import DEVIATIONS, Deviation
+from kvobs.hooks import HOOKS
+from tests.transparency.comparator import ALLOWED, FROM_HERE
+from tests.transparency.record import Cause
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+NOT_SEEN = {
+    "empty-hooks-not-called": "a child that records a call has no empty hook",
+    "block-copies-counted": "an operation is recorded as a callable",
+    "all-are-reset": "no recording child raises",
+    "bad-blocks-fail-the-load": "the lives have no bad blocks where vLLM itself ends on them",
+    "open-lookups-polled": "the lives have the default options",
+    "isolated-children-see-less": "the lives have the default options",
+}
+"""Deviations that cannot occur in the differential test; each has a test of its own."""
+
+each = pytest.mark.parametrize("row", DEVIATIONS, ids=lambda row: row.name)
+
+
+def test_names_are_keys() -> None:
+    names = [row.name for row in DEVIATIONS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in names)
+
+
+@each
+def test_every_hook_of_a_row_is_in_the_table_of_hooks(row: Deviation) -> None:
+    assert row.hooks
+    assert set(row.hooks) <= set(HOOKS)
+
+
+@each
+def test_every_row_says_what_and_why_in_one_sentence(row: Deviation) -> None:
+    for text in (row.differs, row.why):
+        assert text.endswith(".")
+        assert ". " not in text
+
+
+@each
+def test_every_row_has_a_test_that_exists(row: Deviation) -> None:
+    path, _, function = row.test.partition("::")
+    tree = ast.parse((REPOSITORY / path).read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert function.startswith("test_")
+
+
+def test_the_comparison_lets_pass_what_is_declared_and_nothing_else() -> None:
+    taken = {*ALLOWED, *FROM_HERE.values(), *NOT_SEEN}
+    assert taken == {row.name for row in DEVIATIONS}
+
+
+def test_every_cause_of_a_mark_has_its_deviation() -> None:
+    assert set(FROM_HERE) == set(Cause)

@@ -1,0 +1,81 @@
+"""With default options each child is called as vLLM's own MultiConnector would call it, but for what is declared.
+
+Set KVOBS_LIVES to a number to try so many other lives, drawn anew each time.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.transparency.comparator import judge
+from tests.transparency.life import draw
+from tests.transparency.sweep import Findings, sweep
+
+MORE = int(os.environ.get("KVOBS_LIVES", "0"))
+SEEDS = range(160)
+SHRINKABLE = 40
+
+HAPPENS = (
+    "async load",
+    "sync load",
+    "load after a load",
+    "load after a local hit",
+    "load with dcp",
+    "load into several groups",
+    "load of a preempted request",
+    "load reported in the output",
+    "not yet",
+    "failed load",
+    "bad blocks of an async load",
+    "bad blocks of a sync load",
+    "save promised",
+    "save promised by several",
+    "save withdrawn",
+    "partial tail accepted",
+    "step of a sliding window",
+    "step of a pause",
+    "preempted",
+    "aborted, WAITING_FOR_REMOTE_KVS",
+    "aborted, RUNNING",
+    "reset, True",
+    "reset, False",
+)
+"""What must have happened in lives that are to prove anything."""
+
+
+@pytest.fixture(scope="module")
+def findings() -> Findings:
+    """What came of the lives that every run of the suite looks at."""
+    return sweep(SEEDS)
+
+
+def test_children_are_called_as_by_vllms_own_router(findings: Findings) -> None:
+    assert not findings.faulty, f"{findings.faulty} of {findings.lives} lives\n\n" + "\n\n".join(findings.faults[:5])
+
+
+def test_all_that_matters_happens_in_these_lives(findings: Findings) -> None:
+    assert {what for what in HAPPENS if findings.seen[what] < 3} == set()
+    assert findings.calls > 100 * findings.lives
+
+
+def test_most_lives_are_compared_to_their_end(findings: Findings) -> None:
+    assert sum(findings.stock.values()) < 0.35 * findings.lives
+
+
+@settings(
+    max_examples=MORE or SHRINKABLE,
+    derandomize=not MORE,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+@given(st.randoms(use_true_random=False))
+def test_a_life_that_differs_is_made_small(random: Random) -> None:
+    """The same as above; hypothesis finds the smallest life that differs."""
+    verdict = judge(draw(random))
+    assert verdict.fault is None, f"{verdict.fault}\nthe life: {verdict.life!r}"

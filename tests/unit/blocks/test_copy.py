@@ -1,0 +1,230 @@
+"""Blocks arrive bit by bit as a plain loop would copy them, or nothing moves and the error says why."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvobs.blocks.copy import _device, copy_kv_blocks
+from tests.bench.copying import stock_of_cuda
+from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory
+
+
+@given(st.data(), st.sampled_from(DTYPES), st.sampled_from(BLOCK_SHAPES), st.integers(1, 12), st.integers(1, 12))
+def test_every_byte_arrives_and_no_other_changes(
+    data: st.DataObject, dtype: torch.dtype, shape: tuple[int, ...], src_blocks: int, dst_blocks: int
+) -> None:
+    """Any layout, any dtype, any ids: scattered, in runs, duplicates."""
+    block_dim = data.draw(st.integers(0, len(shape)))
+    layers = ["a", "b"]
+    src = {layer: data.draw(caches(src_blocks, dtype, shape, block_dim)) for layer in layers}
+    dst = {layer: data.draw(caches(dst_blocks, dtype, shape, block_dim)) for layer in layers}
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, src_blocks - 1), st.integers(0, dst_blocks - 1)), max_size=20))
+    expected = {layer: by_a_loop(src[layer], dst[layer], pairs, block_dim) for layer in layers}
+    before = {layer: memory(cache).clone() for layer, cache in src.items()}
+    copy_kv_blocks(src, dst, [s for s, _ in pairs], [d for _, d in pairs], "d2h", block_dim=block_dim)
+    for layer in layers:
+        assert torch.equal(memory(dst[layer]), memory(expected[layer]))
+        assert torch.equal(memory(src[layer]), before[layer])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20))
+def test_within_one_cache_all_is_read_before_anything_is_written(pairs: list[tuple[int, int]]) -> None:
+    cache = {"a": torch.arange(10 * 4).view(10, 4).clone()}
+    expected = cache["a"].clone()
+    for s, d in pairs:
+        expected[d] = cache["a"][s]
+    copy_kv_blocks(cache, {"a": cache["a"].view(10, 4)}, [s for s, _ in pairs], [d for _, d in pairs], "h2d")
+    assert torch.equal(cache["a"], expected)
+
+
+def test_thousands_of_blocks() -> None:
+    rng = np.random.default_rng(1)
+    src = {"a": torch.from_numpy(rng.integers(0, 2**15, (5000, 2, 16), dtype=np.int16)).view(torch.bfloat16)}
+    dst = {"a": torch.zeros(6000, 2, 16, dtype=torch.bfloat16)}
+    src_ids, dst_ids = rng.permutation(5000)[:4096].tolist(), rng.permutation(6000)[:4096].tolist()
+    copy_kv_blocks(src, dst, src_ids, dst_ids, "h2d")
+    ids = list(zip(src_ids, dst_ids, strict=True))
+    assert torch.equal(memory(dst["a"]), memory(by_a_loop(src["a"], torch.zeros_like(dst["a"]), ids, 0)))
+
+
+@given(st.data())
+def test_layers_with_block_dimensions_of_their_own(data: st.DataObject) -> None:
+    dims = {"kv_first": 1, "blocks_first": 0, "last": 2}
+    src = {layer: data.draw(caches(4, torch.bfloat16, (2, 3), dim)) for layer, dim in dims.items()}
+    dst = {layer: data.draw(caches(5, torch.bfloat16, (2, 3), dim)) for layer, dim in dims.items()}
+    expected = {layer: by_a_loop(src[layer], dst[layer], [(3, 0), (0, 4)], dim) for layer, dim in dims.items()}
+    copy_kv_blocks(src, dst, [3, 0], [0, 4], "h2d", block_dim=dims)
+    for layer in dims:
+        assert torch.equal(memory(dst[layer]), memory(expected[layer]))
+
+
+A, B = torch.zeros(4, 2), torch.ones(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (({"a": A}, {"a": B}, [0], [0], "up"), "direction is 'up', allowed: 'h2d', 'd2h'"),
+        (({"a": A}, {"a": B}, [0, 1], [0], "h2d"), "2 source blocks can't go to 1 destination blocks"),
+        (({"a": A}, {"a": B}, [], [0], "h2d"), "0 source blocks can't go to 1 destination blocks"),
+        (({"a": A, "b": A}, {"a": B}, [0], [0], "h2d"), "layers without a destination: b"),
+        (({"a": A}, {"a": B, "c": B}, [0], [0], "h2d"), "layers without a source: c"),
+        (({"a": A}, {"a": B}, [4], [0], "h2d"), "a: source block 4 is out of range, allowed: 0 to 3"),
+        (({"a": A}, {"a": B}, [0, 1], [-1, 2], "h2d"), "a: destination block -1 is out of range, allowed: 0 to 5"),
+        (({"a": A}, {"a": torch.ones(6, 1)}, [0], [0], "h2d"), "a: a block has shape (2,) in the source, (1,) in the"),
+        (({"a": A}, {"a": B.double()}, [0], [0], "h2d"), "a: torch.float32 in the source, torch.float64 in the dest"),
+        (({"a": [A]}, {"a": B}, [0], [0], "h2d"), "a: a cache must be one tensor, found list"),
+        (
+            ({"a": A.to("meta")}, {"a": B}, [0], [0], "d2h"),
+            "a: d2h copies from a CUDA device to host memory, found meta to cpu",
+        ),
+        (({"a": A}, {"a": B}, [0.5], [0], "h2d"), "source block ids must be whole numbers in a list, found float64"),
+        (({"a": A}, {"a": B}, [[0]], [0], "h2d"), "source block ids must be whole numbers in a list, found int64 of"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_moves(arguments: Any, says: str) -> None:
+    before = B.clone()
+    with pytest.raises(ValueError, match="^" + re.escape(says)):
+        copy_kv_blocks(*arguments)
+    assert torch.equal(B, before)
+
+
+@pytest.mark.parametrize(
+    ("block_dim", "says"),
+    [
+        (2, "a: has no dimension 2 for its blocks, shape (4, 2)"),
+        (-1, "a: has no dimension -1 for its blocks, shape (4, 2)"),
+        ({"a": 7}, "a: has no dimension 7 for its blocks, shape (4, 2)"),
+        ({"b": 0}, "layers without a block_dim: a"),
+    ],
+)
+def test_a_layer_without_that_dimension_is_named(block_dim: int | dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(says)):
+        copy_kv_blocks({"a": A}, {"a": B}, [0], [0], "h2d", block_dim=block_dim)
+
+
+def test_elements_of_sixteen_bytes_are_refused() -> None:
+    wide = torch.zeros(4, 2, dtype=torch.complex128)
+    with pytest.raises(ValueError, match="a: elements of 16 bytes, torch.complex128, allowed: 1, 2, 4, 8"):
+        copy_kv_blocks({"a": wide}, {"a": wide.clone()}, [0], [0], "h2d")
+
+
+def test_blocks_without_elements_are_no_error() -> None:
+    copy_kv_blocks({"a": torch.zeros(4, 0)}, {"a": torch.zeros(4, 0)}, [0], [1], "h2d")
+
+
+PLACES = ["cpu", "cuda:0", "cuda:1", "meta", "xpu:0"]
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize(("src", "dst"), list(itertools.product(PLACES, PLACES)))
+def test_one_side_is_host_memory_and_the_other_a_cuda_device(src: str, dst: str, direction: str) -> None:
+    allowed = (src, dst) == ("cpu", "cpu") or {
+        "h2d": src == "cpu" and dst.startswith("cuda"),
+        "d2h": src.startswith("cuda") and dst == "cpu",
+    }[direction]
+    here, there = caches_at(src), caches_at(dst)
+    if allowed:
+        found = _device([("a", here["a"], there["a"])], direction)
+        assert found == (None if src == dst else torch.device(dst if src == "cpu" else src))
+        return
+    routes = {"h2d": "from host memory to a CUDA device", "d2h": "from a CUDA device to host memory"}
+    with pytest.raises(ValueError, match=f"^a: {direction} copies {routes[direction]}, found {src} to {dst}$"):
+        copy_kv_blocks(here, there, [0], [0], direction)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        (["cuda:0", "cuda:1"], "b: on cuda:1, but a on cuda:0"),
+        (["cuda:0", "cpu"], "b: h2d copies from host memory to a CUDA device, found cpu to cpu"),
+        (["cpu", "cuda:0"], "a: h2d copies from host memory to a CUDA device, found cpu to cpu"),
+    ],
+)
+def test_all_layers_are_on_one_device(places: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        copy_kv_blocks(caches_at("cpu", "cpu"), caches_at(*places), [0], [0], "h2d")
+
+
+def caches_at(*places: str) -> dict[str, torch.Tensor]:
+    """Return caches that say they are there, without bytes."""
+    with FakeTensorMode():
+        return {name: torch.empty(4, 2, device=place) for name, place in zip("ab", places, strict=False)}
+
+
+def test_a_fault_in_a_later_layer_keeps_the_first_as_it_was() -> None:
+    dst = {"a": torch.zeros(4, 2), "b": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match="b: destination block 3 is out of range"):
+        copy_kv_blocks({"a": A + 1, "b": A + 1}, dst, [0], [3], "d2h")
+    assert not dst["a"].any()
+
+
+def test_nothing_to_copy_is_no_error() -> None:
+    copy_kv_blocks({}, {}, [], [], "h2d")
+    copy_kv_blocks({"a": A}, {"a": B}, [], [], "d2h")
+
+
+def test_within_host_memory_it_needs_torch_and_numpy_only_and_asks_for_no_device() -> None:
+    code = """
+import sys
+sys.modules["vllm"] = sys.modules["prometheus_client"] = sys.modules["pydantic"] = None
+import torch
+from kvobs.blocks.copy import copy_kv_blocks
+cache = torch.ones(4, 2)
+copy_kv_blocks({"a": cache}, {"a": cache.clone()}, [0], [1], "d2h")
+assert not torch.cuda.is_initialized()
+assert "kvobs.blocks.accelerator" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+# --- vLLM's own, with the statements that it runs on CUDA
+
+
+def filled(number: float, *layers: str, shape: tuple[int, ...] = (8, 4)) -> dict[str, torch.Tensor]:
+    return {layer: torch.full(shape, float(number)) for layer in layers}
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "more blocks here than there": (filled(1, "a"), filled(0, "a"), [1, 2], [3], "d2h"),
+    "a layer that is only there": (filled(1, "a"), filled(0, "a", "b"), [1], [3], "d2h"),
+    "a layer that is only here": (filled(1, "a", "b"), filled(0, "a"), [1], [3], "d2h"),
+    "a negative block": (filled(1, "a"), filled(0, "a"), [-1], [3], "d2h"),
+    "a direction of its own": (filled(1, "a"), filled(0, "a"), [1], [3], "h2h"),
+    "blocks of another shape": (filled(1, "a", shape=(8, 1)), filled(0, "a"), [1], [3], "d2h"),
+    "a fault in a later layer": (filled(1, "a", "b"), filled(0, "a") | filled(0, "b", shape=(3, 4)), [1], [3], "d2h"),
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("router", ["kvobs", pytest.param("stock", marks=pytest.mark.xfail(strict=True))])
+def test_what_does_not_fit_is_refused_before_a_byte_moves(router: str, arguments: tuple[Any, ...]) -> None:
+    src, dst, *rest = copy.deepcopy(arguments)
+    with stock_of_cuda() as stock:
+        copies = {"kvobs": copy_kv_blocks, "stock": stock}[router]
+        with pytest.raises(ValueError, match=r"block|layers|direction"):
+            copies(src, dst, *rest)
+    assert not any(cache.any() for cache in dst.values())
+
+
+@pytest.mark.parametrize("router", ["kvobs", pytest.param("stock", marks=pytest.mark.xfail(strict=True))])
+def test_keys_and_values_first_are_not_taken_for_blocks(router: str) -> None:
+    src, dst = {"a": torch.arange(16.0).view(2, 8)}, filled(-1, "a", shape=(2, 8))
+    with stock_of_cuda() as stock:
+        copies = partial(copy_kv_blocks, block_dim=1) if router == "kvobs" else stock
+        copies(src, dst, [1], [0], "d2h")
+    assert dst["a"][:, 0].tolist() == [1, 9]
+    assert dst["a"][:, 1:].eq(-1).all()

@@ -1,0 +1,111 @@
+"""Each child gets an operation of its own; which one does the work is an option, and what it moved is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector import utils as stock
+
+from kvobs import signals
+from kvobs.children.block_copies import BlockCopies, block_dims
+from kvobs.telemetry.recorder import Recorder
+
+BLOCKS = 16
+
+
+class Vllms:
+    """Stands for vLLM's operation, and does what it does on a device."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, src: Any, dst: Any, src_ids: Any, dst_ids: Any, direction: str) -> None:
+        self.calls.append((src_ids, dst_ids, direction))
+
+
+def counted(recorder: Recorder, child: int, direction: str) -> int:
+    place = signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals.slot(signals.BLOCK_COPY_BYTES, direction)
+    return recorder.take().counts.get(place, 0)
+
+
+def caches(fill: float = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {layer: torch.full((BLOCKS, 2, 4), fill, dtype=torch.float16, device=device) for layer in ("a", "b")}
+
+
+def test_in_host_memory_kvobs_does_the_work() -> None:
+    recorder, vllms = Recorder(2), Vllms()
+    src, dst = caches(1), caches()
+    BlockCopies(recorder, "auto", BLOCKS).operation(1, vllms)(src, dst, [3, 4], [9, 1], "h2d")
+    assert vllms.calls == []
+    assert [int(dst["b"][i].sum()) for i in range(BLOCKS)] == [0, 8, *[0] * 7, 8, *[0] * 6]
+    assert counted(recorder, 1, "h2d") == 2 * 2 * 2 * 4 * 2  # blocks, layers, shape of a block, bytes
+
+
+@pytest.mark.parametrize(("which", "device"), [("vllm", "cpu"), ("auto", "meta")])
+def test_elsewhere_and_on_demand_vllm_does(which: Any, device: str) -> None:
+    recorder, vllms = Recorder(1), Vllms()
+    copy = BlockCopies(recorder, which, BLOCKS).operation(0, vllms)
+    copy(caches(device=device), caches(), [3], [9], direction="d2h")
+    assert vllms.calls == [([3], [9], "d2h")]
+    assert counted(recorder, 0, "d2h") == 2 * 16
+
+
+def test_what_vllm_leaves_out_without_a_word_is_not_counted() -> None:
+    recorder = Recorder(1)
+    copy = BlockCopies(recorder, "vllm", BLOCKS).operation(0, stock.copy_kv_blocks)
+    copy(caches(1), caches(), [1, 2], [3], "d2h")
+    copy(caches(1), caches(), [], [], "d2h")
+    assert counted(recorder, 0, "d2h") == 0
+
+
+def test_vllms_own_can_copy_nothing_on_this_platform() -> None:
+    """Why ``auto`` means kvobs's in host memory: with vLLM's the engine ends."""
+    copy = BlockCopies(Recorder(1), "vllm", BLOCKS).operation(0, stock.copy_kv_blocks)
+    with pytest.raises(TypeError, match="not callable"):
+        copy(caches(1), caches(), [1], [3], "d2h")
+
+
+def test_what_can_not_be_copied_is_refused_and_not_counted() -> None:
+    recorder = Recorder(1)
+    copy = BlockCopies(recorder, "auto", BLOCKS).operation(0, Vllms())
+    with pytest.raises(ValueError, match="block 16 is out of range"):
+        copy(caches(1), caches(), [16], [3], "d2h")
+    assert counted(recorder, 0, "d2h") == 0
+
+
+def test_keys_and_values_may_come_first() -> None:
+    src, dst = ({"a": torch.arange(2.0 * BLOCKS).view(2, BLOCKS) * factor} for factor in (1, 0))
+    recorder = Recorder(1)
+    BlockCopies(recorder, "auto", BLOCKS).operation(0, Vllms())(src, dst, [5], [2], "d2h")
+    assert dst["a"].nonzero().tolist() == [[0, 2], [1, 2]]
+    assert counted(recorder, 0, "d2h") == 2 * 4
+
+
+@given(
+    blocks=st.integers(3, 9),
+    per=st.integers(1, 3),
+    others=st.integers(1, 30),
+    kv_first=st.booleans(),
+    swapped=st.booleans(),
+)
+def test_the_dimension_of_blocks_is_told_by_their_number(
+    blocks: int, per: int, others: int, kv_first: bool, swapped: bool
+) -> None:
+    """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the child's own, of any size."""
+
+    def cache(n: int) -> dict[str, torch.Tensor]:
+        return {"a": torch.empty((2, n, 5) if kv_first else (n, 2, 5), device="meta")}
+
+    sides = [cache(blocks * per), cache(others)]
+    src, dst = sides[::-1] if swapped else sides
+    assert block_dims(src, dst, blocks) == {"a": int(kv_first)}
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_with_so_few_blocks_that_both_look_alike_blocks_come_first(blocks: int) -> None:
+    few = {"a": torch.empty((2, 2, 5), device="meta")}
+    assert block_dims(few, few, blocks) == {"a": 0}

@@ -1,0 +1,124 @@
+"""Each general rule combines the children's answers as the table says."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvobs.children.child import Child
+from kvobs.children.fanout import RULES, bind, call_all
+from kvobs.hooks import HOOKS, Cadence, Combine
+from kvobs.signals import is_timed
+from kvobs.telemetry.recorder import SUM, Recorder
+
+
+def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
+    """Bind to children that are given as {hook: answer or exception}; each keeps the calls it gets in ``calls``."""
+    connectors = []
+    for answers in children:
+        connector = SimpleNamespace(calls=[])
+        for name in HOOKS:
+            setattr(connector, name, _hook(connector, name, answers.get(name)))
+        connectors.append(connector)
+    wrapper = SimpleNamespace(connectors=connectors)
+    wrapper.recorder = Recorder(len(connectors))
+    wrapper.children = [Child(i, f"c{i}", c, wrapper.recorder) for i, c in enumerate(connectors)]
+    bind(wrapper, wrapper.children, known)
+    return wrapper
+
+
+def _hook(connector: Any, name: str, answer: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        connector.calls.append((name, args, kwargs))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return hook
+
+
+GENERAL = [h for h in HOOKS.values() if is_timed(h) and h.cadence is not Cadence.LAYER]
+EACH = [h.name for h in GENERAL if h.combine is Combine.EACH]
+ANY = [h.name for h in GENERAL if h.combine is Combine.ANY]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_calls_every_child_with_the_hosts_arguments(name: str) -> None:
+    for args, kwargs in (((1,), {"two": 2}), ((), {})):
+        wrapper = bound({}, {}, {})
+        assert getattr(wrapper, name)(*args, **kwargs) is None
+        assert [c.calls for c in wrapper.connectors] == [[(name, args, kwargs)]] * 3
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_lets_a_childs_error_through_untouched(name: str) -> None:
+    error = KeyError("a child's own")
+    with pytest.raises(KeyError) as raised:
+        getattr(bound({}, {name: error}), name)()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("answers", list(product([False, True], repeat=3)))
+def test_any_is_true_if_one_child_says_so(name: str, answers: tuple[bool, ...]) -> None:
+    assert getattr(bound(*({name: answer} for answer in answers)), name)() is any(answers)
+
+
+def test_chain_puts_the_childrens_items_one_after_the_other() -> None:
+    wrapper = bound({"take_events": ["a"]}, {"take_events": None}, {"take_events": (x for x in "bc")})
+    assert wrapper.take_events() == ["a", "b", "c"]
+
+
+def test_guarded_reaches_every_child_and_raises_the_first_error() -> None:
+    first = OSError("first")
+    wrapper = bound({}, {"shutdown": first}, {"shutdown": ValueError("second")}, {})
+    with pytest.raises(OSError, match="first"):
+        wrapper.shutdown()
+    assert all(c.calls for c in wrapper.connectors)
+
+
+def test_call_all_returns_every_answer() -> None:
+    wrapper = bound({"reset_cache": True}, {"reset_cache": None})
+    assert call_all("reset_cache", wrapper.children) == [True, None]
+
+
+def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:
+    wrapper = bound({}, known=lambda name: name != "finish_forward")
+    assert not hasattr(wrapper, "finish_forward")
+    assert hasattr(wrapper, "wait_for_save")
+
+
+def test_the_hooks_of_a_layer_are_not_among_them() -> None:
+    wrapper = bound({})
+    assert not [h.name for h in HOOKS.values() if h.cadence is Cadence.LAYER and hasattr(wrapper, h.name)]
+
+
+class Quiet:
+    """A hook that does nothing."""
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
+    real = bound({}).connectors[0]
+    recorder = Recorder(2)
+    wrapper: Any = SimpleNamespace()
+    children = [Child(0, "quiet", Quiet(), recorder), Child(1, "real", real, recorder)]
+    bind(wrapper, children, lambda name: name == "wait_for_save")
+    wrapper.wait_for_save()
+    assert real.calls == [("wait_for_save", (), {})]
+    assert [child for child, _ in recorder._tallies] == [1]
+
+
+@pytest.mark.parametrize("name", [h.name for h in GENERAL if h.combine in RULES])
+def test_every_call_is_timed_per_child(name: str) -> None:
+    wrapper = bound({}, {})
+    getattr(wrapper, name)()
+    for child in (0, 1):
+        tally = wrapper.recorder.tally(child, name)
+        assert sum(tally[:SUM]) == 1
+        assert tally[SUM] > 0

@@ -1,0 +1,335 @@
+"""The layer hooks reach every child with the host's arguments; their time is cut between the children exactly."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvobs import faults
+from kvobs.children.child import Child
+from kvobs.children.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls
+from kvobs.hooks import HOOKS, Cadence
+from kvobs.signals import SPANS_DROPPED, slot
+from kvobs.telemetry.call_event import CallEvent
+from kvobs.telemetry.journal import Journal
+from kvobs.telemetry.recorder import SUM, WALL_OFFSET, Recorder
+from kvobs.telemetry.telemetry import Telemetry
+
+CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "wait_for_layer_load": [(("layer",), {})],
+    "save_kv_layer": [(("layer", 1, 2), {}), (("layer", 1, 2), {"more": 3})],
+}
+each_hook = pytest.mark.parametrize("hook", sorted(CALLS))
+
+
+class Fan:
+    """A fan-out over children whose calls take the time that a test says, by a clock of its own."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, hook: str, children: int, slow_ns: int = 2**63, tracer: Any = None
+    ) -> None:
+        self.now = 10**15
+        self.takes: list[int] = []
+        self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self.raises: dict[int, BaseException] = {}
+        for module in ("children.layer_calls", "telemetry.recorder"):
+            patch.setattr(f"kvobs.{module}.perf_counter_ns", lambda: self.now)
+        journal = Journal()
+        self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
+        connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
+        self.layers = LayerCalls(
+            hook,
+            [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)],
+            Telemetry(self.recorder, journal, tracer),
+        )
+        self.args = CALLS[hook][0][0]
+
+    def _hook(self, child: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((child, args, kwargs))
+            self.now += self.takes.pop(0) if self.takes else 1
+            if child in self.raises:
+                raise self.raises[child]
+
+        return call
+
+    def __call__(self, *takes: int) -> None:
+        self.takes = list(takes)
+        self.layers.fan_out(*self.args)
+
+    def sums(self) -> list[int]:
+        return [self.recorder.tally(i, self.layers.hook)[SUM] for i in range(len(self.layers.children))]
+
+    def counts(self) -> list[int]:
+        return [sum(self.recorder.tally(i, self.layers.hook)[:SUM]) for i in range(len(self.layers.children))]
+
+
+def test_the_table_has_the_layer_hooks_as_vllm_declares_them() -> None:
+    assert set(ARGUMENTS) == set(CALLS) == {hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER}
+    for hook, names in ARGUMENTS.items():
+        declared = inspect.signature(getattr(KVConnectorBase_V1, hook)).parameters
+        assert names.split(", ") == [n for n, p in declared.items() if n != "self" and p.kind is not p.VAR_KEYWORD]
+
+
+@each_hook
+@pytest.mark.parametrize("children", [0, 1, 2, 5])
+def test_every_child_is_called_with_the_hosts_arguments(
+    hook: str, children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fan = Fan(monkeypatch, hook, children)
+    for args, kwargs in CALLS[hook]:
+        fan.calls.clear()
+        assert fan.layers.fan_out(*args, **kwargs) is None
+        assert fan.calls == [(i, args, kwargs) for i in range(children)]
+    fan.layers.close_step()
+    fan.layers.drain()
+    assert fan.counts() == [len(CALLS[hook])] * children
+
+
+steps = st.lists(st.lists(st.lists(st.integers(0, 2**40), min_size=3, max_size=3), max_size=4), max_size=5)
+
+
+@given(st.sampled_from(sorted(CALLS)), steps, st.sets(st.integers(0, 5)))
+def test_time_is_cut_between_children_and_steps_exactly(
+    hook: str, plan: list[list[list[int]]], drains: set[int]
+) -> None:
+    """The plan: by step, by layer, what each child takes; ``drains`` says after which steps the numbers are taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        fan = Fan(patch, hook, 3)
+        expected: list[list[int]] = []
+        drained: list[list[int]] = []
+
+        def drain() -> None:
+            by_child = fan.layers.drain()
+            drained.extend([list(row) for row in zip(*(by_child[i].tolist() for i in by_child), strict=True)])
+
+        for number, layers in enumerate(plan):
+            for takes in layers:
+                fan(*takes)
+            step = [sum(column) for column in zip(*layers, strict=True)]
+            assert [fan.layers.spent_in_step()[i] for i in range(3)] == (step or [0, 0, 0])
+            assert fan.layers.close_step() is bool(layers)
+            expected += [step] if layers else []
+            if number in drains:
+                drain()
+        drain()
+    assert drained == expected
+    assert fan.sums() == ([sum(column) for column in zip(*expected, strict=True)] or [0, 0, 0])
+    assert fan.counts() == [sum(len(layers) for layers in plan)] * 3
+    assert fan.layers._stamps == []
+
+
+def test_a_running_step_is_left_for_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fan = Fan(monkeypatch, "wait_for_layer_load", 2)
+    fan(1, 2)
+    fan.layers.close_step()
+    fan(3, 4)
+    assert [took.tolist() for took in fan.layers.drain().values()] == [[1], [2]]
+    assert fan.layers.spent_in_step() == {0: 3, 1: 4}
+    fan.layers.close_step()
+    assert [took.tolist() for took in fan.layers.drain().values()] == [[3], [4]]
+
+
+def test_two_threads_lose_nothing_and_mix_nothing_up() -> None:
+    """vLLM's two micro-batches call the same connector."""
+    recorder = Recorder(2)
+    children = [Child(i, f"c{i}", SimpleNamespace(wait_for_layer_load=lambda layer: None), recorder) for i in range(2)]
+    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
+    begin = time.perf_counter_ns()
+    threads = [threading.Thread(target=lambda: [layers.fan_out("layer") for _ in range(20_000)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = time.perf_counter_ns() - begin
+    layers.close_step()
+    took = layers.drain()
+    for child in range(2):
+        tally = recorder.tally(child, "wait_for_layer_load")
+        assert sum(tally[:SUM]) == 40_000
+        assert 0 < tally[SUM] == took[child].sum() < 2 * whole
+
+
+@each_hook
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()], ids=repr)
+def test_an_error_ends_the_fan_out_as_in_vllm_and_is_counted_for_its_child(
+    hook: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fan = Fan(monkeypatch, hook, 3)
+    fan.raises[1] = error
+    with pytest.raises(type(error)) as raised:
+        fan(5, 7, 9)
+    assert raised.value is error
+    assert [child for child, *_ in fan.calls] == [0, 1]
+    fan.raises.clear()
+    fan(1, 1, 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    assert fan.sums() == [6, 8, 1]
+    assert fan.recorder.take().opened == [["kvobs_call_errors_total", 1, hook, type(error).__name__, 1]]
+
+
+@each_hook
+def test_slow_calls_are_counted_and_the_slowest_logged(
+    hook: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fan = Fan(monkeypatch, hook, 2, slow_ns=10_000_000)
+    for ms in (9, 11, 30, 20):
+        fan(ms * 1_000_000, 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    assert "connector '0': " + hook + " took 30 ms" in caplog.text
+    assert len(caplog.records) == 1
+    slow = [n for place, n in fan.recorder.take().counts.items() if "slow" in _name(place)]
+    assert slow == [3]
+
+
+def _name(place: int) -> str:
+    from kvobs.signals import locate
+
+    return locate(place)[0].signal.name
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fan = Fan(monkeypatch, "wait_for_layer_load", 2)
+    fan.raises[1] = OSError("x")
+    fan.layers.children = []
+    with pytest.raises(OSError, match="x"):
+        fan(1, 2)
+    assert faults.take() == {"record": 1}
+
+
+def test_children_with_an_empty_hook_are_left_out() -> None:
+    class Quiet:
+        def wait_for_layer_load(self, layer_name: str) -> None:
+            pass
+
+    heard: list[str] = []
+    recorder = Recorder(2)
+    children = [
+        Child(0, "quiet", Quiet(), recorder),
+        Child(1, "real", SimpleNamespace(wait_for_layer_load=heard.append), recorder),
+    ]
+    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
+    layers.fan_out("layer")
+    assert heard == ["layer"]
+    layers.close_step()
+    assert list(layers.drain()) == [1]
+
+
+# --- what the tracer is told
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self, traces_all: bool = False, traces_layers: bool = False) -> None:
+        self.traces_all, self.traces_layers = traces_all, traces_layers
+        self.step: Any = None
+        self.noticed: list[CallEvent] = []
+
+    def note(self, noticed: CallEvent) -> None:
+        self.noticed.append(noticed)
+
+    def join_step(self, trace: Any, loads: Any) -> None: ...
+
+
+SLOW_NS = 1_000
+traced_steps = st.lists(
+    st.lists(st.lists(st.integers(0, 2 * SLOW_NS), min_size=2, max_size=2), min_size=1, max_size=4), max_size=4
+)
+
+
+@given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans(), st.booleans())
+def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
+    hook: str, plan: list[list[list[int]]], traces_all: bool, traces_layers: bool
+) -> None:
+    """The plan: by step, by layer, what each child takes."""
+    tracer = Told(traces_all, traces_layers)
+    expected: list[CallEvent] = []
+    with pytest.MonkeyPatch.context() as patch:
+        fan = Fan(patch, hook, 2, SLOW_NS, tracer)
+        for number, layers in enumerate(plan):
+            tracer.step = f"step {number}"
+            step_began = fan.now
+            for layer, takes in enumerate(layers):
+                for child, took in enumerate(takes):
+                    is_slow = took > SLOW_NS
+                    if is_slow or (traces_all and traces_layers):
+                        start = fan.now + sum(takes[:child]) + WALL_OFFSET
+                        more = {"kv_transfer.layer": layer}
+                        expected.append(CallEvent(child, hook, start, took, is_slow, "", tracer.step, more))
+                fan(*takes)
+            for child in range(2 if traces_all and not traces_layers else 0):
+                each = [takes[child] for takes in layers]
+                first = step_began + (layers[0][0] if child else 0)
+                last = fan.now - (0 if child else layers[-1][1])
+                summary = {
+                    "kv_transfer.layers": len(layers),
+                    "kv_transfer.layers_duration": sum(each) / 1e9,
+                    "kv_transfer.slowest_layer": each.index(max(each)),
+                    "kv_transfer.slowest_layer_duration": max(each) / 1e9,
+                }
+                expected.append(
+                    CallEvent(child, hook, first + WALL_OFFSET, last - first, False, "", tracer.step, summary, True)
+                )
+            assert fan.layers.last_ns == fan.now + WALL_OFFSET
+            fan.layers.close_step()
+            assert fan.layers.last_ns == 0
+        tracer.step = "a later one"
+        fan.layers.drain()
+        fan.layers.drain()
+    assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
+    for noticed in tracer.noticed:
+        told = (*noticed[2:4], *noticed.more.values())
+        assert all(type(number) in (int, float) for number in told), "builtins only, for the wire"
+
+
+@each_hook
+def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_first(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = Told(traces_all=True, traces_layers=True)
+    fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
+    for layer in range(200):
+        fan(SLOW_NS + 1 if layer in (3, 150) else 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    layers = [noticed.more["kv_transfer.layer"] for noticed in tracer.noticed]
+    assert layers == [3, 150, 0, 1, 2, *range(4, NOTICED_AT_MOST + 1)][:NOTICED_AT_MOST]
+    assert [noticed.is_slow for noticed in tracer.noticed].count(True) == 2
+
+
+@each_hook
+@pytest.mark.parametrize("traces_all", [True, False])
+def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
+    hook: str, traces_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = Told(traces_all, traces_all)
+    fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
+    for _ in range(NOTICED_AT_MOST + 7):
+        fan(SLOW_NS + 1)
+    fan.layers.close_step()
+    fan.layers.drain()
+    assert len(tracer.noticed) == NOTICED_AT_MOST
+    assert fan.recorder.take().counts[slot(SPANS_DROPPED, "flush")] == 7
+
+
+@each_hook
+def test_the_tracer_is_told_at_once_of_a_call_that_failed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Told()
+    fan = Fan(monkeypatch, hook, 3, tracer=tracer)
+    fan.raises[1] = OSError("x")
+    began = fan.now
+    with pytest.raises(OSError, match="x"):
+        fan(5, 7)
+    assert tracer.noticed == [CallEvent(1, hook, began + 5 + WALL_OFFSET, 7, False, "OSError")]

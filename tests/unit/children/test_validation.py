@@ -1,0 +1,147 @@
+"""Each mistake has a path, what was found, what is allowed, and a fix; with vLLM and without it the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import KVTransferConfig
+
+from kvobs import config
+from kvobs.children.validation import (
+    Host,
+    clashing_layouts,
+    ignored_policy,
+    isolation_mistakes,
+    transfer_config,
+    validate,
+)
+from kvobs.findings import Finding
+from kvobs.host import TransferConfig
+
+ENTRY = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+ONLY_OLDER = {"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"}
+KEYS = sorted(TransferConfig.model_fields.keys() - ONLY_OLDER)
+
+
+def test_the_keys_without_vllm_are_those_of_vllm() -> None:
+    """This one, and older ones with a few more."""
+    assert set(KEYS) == {field.name for field in fields(KVTransferConfig)}
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats() | st.lists(st.none(), max_size=1)
+    | st.dictionaries(st.text(max_size=2), st.none(), max_size=1)
+    | st.sampled_from(["kv_both", "kv_producer", "kv_consumer", "recompute", "fail", "12"])
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, "kv_rol", ""]), VALUES))
+def test_without_vllm_the_same_is_wrong(entry: dict[str, Any]) -> None:
+    """So that a configuration can be checked on a laptop."""
+    with_vllm, without = (transfer_config(entry, "here", cls)[1] for cls in (KVTransferConfig, TransferConfig))
+    assert {finding.path for finding in with_vllm} == {finding.path for finding in without}
+    assert all(finding.path.startswith("here") and finding.says and finding.fix for finding in with_vllm)
+    try:
+        KVTransferConfig(**entry)
+    except Exception:
+        assert with_vllm
+    else:
+        assert not with_vllm
+
+
+@pytest.mark.parametrize(
+    ("entry", "finding"),
+    [
+        (
+            {"kv_connector": "X"},
+            Finding(
+                "c.kv_role",
+                "is missing",
+                "'kv_producer', 'kv_both' or 'kv_consumer'",
+                'add "kv_role": "kv_both", or the role of this engine',
+            ),
+        ),
+        (
+            {**ENTRY, "kv_role": "both"},
+            Finding(
+                "c.kv_role",
+                "found 'both'",
+                "'kv_producer', 'kv_both' or 'kv_consumer'",
+                "use an allowed value",
+            ),
+        ),
+        (
+            {**ENTRY, "kv_port": "a secret"},
+            Finding(
+                "c.kv_port",
+                "found a value of type str",
+                "a valid integer, unable to parse string as an integer",
+                "correct the value or remove it",
+            ),
+        ),
+    ],
+)
+def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: Finding) -> None:
+    assert transfer_config(entry, "c", KVTransferConfig) == (None, [finding])
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"), [("kv_rol", "use 'kv_role'"), ("cpu_bytes", "remove it; options of the connector itself")]
+)
+def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, fix: str) -> None:
+    _, (finding,) = transfer_config({**ENTRY, key: 1}, "", KVTransferConfig)
+    assert finding.path == key
+    assert finding.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"nams": []}, "use 'names'"),
+        ({"tracing": {"levle": 1}}, "use 'level'"),
+        ({"zzz": 1}, "remove it"),
+        ({"load_policy": 1}, "use an allowed value, or remove the option"),
+    ],
+)
+def test_a_wrong_option_has_a_fix_too(options: dict[str, Any], fix: str) -> None:
+    configuration, (finding,) = config.validate({"connectors": [ENTRY], "kvobs": options})
+    assert finding.fix == fix
+    assert configuration.names == ("ExampleConnector",)
+
+
+def test_children_keep_a_name_where_nothing_else_is_right() -> None:
+    configuration, found = config.validate({"connectors": [ENTRY, 7, {}], "kvobs": 1})
+    assert configuration.names == ("ExampleConnector", "1", "2")
+    assert [finding.path.rpartition(".")[2] for finding in found] == ["connectors[1]", "kv_connector", "kvobs"]
+
+
+@pytest.mark.parametrize(("isolate", "policy", "count"), [((), "fail", 0), (["a"], "recompute", 0), (["a"], "fail", 1)])
+def test_best_effort_children_need_recomputation(isolate: list[str], policy: str, count: int) -> None:
+    assert len(isolation_mistakes(isolate, policy)) == count
+
+
+@pytest.mark.parametrize(
+    ("own", "effective", "count"), [(None, "fail", 0), ("fail", "fail", 0), ("recompute", "fail", 1)]
+)
+def test_a_childs_policy_that_differs_is_worth_a_word(own: str | None, effective: str, count: int) -> None:
+    assert len(ignored_policy(own, effective, "c")) == count
+
+
+@pytest.mark.parametrize(("needs", "count"), [({}, 0), ({"a": "HND", "b": None}, 0), ({"a": "HND", "b": "NHD"}, 1)])
+def test_layouts_clash_if_two_are_needed(needs: dict[str, str | None], count: int) -> None:
+    assert len(clashing_layouts(needs)) == count
+
+
+def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_without() -> None:
+    """Without vLLM classes are unknown, and all else is found."""
+    extra = {"connectors": [{"kv_connector": "X"}, {**ENTRY, "kv_rol": 1}], "kvobs": {"load_policy": 1}}
+    expected = ["kvobs.load_policy", "connectors[0].kv_role", "connectors[1].kv_rol"]
+    for host in (Host(KVTransferConfig), Host(TransferConfig)):
+        checked = validate(extra, "fail", host)
+        assert [mistake.path.removeprefix(f"{config.PATH}.") for mistake in checked.mistakes] == expected
+        assert [name for name, _ in checked.entries.values()] == ["X", "ExampleConnector"]
+        assert checked.specs == []

@@ -1,0 +1,218 @@
+"""``kvobs check`` as a person or a script runs it: what goes where, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvobs.cli import commands as cli
+from kvobs.cli.check.command import parse
+from kvobs.cli.check.rewrite import rewrite
+
+STOCK = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "connectors": [
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        ]
+    },
+}
+GOOD = rewrite(STOCK)
+BAD = {**GOOD, "kv_rol": 1, "kv_load_failure_policy": "maybe"}
+
+
+def run(config: Any, *arguments: str, stdin: str | None = None) -> Result:
+    text = config if isinstance(config, str) else json.dumps(config)
+    return CliRunner().invoke(cli.app, ["check", text, *arguments], input=stdin, env={"COLUMNS": "160"})
+
+
+def test_a_good_configuration_is_told_and_ends_well() -> None:
+    result = run(GOOD)
+    assert result.exit_code == 0
+    assert "routes between vLLM" in result.stdout
+    rows = {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()}
+    assert rows["class"] == ["OffloadingConnector", "NixlPullConnector"]
+    assert rows["requires KV delivery"][:2] in (["no", "yes"], ["NixlConnector"])
+    assert "mistake:" not in result.stdout
+
+
+def test_where_metrics_and_spans_go_is_told() -> None:
+    spans = ("--otlp-traces-endpoint", "http://collector:4317")
+    rows = {line[:22].strip(): line[22:].strip() for line in run(GOOD, *spans).stdout.splitlines()}
+    assert rows["metrics go to"] == "/metrics of vLLM's API server"
+    assert rows["spans go to"] == "http://collector:4317, from vLLM's API server"
+    report = json.loads(run(GOOD, *spans, "--json").stdout)
+    assert (report["metrics_go_to"], report["spans_go_to"]) == (rows["metrics go to"], rows["spans go to"])
+
+
+def test_mistakes_are_told_with_their_fix_and_end_with_status_1() -> None:
+    result = run(BAD)
+    assert result.exit_code == 1
+    flat = " ".join(result.stdout.split())
+    assert "mistake: kv_rol: unknown key, allowed: " in flat
+    assert "Fix: use 'kv_role'." in flat
+    assert "mistake: kv_load_failure_policy: found 'maybe', allowed: 'recompute' or 'fail'. Fix: " in flat
+
+
+def test_json_is_all_there_is_on_standard_output() -> None:
+    told = json.loads(run(BAD, "--json").stdout)
+    assert [mistake["path"] for mistake in told["mistakes"]] == ["kv_load_failure_policy", "kv_rol"]
+    assert [child["name"] for child in told["children"]] == ["OffloadingConnector", "NixlConnector"]
+    assert "wait_for_layer_load" in told["children"][0]["facts"]["empty_hooks"]
+
+
+def test_what_is_rewritten_is_all_there_is_and_passes() -> None:
+    result = run(STOCK, "--rewrite")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == GOOD
+    assert result.stderr.strip() == ""
+    again = run(result.stdout, "--rewrite")
+    assert again.stdout == result.stdout
+    assert run(result.stdout).exit_code == 0
+
+
+def test_what_has_mistakes_is_not_rewritten() -> None:
+    result = run({**STOCK, "kv_role": "both"}, "--rewrite")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "mistake: kv_role: found 'both'" in " ".join(result.stderr.split())
+
+
+def test_a_stock_configuration_is_told_that_kvobs_is_not_in_it() -> None:
+    result = run(STOCK)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
+    assert "warning: kv_connector_module_path: " in result.stdout
+
+
+@pytest.mark.parametrize("source", ["file", "stdin", "argument"])
+def test_a_configuration_comes_from_anywhere(source: str, tmp_path: Path) -> None:
+    text = json.dumps(BAD)
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    given = {"file": str(path), "stdin": "-", "argument": text}[source]
+    told = json.loads(run(given, "--json", stdin=text if source == "stdin" else None).stdout)
+    assert len(told["mistakes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("/no/such/file.json", "/no/such/file.json: No such file or directory"),
+        ('{"kv_role": }', "not valid JSON: Expecting value: line 1"),
+        ("[]", "is a list, needs an object"),
+        ("/bin/true", "/bin/true is not UTF-8 text"),
+        ("/tmp", "/tmp: Is a directory"),
+    ],
+)
+@pytest.mark.parametrize("option", [(), ("--json",), ("--rewrite",)])
+def test_what_can_not_be_read_is_a_mistake_too(config: str, says: str, option: tuple[str, ...]) -> None:
+    result = run(config, *option)
+    assert result.exit_code == 1
+    assert says in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    if option == ("--json",):
+        assert json.loads(result.stdout)["mistakes"][0]["path"] == "CONFIG"
+
+
+def test_the_options_of_vllm_are_heard() -> None:
+    pair = ("--disable-log-stats", "--otlp-traces-endpoint", "http://collector:4317")
+    assert run(GOOD, *pair).exit_code == 1
+    assert run(GOOD, *pair[:1]).exit_code == 0
+    told = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
+    assert told["tracing"] == "requests"
+    assert [warning["path"] for warning in told["warnings"]] == ["--api-server-count"]
+
+
+def test_it_says_who_reads_from_whom() -> None:
+    result = run(GOOD, "--tensor-parallel-size", "4", "--remote-tensor-parallel-size", "2", "--kv-heads", "8")
+    assert "8 KV heads, no copies; 2 decode ranks to a prefill rank; blocks of 16 tokens." in result.stdout
+    told = json.loads(
+        run({**GOOD, "kv_role": "kv_producer"}, "--tp", "4", "--remote-tp", "2", "--mla", "--json").stdout
+    )
+    assert (told["readers"]["prefill"]["tp_size"], told["readers"]["decode"]["tp_size"]) == (4, 2)
+
+
+def test_engines_that_do_not_fit_end_with_status_1() -> None:
+    result = run(GOOD, "--tp", "4", "--remote-tp", "3", "--kv-heads", "8")
+    assert result.exit_code == 1
+    assert "mistake: --tensor-parallel-size, --remote-tensor-parallel-size: TP size 3" in result.stdout
+
+
+def test_the_models_own_numbers_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    told = json.loads(run(GOOD, "--tp", "4", "--remote-tp", "2", "--model", str(tmp_path), "--json").stdout)
+    assert told["readers"]["prefill"]["ranks_per_head"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--remote-tp", "2"], "--kv-heads, --mla, --model"),
+        (["--model", ".", "--mla"], "--kv-heads, --mla, --model"),
+        (["--model", "/nowhere"], "/nowhere/config.json"),
+        (["--tp", "0"], "--tp"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
+    result = run(GOOD, *arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+WITHOUT_VLLM = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
+
+
+def without_vllm(config: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_VLLM, "check", json.dumps(config), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_without_vllm_it_says_what_the_text_says_and_that_this_is_all() -> None:
+    result = without_vllm(GOOD)
+    assert result.returncode == 0, result.stderr
+    assert "vLLM (not installed here)" in " ".join(result.stdout.split())
+    told = json.loads(without_vllm(BAD, "--json").stdout)
+    assert told["vllm"] is None
+    assert {mistake["path"] for mistake in told["mistakes"]} == {"kv_load_failure_policy", "kv_rol"}
+    assert [child["facts"] for child in told["children"]] == [None, None]
+    assert "vLLM is not installed here" in told["off"]["classes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not valid JSON: Expecting value: line 1 column 1"),
+        ('{"a": 1,}', "is not valid JSON: .* line 1 column"),
+        ("[]", "is a list, needs an object"),
+        ("null", "is a NoneType, needs an object"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_what_is_no_json_object_is_told_where(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+def test_a_configuration_is_what_its_json_says() -> None:
+    assert parse('{"kv_port": 1}') == {"kv_port": 1}
+
+
+def test_rewriting_needs_no_vllm() -> None:
+    result = without_vllm(STOCK, "--rewrite")
+    assert (result.returncode, parse(result.stdout)) == (0, GOOD)
+
+
+def test_in_a_process_of_its_own_nothing_of_vllm_is_on_standard_output() -> None:
+    """Where vLLM is loaded by the command itself, and by children that can't be."""
+    mooncake = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}
+    command = [str(Path(sys.executable).parent / "kvobs"), "check", json.dumps(mooncake), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert json.loads(result.stdout)["children"][0]["kv_connector"] == "MooncakeConnector"

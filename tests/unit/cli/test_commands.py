@@ -1,0 +1,164 @@
+"""The command `kvobs`, as a person runs it: real processes and exit codes; the demo is in tests/engine/test_demo.py."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvobs.cli import commands as cli
+
+
+def kvobs(*arguments: str) -> tuple[int, str]:
+    """Run the command in this process and return its exit code and all it printed."""
+    result = CliRunner().invoke(cli.app, arguments)
+    return result.exit_code, result.output
+
+
+def test_help_lists_the_commands() -> None:
+    """A bare `kvobs` is a call for help."""
+    for arguments in (["--help"], []):
+        output = kvobs(*arguments)[1]
+        assert "demo" in output
+        assert "topology" in output
+
+
+def test_the_command_is_installed() -> None:
+    """Beside the Python that runs the tests."""
+    out = subprocess.run([Path(sys.executable).parent / "kvobs", "--help"], capture_output=True, text=True, check=True)
+    assert "demo" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--port", "70000"], "--port"), (["--requests", "3"], "--requests"), (["--prot", "1"], "--prot")],
+)
+def test_options_out_of_range_are_refused(arguments: list[str], says: str) -> None:
+    """With exit code 2 and the option's name, before anything starts."""
+    code, output = kvobs("demo", *arguments)
+    assert code == 2
+    assert says in re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+
+def test_without_vllm_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than failing at some import."""
+    monkeypatch.setattr(cli, "find_spec", lambda _name: None)
+    code, output = kvobs("demo")
+    assert code == 1
+    assert "kvobs demo needs vLLM: pip install 'kvobs[engine]'" in output
+
+
+PAIR = ("--prefill-tp", "4", "--decode-tp", "2")
+
+
+def test_topology_prints_a_row_for_each_read() -> None:
+    """Both decode ranks, the four prefill ranks, and the heads that go from these to those."""
+    code, output = kvobs("topology", *PAIR, "--kv-heads", "8", "--decode-block-size", "32")
+    assert code == 0
+    rows = [line.split() for line in output.splitlines() if re.match(r" *\d+   ", line)]
+    assert rows == [
+        ["0", "0-3", "0-1", "0", "2"],
+        ["0", "0-3", "2-3", "1", "2"],
+        ["1", "4-7", "4-5", "2", "2"],
+        ["1", "4-7", "6-7", "3", "2"],
+    ]
+
+
+def test_topology_prints_json_for_scripts() -> None:
+    """All of the output is one JSON document."""
+    code, output = kvobs("topology", *PAIR, "--kv-heads", "2", "--json")
+    assert code == 0
+    assert json.loads(output) == {
+        "prefill": {"tp_size": 4, "block_size": 16, "ranks_per_head": 2, "unread": [[1, 1], [3, 3]]},
+        "decode": {"tp_size": 2, "block_size": 16, "ranks_per_head": 1},
+        "reads": [
+            {"rank": 0, "heads": [0, 0], "sources": [{"rank": 0, "heads": [0, 0]}], "blocks": 1},
+            {"rank": 1, "heads": [1, 1], "sources": [{"rank": 2, "heads": [1, 1]}], "blocks": 1},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "same_as"),
+    [({"num_key_value_heads": 8}, ["--kv-heads", "8"]), ({"kv_lora_rank": 512}, ["--mla", "--kv-heads", "128"])],
+    ids=["heads", "mla"],
+)
+def test_topology_takes_the_model_s_numbers_from_its_folder(
+    tmp_path: Path, config: dict[str, int], same_as: list[str]
+) -> None:
+    """Just as if they had been typed."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, output = kvobs("topology", *PAIR, "--model", str(tmp_path))
+    assert (code, output) == kvobs("topology", *PAIR, *same_as)
+    assert code == 0
+    assert ("latent" in output) is ("--mla" in same_as)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "--prefill-tp 3 --decode-tp 4 --kv-heads 8",
+            "--prefill-tp and --kv-heads: TP size 3 with 8 KV heads: one must",
+        ),
+        (
+            "--prefill-tp 4 --decode-tp 3 --kv-heads 8",
+            "--decode-tp and --kv-heads: TP size 3 with 8 KV heads: one must",
+        ),
+        ("--prefill-tp 4 --decode-tp 3 --kv-heads 12", "--prefill-tp and --decode-tp: TP size 3 .* 4 .*: one must"),
+        ("--prefill-tp 4 --decode-tp 3 --mla", "--prefill-tp and --decode-tp: TP size 3 .* 4 .*: one must"),
+        (
+            "--prefill-tp 4 --decode-tp 4 --kv-heads 8 --prefill-block-size 32",
+            "--prefill-block-size and --decode-block-size: block size 16 .* 32 .*: the first must",
+        ),
+        (
+            "--prefill-tp 4 --decode-tp 4 --model /nowhere",
+            "--model: /nowhere/config.json: No such file.*; give the folder",
+        ),
+    ],
+)
+def test_topology_says_which_options_do_not_fit(arguments: str, says: str) -> None:
+    """In one line on stderr, with exit code 1, nothing on stdout and no traceback."""
+    result = CliRunner().invoke(cli.app, ["topology", *arguments.split(), "--json"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(f"{says}.*\n", result.stderr)
+
+
+def test_topology_names_the_model_where_its_heads_do_not_fit(tmp_path: Path) -> None:
+    """Rather than an option that nobody gave."""
+    (tmp_path / "config.json").write_text('{"num_key_value_heads": 3}')
+    code, output = kvobs("topology", *PAIR, "--model", str(tmp_path))
+    assert code == 1
+    assert output.startswith("--prefill-tp and --model: TP size 4 with 3 KV heads: one must")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*PAIR], "--kv-heads, --mla, --model"),
+        ([*PAIR, "--model", ".", "--mla"], "--kv-heads, --mla, --model"),
+        ([*PAIR, "--model", ".", "--kv-heads", "8"], "--kv-heads, --mla, --model"),
+        ([*PAIR, "--kv-heads", "0"], "--kv-heads"),
+        (["--prefill-tp", "4", "--decode-tp", "0", "--mla"], "--decode-tp"),
+        (["--prefill-tp", "1025", "--decode-tp", "1", "--mla"], "--prefill-tp"),
+        (["--prefill-tp", "4", "--mla"], "--decode-tp"),
+    ],
+)
+def test_topology_refuses_options_that_make_no_pair(arguments: list[str], says: str) -> None:
+    """With exit code 2 and the options' names."""
+    code, output = kvobs("topology", *arguments)
+    assert code == 2
+    assert says in re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+
+def test_topology_needs_no_vllm() -> None:
+    """It runs wherever kvobs is installed; piped, without colours."""
+    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
+    command = [sys.executable, "-c", code, "topology", *PAIR, "--kv-heads", "8"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert out.stdout.startswith("8 KV heads, no copies; ")
+    assert "\x1b" not in out.stdout

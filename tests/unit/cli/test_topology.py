@@ -1,0 +1,208 @@
+"""Who reads from whom, as it is printed: against what the arithmetic says, for every kind of pair."""
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from kvobs.cli.topology import as_dict, facts, lay_out, read_model, table, unread
+from kvobs.topology import Engine, heads_of, who_reads
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
+HEADS = [1, 2, 3, 4, 6, 8, 16, 24, 64, 128]
+
+
+class Pair(NamedTuple):
+    """Two engines of which one can read from the other, and their model."""
+
+    prefill: Engine
+    decode: Engine
+    kv_heads: int
+    is_mla: bool
+
+    @property
+    def heads(self) -> int:
+        return 1 if self.is_mla else self.kv_heads
+
+
+def fits(*pairs: tuple[int, int]) -> bool:
+    return all(one % other == 0 or other % one == 0 for one, other in pairs)
+
+
+SHAPES = [(p, d, k) for p in SIZES for d in SIZES for k in HEADS if fits((p, d), (p, k), (d, k))]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    prefill, decode, heads = draw(st.sampled_from(SHAPES))
+    size = draw(st.sampled_from([1, 16, 48, 128]))
+    times = draw(st.sampled_from([1, 2, 3, 16]))
+    return Pair(Engine(prefill, size), Engine(decode, size * times), heads, draw(st.booleans()))
+
+
+def printed(what: RenderableType, width: int = 80) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(what)
+    return file.getvalue()
+
+
+def expand(ends: list[int]) -> range:
+    first, last = ends
+    return range(first, last + 1)
+
+
+@given(pairs())
+def test_the_data_says_what_the_arithmetic_says(pair: Pair) -> None:
+    data = json.loads(json.dumps(as_dict(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)))
+    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
+    assert [(row["rank"], row["blocks"]) for row in data["reads"]] == [(read.rank, read.blocks) for read in reads]
+    for row, read in zip(data["reads"], reads, strict=True):
+        assert expand(row["heads"]) == heads_of(read.rank, pair.decode.tp_size, pair.heads)
+        assert tuple(source["rank"] for source in row["sources"]) == read.sources
+        assert tuple(expand(source["heads"]) for source in row["sources"]) == read.heads
+    for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        holders = [rank for rank in range(engine.tp_size) if 0 in heads_of(rank, engine.tp_size, pair.heads)]
+        assert data[name]["ranks_per_head"] == len(holders)
+        assert (data[name]["tp_size"], data[name]["block_size"]) == engine
+
+
+@given(pairs())
+def test_a_prefill_rank_is_read_from_or_named_as_a_copy_of_one_that_is(pair: Pair) -> None:
+    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
+    idle = unread(pair.prefill, reads)
+    sources = {source for read in reads for source in read.sources}
+    named = [rank for ranks in idle for rank in ranks]
+    assert sorted([*named, *sources]) == list(range(pair.prefill.tp_size))
+    read_heads = {heads_of(source, pair.prefill.tp_size, pair.heads) for source in sources}
+    assert all(heads_of(rank, pair.prefill.tp_size, pair.heads) in read_heads for rank in named)
+    assert all(one.stop < next_one.start for one, next_one in pairwise(idle)), "one range in two"
+
+
+@given(pairs())
+def test_a_row_of_the_table_is_a_read(pair: Pair) -> None:
+    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
+    expected = [
+        [
+            str(read.rank),
+            words(heads_of(read.rank, pair.decode.tp_size, pair.heads), pair.is_mla),
+            words(heads, pair.is_mla),
+            str(source),
+            str(read.blocks),
+        ]
+        for read in reads
+        for source, heads in zip(read.sources, read.heads, strict=True)
+    ]
+    lines = printed(table(reads, is_mla=pair.is_mla)).splitlines()
+    assert [line.split() for line in lines[3:]] == expected
+
+
+def words(heads: range, is_mla: bool) -> str:
+    if is_mla:
+        return "latent"
+    return str(heads[0]) if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
+
+
+@given(pairs())
+def test_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> None:
+    output = printed(lay_out(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
+    assert max(map(len, output.splitlines())) <= 80
+    assert "…" not in output
+    assert "\x1b" not in output
+    said = " ".join(output.split())
+    assert said.startswith(facts(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
+    idle = unread(pair.prefill, who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
+    named = ", ".join(words(ranks, is_mla=False) for ranks in idle)
+    assert said.endswith(f"since they hold copies: {named}.") if idle else "copies: " not in said
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        (
+            Pair(Engine(4, 16), Engine(2, 16), 8, False),
+            "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens.",
+        ),
+        (
+            Pair(Engine(1, 1), Engine(1, 1), 1, False),
+            "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token.",
+        ),
+        (
+            Pair(Engine(8, 16), Engine(2, 48), 4, False),
+            "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode rank; "
+            "3 prefill blocks of 16 tokens to a decode block.",
+        ),
+        (
+            Pair(Engine(2, 16), Engine(8, 16), 4, False),
+            "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill rank; "
+            "blocks of 16 tokens.",
+        ),
+        (
+            Pair(Engine(4, 16), Engine(2, 16), 128, True),
+            "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a decode rank; "
+            "blocks of 16 tokens.",
+        ),
+    ],
+    ids=lambda value: f"{value.prefill.tp_size}-{value.decode.tp_size}" if isinstance(value, Pair) else "",
+)
+def test_the_facts_are_said_in_words(pair: Pair, says: str) -> None:
+    assert facts(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla) == says
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for made in (lay_out, as_dict):
+        with pytest.raises(ValueError, match="TP size 3 with 8 KV heads"):
+            made(Engine(3, 16), Engine(1, 16), 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_key_value_heads": 8, "num_attention_heads": 32}, (8, False)),
+        ({"num_key_value_heads": 8, "kv_lora_rank": None}, (8, False)),
+        ({"num_key_value_heads": 128, "kv_lora_rank": 512}, (1, True)),
+        ({"text_config": {"num_key_value_heads": 4}, "num_key_value_heads": 16}, (4, False)),
+        ({"text_config": {"kv_lora_rank": 512}}, (1, True)),
+    ],
+)
+def test_a_model_s_folder_says_how_many_heads_it_has(
+    tmp_path: Path, config: dict[str, Any], expected: tuple[int, bool]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "config.json is not valid JSON: Expecting property name"),
+        ("[]", "config.json has no model configuration"),
+        ('{"text_config": 8}', "config.json has no model configuration"),
+        ("{}", "num_key_value_heads is null, must be .* --kv-heads N"),
+        ('{"text_config": {}, "num_key_value_heads": 8}', "num_key_value_heads is null, must be"),
+        ('{"num_key_value_heads": "8"}', 'num_key_value_heads is "8", must be'),
+        ('{"num_key_value_heads": true}', "num_key_value_heads is true, must be"),
+        ('{"num_key_value_heads": 0}', "num_key_value_heads is 0, must be"),
+        ('{"num_key_value_heads": [4, 8]}', r"num_key_value_heads is \[4, 8\], must be"),
+    ],
+)
+def test_a_config_without_the_numbers_is_refused_by_its_path(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=says) as caught:
+        read_model(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_folder_that_is_none_is_refused_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    for folder, reason in (
+        (tmp_path / "nowhere", "No such file"),
+        (tmp_path, "Is a directory"),
+    ):
+        with pytest.raises(ValueError, match=f"^{folder}/config.json: {reason}.*; give the folder of a model"):
+            read_model(folder)

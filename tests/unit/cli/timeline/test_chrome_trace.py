@@ -1,0 +1,257 @@
+"""The trace of an engine is one that Perfetto can show: whatever was recorded, and wherever it was cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from typer.testing import CliRunner
+
+from kvobs.cli import commands as cli
+from kvobs.cli.timeline import chrome_trace, recordings
+from kvobs.cli.timeline.recordings import Process
+from kvobs.telemetry import ring
+from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
+from kvobs.telemetry.ring import OPEN, Ring, read
+from kvobs.testing import Script
+from tests.unit.telemetry.test_flight import recording_rig, served
+
+Event = dict[str, Any]
+
+
+def recorded(*records: tuple[int, int, int, int], rank: int | None = None, **more: Any) -> Process:
+    """Return a process with these records: start, spent, what, more."""
+    about = {
+        "run": "r", "engine": 0, "rank": rank, "pid": 7, "begun_ns": 10**18, "wall_offset": 10**18,
+        "connectors": ["one", "two"], "hooks": NAMES, "layer_hooks": LAYER_HOOKS, **more,
+    }  # fmt: skip
+    memory = bytearray(1 << 16)
+    writer = Ring(memory, about, 6)
+    for record in records:
+        writer.add(*record)
+    snapshot = read(memory)
+    assert snapshot is not None
+    return Process(Path("r"), snapshot, is_alive=False)
+
+
+def check(processes: list[Process]) -> list[Event]:
+    """Return the events after looking at what every trace must hold."""
+    events = list(chrome_trace.events(processes))
+    assert json.loads(json.dumps(events)) == events
+    times: dict[Any, list[float]] = defaultdict(list)
+    spans: dict[Any, list[float]] = defaultdict(list)
+    arrows: dict[Any, list[Event]] = defaultdict(list)
+    slices: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M"}
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        track = event["pid"], event["tid"]
+        assert event["ph"] in "Xbesf"
+        assert event["ts"] >= 0
+        times[track].append(event["ts"])
+        if event["ph"] == "X":
+            assert track in named
+            assert event["dur"] >= 0
+            slices[track].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] in "be":
+            spans[event["pid"], event["cat"], event["id2"]["local"]].append(event["ts"])
+        else:
+            arrows[event["id"]].append(event)
+    for of_track in times.values():
+        assert of_track == sorted(of_track)
+    for ends in spans.values():
+        assert len(ends) == 2
+        assert ends == sorted(ends)
+    for ends_of_arrow in arrows.values():
+        start, finish = sorted(ends_of_arrow, key=lambda event: str(event["ph"]), reverse=True)
+        assert (start["ph"], finish["ph"]) == ("s", "f")
+        assert (start["cat"], start["name"]) == (finish["cat"], finish["name"])
+        assert start["ts"] <= finish["ts"]
+        assert start["pid"] != finish["pid"]
+        for end in (start, finish):
+            assert any(begin <= end["ts"] <= until for begin, until in slices[end["pid"], end["tid"]])
+    return events
+
+
+def of(events: list[Event], ph: str) -> list[Event]:
+    return [event for event in events if event["ph"] == ph]
+
+
+children, hooks = st.sampled_from([0, 1]), st.sampled_from(NAMES)
+calls = st.builds(pack, st.just(What.CALL), children | st.just(OWN), hooks, st.integers(0, 1))
+layers = st.builds(pack, st.just(What.LAYERS), children, st.sampled_from(LAYER_HOOKS), st.integers(0, 99))
+transfers = st.builds(pack, st.sampled_from([*What][2:]), children, n=st.integers(0, len(OUTCOMES) - 1))
+records = st.lists(
+    st.tuples(
+        st.integers(0, 10**9), st.just(OPEN) | st.integers(0, 10**6), calls | layers | transfers, st.integers(0, 3)
+    ),
+    max_size=30,
+)
+
+
+@given(records, records, records)
+def test_whatever_was_recorded_is_a_valid_trace(scheduler: Any, first: Any, second: Any) -> None:
+    """Also of loads that end without having begun, and of steps that never end."""
+    check([recorded(*scheduler), recorded(*first, rank=0), recorded(*second, rank=1)])
+
+
+def test_a_real_recording_has_every_call_and_an_arrow_for_each_load_and_save_to_each_rank(
+    tmp_path: Path, a: Script, b: Script
+) -> None:
+    served(tmp_path / "t", a, b)
+    processes = recordings.load(tmp_path / "t")
+    events = check(processes)
+    names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
+    assert [name.partition(",")[0] for name in names] == ["scheduler", "rank 0", "rank 1"]
+    tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name" and event["pid"] == 2}
+    assert tracks == {"steps", "one", "two", *(f"{c}: {hook}" for c in ("one", "two") for hook in LAYER_HOOKS)}
+    assert len(of(events, "X")) == sum(len(process.slices) for process in processes)
+    starts = of(events, "s")
+    assert sorted(event["cat"] for event in starts) == ["load"] * 6 + ["save"] * 2
+    assert {event["pid"] for event in starts} == {1}
+    assert sorted(event["pid"] for event in of(events, "f")) == [2] * 4 + [3] * 4
+    loads = [event for event in of(events, "b") if event["cat"] == "load" and event["pid"] == 1]
+    assert sorted(event["args"].get("tokens", 0) for event in loads) == [16, 16, 32]
+    assert sorted(event["args"]["outcome"] for event in loads) == ["failed", "ok", "ok"]
+
+
+def test_what_never_ended_goes_on_until_the_next_or_the_end() -> None:
+    step = pack(What.CALL, OWN, STEP, 1)
+    call = pack(What.CALL, 0, "start_load_kv")
+    process = recorded((1000, OPEN, step, 0), (5000, 100, step, 0), (7000, OPEN, call, 0), (8000, 500, step, 0))
+    slices = [(e["name"], e["ts"], e["dur"], e.get("args")) for e in of(check([process]), "X")]
+    open_ = {"ended": False}
+    assert slices == [
+        ("step", 0, 4, open_),
+        ("step", 4, 0.1, None),
+        ("start_load_kv", 6, 1.5, open_),
+        ("step", 7, 0.5, None),
+    ]
+    assert [one.name for one in process.open] == ["start_load_kv"]
+
+
+def test_a_load_that_is_open_goes_on_until_the_end_and_one_whose_begin_is_lost_is_whole() -> None:
+    begun, ended = pack(What.LOAD_BEGUN, 1, n=64), pack(What.LOAD_ENDED, 1, n=1)
+    process = recorded((1000, 0, begun, 5), (2000, 3000, ended, 6), (9000, 0, pack(What.CALL, 0, "take_events"), 0))
+    spans = [(e["ph"], e["ts"], e.get("args")) for e in check([process]) if e["ph"] in "be"]
+    assert spans == [
+        ("b", 0, {"request": f"{5:016x}", "outcome": "open", "tokens": 64}),
+        ("b", 1, {"request": f"{6:016x}", "outcome": "failed"}),
+        ("e", 4, None),
+        ("e", 8, None),
+    ]
+
+
+def test_each_load_of_a_request_has_its_own_arrow() -> None:
+    """A preempted request is loaded a second time under the same id."""
+    build, step = pack(What.CALL, OWN, "build_connector_meta"), pack(What.CALL, OWN, STEP, 1)
+    begun = pack(What.LOAD_BEGUN, 0)
+    scheduler = recorded((100, 0, begun, 5), (200, 100, build, 0), (1100, 0, begun, 5), (1200, 100, build, 0))
+    rank = recorded((400, 200, step, 0), (410, 0, begun, 5), (1400, 200, step, 0), (1410, 0, begun, 5), rank=0)
+    events = check([scheduler, rank])
+    pairs = zip(of(events, "s"), of(events, "f"), strict=True)
+    assert [(s["id"] == f["id"], s["ts"], f["ts"]) for s, f in pairs] == [(True, 0.1, 0.3), (True, 1.1, 1.3)]
+
+
+# --- the folder, and the command
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["timeline", *map(str, arguments)], env={"COLUMNS": "100"})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a: Script, b: Script) -> None:
+    first, second, out = (
+        recording_rig(tmp_path / "t", a, b),
+        recording_rig(tmp_path / "t", a, b, ranks=2),
+        tmp_path / name,
+    )
+    first.run(2)
+    second.run(2)
+    code, printed = run(tmp_path / "t", "-o", out)
+    assert code == 0, printed
+    assert re.findall(r"^(scheduler|rank \d) +\d+ +(\w+)", printed, re.MULTILINE) == [
+        ("scheduler", "running"), ("rank 0", "running"), ("rank 1", "running")
+    ]  # fmt: skip
+    trace = json.loads(gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes())
+    assert f"{out}: {len(trace['traceEvents']):,} events" in printed
+    assert trace["traceEvents"] == list(chrome_trace.events(recordings.load(tmp_path / "t")))
+    assert run(tmp_path / "t", "-o", out, "--all")[1].count("run 2, rank") == 2
+
+
+def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvobs.testing import ScriptedConnector
+
+    printed: list[str] = []
+
+    def slow(_self: Any) -> None:
+        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json")[1])
+
+    monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
+    recording_rig(tmp_path / "t", a).step()
+    assert re.search(r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3}$", printed[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"GIF89a" * 9, "it is not a kvobs recording. Move it elsewhere to read the others"),
+        (
+            ring.MAGIC + (ring.VERSION + 1).to_bytes(4, "little") + bytes(99),
+            "use the version of kvobs that wrote it. Move it",
+        ),
+        (ring.MAGIC, "it is too short for a kvobs recording. Move it"),
+    ],
+    ids=["stray", "newer", "cut off"],
+)
+def test_a_file_that_cannot_be_read_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "0-rank0-1-1.ring"
+    path.write_bytes(content)
+    code, printed = run(tmp_path, "-o", tmp_path / "t.json")
+    assert code == 1
+    assert f"{path} can't be read: " in printed.replace("\n", "")
+    assert says in printed.replace("\n", " ")
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_recording_of_something_else_is_named(tmp_path: Path) -> None:
+    memory = bytearray(4096)
+    Ring(memory, {"run": 5})
+    (tmp_path / "x.ring").write_bytes(memory)
+    with pytest.raises(ValueError, match="x.ring can't be read: its content is invalid"):
+        recordings.load(tmp_path)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "x.ring").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
+        recordings.load(tmp_path)
+
+
+@pytest.mark.parametrize("files", [(), ("notes.txt",), ("x.ring",)])
+def test_a_folder_without_recordings_is_said(files: tuple[str, ...], tmp_path: Path) -> None:
+    """A process that has only just made its file has not recorded anything."""
+    for name in files:
+        (tmp_path / name).touch()
+    code, printed = run(tmp_path)
+    assert code == 1
+    assert "has no recordings (*.ring); give the folder that was set as kvobs.timeline.dir" in printed.replace(
+        "\n", " "
+    )
+
+
+def test_a_folder_that_is_not_there_and_a_file_that_cannot_be_written_are_named(tmp_path: Path, a: Script) -> None:
+    assert run(tmp_path / "no") == (1, f"{tmp_path / 'no'} can't be read: No such file or directory\n")
+    recording_rig(tmp_path / "t", a)
+    out = tmp_path / "no" / "t.json"
+    assert run(tmp_path / "t", "-o", out) == (1, f"{out} can't be written: No such file or directory\n")

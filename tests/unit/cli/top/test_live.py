@@ -1,0 +1,294 @@
+"""`kvobs top` as people run it, in a real terminal, and as scripts do; /metrics are kvobs's own, no engine runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvobs import signals
+from kvobs.cli import commands as cli
+from kvobs.cli.top.keys import Keyboard
+from kvobs.telemetry.recorder import Recorder
+from tests.support.top_engines import Engines, count, serving
+
+KVOBS = Path(sys.executable).parent / "kvobs"
+QUICK = ("--interval", "0.2")
+
+
+def busy(recorder: Recorder) -> None:
+    count(recorder, 0, signals.LOOKUPS, 3, "hit")
+    count(recorder, 0, signals.LOADS, 3, "async", "ok")
+    count(recorder, 1, signals.LOOKUPS, 3, "miss")
+
+
+@pytest.fixture
+def engines() -> Engines:
+    made = Engines("cpu", "disk")
+    made.tell(busy)
+    return made
+
+
+@pytest.fixture
+def address(engines: Engines) -> Iterator[str]:
+    with serving(engines) as address:
+        yield address
+
+
+def top(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["top", *arguments])
+
+
+# --- for scripts
+
+
+def test_once_prints_one_table(address: str) -> None:
+    result = top(address, "--once", *QUICK)
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].split("   ") == ["kvobs top", "the last 0.2 s", "as configured"]
+    assert [line.split()[0] for line in lines[7:]] == ["cpu", "disk"]
+    assert "\x1b" not in result.output
+
+
+def test_once_with_json_prints_one_document(address: str) -> None:
+    result = top(address, f"http://{address}/metrics", "127.0.0.1:1", "--once", "--json", *QUICK)
+    server, down = json.loads(result.stdout)["servers"]
+    assert result.exit_code == 1, "one of them could not be read"
+    assert (server["address"], server["error"], server["model"]) == (address, None, "tiny")
+    assert [child["connector"] for child in server["children"]] == ["cpu", "disk"]
+    assert [child["lookups_per_s"] for child in server["children"]] == [0, 0]
+    assert 0.2 <= server["seconds"] < 10
+    assert (down["address"], down["error"], down["children"]) == ("127.0.0.1:1", "no answer: Connection refused", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "URL"),
+        (["ftp://gpu-7"], "'ftp://gpu-7' is not a server address; use"),
+        (["gpu-7:8000", "--json"], "--json"),
+        (["gpu-7:8000", "--interval", "0"], "--interval"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], says: str) -> None:
+    result = top(*arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", result.output).split())
+
+
+def test_it_needs_no_vllm(address: str) -> None:
+    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
+    command = [sys.executable, "-c", code, "top", address, "--once", *QUICK]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert "disk" in out.stdout
+
+
+def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
+    process = subprocess.Popen([KVOBS, "top", address, *QUICK], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    text = ""
+    while text.count("kvobs top") < 3:
+        text += process.stdout.readline().decode()
+    process.terminate()
+    process.stdout.close()
+    assert process.wait(20) == 0
+    assert text.index("since the servers' start") < text.index("the last 0.2 s")
+    assert "\x1b" not in text
+
+
+# --- in a terminal
+
+
+class Terminal:
+    """A terminal in which a command runs, in a session of its own."""
+
+    def __init__(self, *command: str, columns: int = 80, rows: int = 24, **env: str) -> None:
+        self.fd, self.far = pty.openpty()
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.settings = termios.tcgetattr(self.far)
+        self.text = ""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        # The terminal becomes that of the new session, so that Ctrl-C and Ctrl-Z reach it.
+        own = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", own, *command],
+            stdin=self.far,
+            stdout=self.far,
+            stderr=self.far,
+            start_new_session=True,
+            env={**inherited, "TERM": "xterm-256color", **env},
+        )
+
+    def type(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def wait_for(self, *texts: str, seconds: float = 120) -> str:
+        """Wait until these texts were shown, one after the other, since the last call; return all that was."""
+        deadline = time.monotonic() + seconds
+        pattern = ".*".join(map(re.escape, texts))
+        while not (found := re.search(pattern, self.text, re.DOTALL)):
+            assert time.monotonic() < deadline, f"{texts} not shown:\n{self.text}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.text += os.read(self.fd, 65536).decode()
+        shown, self.text = self.text[: found.end()], self.text[found.end() :]
+        return shown
+
+    def end(self, seconds: float = 120) -> int:
+        """Wait for its end; return its exit code."""
+        deadline = time.monotonic() + seconds
+        while (code := self.process.poll()) is None and time.monotonic() < deadline:
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.text += os.read(self.fd, 65536).decode()
+        assert code is not None, "it never ended"
+        while select.select([self.fd], [], [], 0)[0]:
+            self.text += os.read(self.fd, 65536).decode()
+        return code
+
+    @property
+    def is_as_before(self) -> bool:
+        return termios.tcgetattr(self.far) == self.settings
+
+
+@contextmanager
+def terminal(*command: str, **more: Any) -> Iterator[Terminal]:
+    made = Terminal(*command, **more)
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.process.kill()
+            made.process.wait()
+        os.close(made.fd)
+        os.close(made.far)
+
+
+ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+
+
+def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
+    with terminal(str(KVOBS), "top", address, *QUICK) as shown:
+        shown.wait_for(ALTERNATE)
+        shown.wait_for("the last 0.2 s", "as configured", "cpu", "disk", "q quit")
+        assert not shown.is_as_before, "keys would be echoed"
+        shown.type("<")
+        shown.wait_for("by errors", "largest first", "disk")
+        shown.type("r")
+        shown.wait_for("smallest first")
+        shown.type("\x1b[C")
+        shown.wait_for("as configured", "last first", "disk", "cpu")
+        shown.type("\x1b[A\x1b[15~\x1bOPxZ r")
+        shown.wait_for("as configured ", "cpu", "disk")
+        shown.type("t")
+        shown.wait_for("since the servers' start", "100 %")
+        shown.type("p")
+        shown.wait_for("PAUSED")
+        engines.tell(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "miss"))
+        shown.wait_for("PAUSED", "PAUSED")
+        assert " 50 %" not in shown.text
+        shown.type("p")
+        shown.wait_for(" 50 %")
+        shown.type("q")
+        assert shown.end() == 0
+        assert shown.is_as_before
+        assert shown.text.rstrip().endswith((BACK, CURSOR))
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "kill", "ctrl-d"])
+def test_however_it_ends_the_terminal_is_as_before(address: str, how: str) -> None:
+    with terminal(str(KVOBS), "top", address, *QUICK) as shown:
+        shown.wait_for("the last 0.2 s", "q quit")
+        if how == "kill":
+            shown.process.send_signal(signal.SIGTERM)
+        else:
+            shown.type({"ctrl-c": "\x03", "ctrl-d": "\x04"}[how])
+        assert shown.end() == 0
+        assert shown.is_as_before
+        assert BACK in shown.text
+        assert CURSOR in shown.text
+        assert "Traceback" not in shown.text
+
+
+def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(address: str) -> None:
+    with terminal("bash", "--norc", "--noprofile", "-i", PS1="$ ") as shown:
+        shown.type(f"{KVOBS} top {address} {' '.join(QUICK)}\n")
+        shown.wait_for(ALTERNATE, "the last 0.2 s", "q quit")
+        shown.type("\x1a")
+        shown.wait_for(BACK, "Stopped", "$ ")
+        shown.type("stty -a | grep -ow 'icanon\\|echo'\n")
+        shown.wait_for("stty", "icanon\r\necho\r\n")
+        shown.type("fg\n")
+        shown.wait_for(ALTERNATE, "the last 0.2 s", "q quit")
+        shown.type("q")
+        shown.wait_for(BACK)
+        shown.type("echo status $?; exit\n")
+        shown.wait_for("status 0")
+
+
+def test_without_a_keyboard_it_just_refreshes(address: str) -> None:
+    with terminal("bash", "-c", f"exec {KVOBS} top {address} {' '.join(QUICK)} </dev/null") as shown:
+        shown.wait_for(ALTERNATE, "since the servers' start", "the last 0.2 s", "q quit", "q quit")
+        assert shown.is_as_before
+        shown.process.send_signal(signal.SIGTERM)
+        assert shown.end() == 0
+        assert BACK in shown.text
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, address: str) -> None:
+    engines.tell(gauges={(0, signals.QUARANTINED): 1})
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    for env, wanted in (({}, True), ({"NO_COLOR": "1"}, False)):
+        with terminal(str(KVOBS), "top", address, *QUICK, **env) as shown:
+            text = shown.wait_for("in quarantine", "q quit")
+            assert bool(coloured.search(text)) is wanted
+
+
+def test_a_server_that_is_gone_is_tried_again(engines: Engines) -> None:
+    up = ExitStack()
+    address = up.enter_context(serving(engines))
+    with up, terminal(str(KVOBS), "top", address, *QUICK) as shown:
+        shown.wait_for("the last 0.2 s", "cpu")
+        up.close()
+        shown.wait_for("no answer: Connection refused")
+        with serving(engines, port=int(address.rpartition(":")[2])):
+            shown.wait_for("cpu", "the last 0.2 s", "cpu")
+
+
+def test_keys_of_no_terminal_are_none() -> None:
+    read, write = os.pipe()
+    os.write(write, b"q")
+    with Keyboard(read) as keyboard:
+        assert keyboard.read(0) == ""
+    os.close(read)
+    os.close(write)
+
+
+def test_an_error_gives_the_terminal_back() -> None:
+    near, far = pty.openpty()
+    before = termios.tcgetattr(far)
+    with suppress(ZeroDivisionError), Keyboard(far) as keyboard:
+        assert termios.tcgetattr(far) != before
+        os.write(near, b"a\x1b[D\x1b[Ab")
+        assert keyboard.read(10) == "a<b"
+        raise ZeroDivisionError
+    assert termios.tcgetattr(far) == before
+    os.close(near)
+    os.close(far)

@@ -1,0 +1,232 @@
+"""What each child did, out of metrics that kvobs's own code filled; sorted; as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import kvobs
+from kvobs import faults, signals
+from kvobs.cli.top.rows import ConnectorRow, Server, as_dict, ordered, server_row, without_measures
+from kvobs.cli.top.scrapes import READ, Scrape, parse
+from kvobs.cli.top.screen import View, picture
+from kvobs.telemetry.recorder import Recorder
+from tests.support.top_engines import Engines, count
+
+MS = 10**6
+SHARES = st.none() | st.floats(0, 1)
+AMOUNTS = st.none() | st.floats(0, 8e8)
+COUNTS = st.integers(0, 10**6)
+NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
+CHILDREN = st.builds(
+    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS,
+    AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS,
+    AMOUNTS, st.booleans(),
+)  # fmt: skip
+SERVERS = st.lists(
+    st.builds(
+        Server, NAMES, st.none() | NAMES, NAMES, st.just("0.32.0"), st.just("0.1.0"), AMOUNTS, AMOUNTS, COUNTS,
+        st.lists(CHILDREN, max_size=6).map(tuple),
+    ),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+def busy(recorder: Recorder) -> None:
+    """Let the first child be asked ten times and load four times, the second fail."""
+    for outcome, n in (("hit", 6), ("miss", 1), ("timeout", 1), ("pending", 2)):
+        count(recorder, 0, signals.LOOKUPS, n, outcome)
+    count(recorder, 0, signals.LOADS, 4, "async", "ok")
+    count(recorder, 0, signals.LOAD_TOKENS, 2048)
+    for ms in (1, 3, 3, 100):
+        recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")
+    recorder.observe(0, signals.LOAD_STALL, 10 * MS)
+    recorder.observe(0, signals.SAVE_STALL, 30 * MS)
+    recorder.observe(0, signals.RANK_SKEW, 3 * MS, "load")
+    recorder.observe(0, signals.RANK_SKEW, 3 * MS, "save")
+    count(recorder, 1, signals.LOADS, 3, "sync", "failed")
+    count(recorder, 1, signals.LOADS, 5, "async", "aborted")
+
+
+RANKS = [["kvobs_slowest_rank_total", 0, "0", 1], ["kvobs_slowest_rank_total", 0, "1", 3]]
+ERRORS = [["kvobs_call_errors_total", 1, hook, "OSError", 2] for hook in ("start_load_kv", "wait_for_save")]
+GAUGES = {
+    (0, signals.IN_FLIGHT, "load"): 2,
+    (0, signals.IN_FLIGHT, "save"): 3,
+    (0, signals.OLDEST_IN_FLIGHT, "load"): 990 * 10**9,
+    (0, signals.OLDEST_IN_FLIGHT, "save"): 995 * 10**9,
+    (1, signals.OLDEST_IN_FLIGHT, "load"): 0,
+    (1, signals.QUARANTINED): 1,
+}
+
+
+def about(number: float) -> Any:
+    return pytest.approx(number)
+
+
+TEN = about(10)  # seconds, between two times as floats
+
+
+def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
+    engines = Engines("cpu", "disk")
+    engines.tell(busy, opened=[*RANKS, *ERRORS])
+    before = engines.scrape(at_s=100)
+    engines.tell(busy, GAUGES, [*RANKS, *ERRORS])
+    server = server_row("here", before, engines.scrape(at_s=102, unix_s=1000))
+    assert (server.address, server.error, server.model, server.seconds) == ("here", None, "tiny", 2)
+    assert server.kvobs_version == kvobs.__version__
+    cpu, disk = server.children
+    assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
+    assert (cpu.lookups, cpu.hit_share, cpu.loads, cpu.load_tokens) == (4, 6 / 8, 2, 1024)
+    assert 2 * 0.001 < (cpu.load_p50_s or 0) < 4.2 * 0.001
+    assert 0.067 < (cpu.load_p99_s or 0) < 0.135
+    assert (cpu.load_stall_s, cpu.save_stall_s) == (about(0.005), about(0.015))
+    assert cpu.stall_s == about(0.020)
+    assert 0.001 < (cpu.skew_p99_s or 0) < 0.0042
+    assert (cpu.slowest_rank, cpu.slowest_rank_share) == ("1", 0.75)
+    assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, cpu.quarantined) == (2, 3, TEN, False)
+    assert (cpu.failed_loads, cpu.exceptions, cpu.errors) == (0, 0, 0)
+    assert {disk.hit_share, disk.load_p50_s, disk.slowest_rank, disk.oldest_s} == {None}
+    assert disk.lookups == 0
+    assert (disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (1.5, 2, 3.5, True)
+
+
+def test_the_first_scrape_says_what_happened_since_the_start() -> None:
+    engines = Engines("cpu", "disk")
+    engines.tell(busy, opened=ERRORS)
+    server = server_row("here", None, engines.scrape())
+    assert server.seconds is None
+    cpu, disk = server.children
+    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (8, 2048, about(0.040))
+    assert disk.exceptions == 4
+
+
+def test_where_others_have_two_scrapes_one_tells_how_things_stand_only() -> None:
+    engines = Engines("cpu", "disk")
+    engines.tell(busy, GAUGES)
+    cpu, disk = without_measures(server_row("here", None, engines.scrape(unix_s=1000))).children
+    assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, disk.quarantined) == (2, 3, TEN, True)
+    assert {cpu.lookups, cpu.hit_share, cpu.load_tokens, cpu.load_p50_s, cpu.stall_s, cpu.errors} == {None}
+
+
+def test_a_restarted_server_has_no_past() -> None:
+    engines = Engines("cpu", "disk")
+    for _ in range(3):
+        engines.tell(busy)
+    before = engines.scrape(at_s=0)
+    again = Engines("cpu", "disk")
+    again.tell(busy)
+    (cpu, _) = server_row("here", before, again.scrape(at_s=2)).children
+    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (4, 1024, about(0.020))
+
+
+def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
+    engines = Engines("second", "first", engines=11)
+    engines.tell(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
+    children = server_row("here", None, engines.scrape()).children
+    assert [(c.engine, c.connector) for c in children] == [(str(e), c) for e in range(11) for c in ("second", "first")]
+    assert [c.load_tokens for c in children] == [0] * 21 + [7]
+
+
+def test_what_kvobs_itself_costs_is_the_server_s() -> None:
+    engines = Engines("cpu", engines=2)
+    engines.tell()
+    before = engines.scrape(at_s=0)
+    for engine in (0, 1):
+        own = engines.front.metrics
+        own._observe_self(engine, {"apply": 30 * MS, "cut": 10 * MS})
+    faults._counts["merge"] += 3
+    engines.tell(engine=1)
+    server = server_row("here", before, engines.scrape(at_s=2))
+    assert 0.040 <= (server.telemetry_s or 0) < 0.4, "and what applying these numbers took"
+    assert server.internal_errors == 3
+    assert "".join(c.connector for c in server.children) == "cpucpu"
+
+
+def test_clocks_that_differ_make_nobody_younger_than_new() -> None:
+    engines = Engines("cpu", "disk")
+    engines.tell(gauges=GAUGES)
+    assert server_row("here", None, engines.scrape(unix_s=900)).children[0].oldest_s == 0
+
+
+SORTABLE = ("lookups", "hit_share", "load_p99_s", "stall_s", "loads_open", "oldest_s", "errors")
+
+
+@given(SERVERS, st.sampled_from(SORTABLE), st.booleans())
+def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(
+    servers: list[Server], by: str, ascending: bool
+) -> None:
+    as_configured = ordered(servers, None)
+    assert as_configured == [(i, child) for i, server in enumerate(servers) for child in server.children]
+    assert ordered(servers, None, ascending=True) == as_configured[::-1]
+    placed = ordered(servers, by, ascending=ascending)
+    assert sorted(map(repr, placed)) == sorted(map(repr, as_configured))
+    for (_, one), (_, next_one) in pairwise(placed):
+        first, second = getattr(one, by), getattr(next_one, by)
+        assert second is None or (first is not None and (first <= second if ascending else first >= second))
+
+
+@given(SERVERS)
+def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
+    said: Any = json.loads(json.dumps(as_dict(servers), allow_nan=False))
+    assert said.keys() == {"servers"}
+    for server, told in zip(servers, said["servers"], strict=True):
+        assert told.keys() == {
+            "address", "error", "model", "vllm_version", "kvobs_version", "seconds", "telemetry_s_per_s",
+            "internal_errors", "children",
+        }  # fmt: skip
+        for child, of_child in zip(server.children, told["children"], strict=True):
+            assert set(of_child) == {
+                "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
+                "load_tokens_per_s", "load_p50_s", "load_p99_s", "load_stall_s_per_s", "save_stall_s_per_s",
+                "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
+                "loads_open", "saves_held", "oldest_s", "quarantined",
+            }  # fmt: skip
+            assert list(of_child.values()) == [getattr(child, field.name) for field in fields(child)]
+
+
+@given(CHILDREN)
+def test_what_is_unknown_of_a_part_is_unknown_of_the_whole(child: ConnectorRow) -> None:
+    assert replace(child, load_stall_s=None).stall_s is None
+    assert replace(child, exceptions=None).errors is None
+    known = replace(child, exceptions=1.0, failed_loads=2.0)
+    assert math.isclose(known.errors or 0, 3)
+
+
+LABELS = st.dictionaries(
+    st.sampled_from(("engine", "connector", "index", "rank", "le", "outcome", "kind", "version")),
+    st.sampled_from(("", "0", "1", "hit", "load", "+Inf", "0.5", "-1", "²", "NaN", "x" * 99)),
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([f"{signal.name}{part}" for signal in READ for part in ("", "_bucket", "_sum", "_count")]),
+            LABELS,
+            st.sampled_from(("0", "1", "-5", "1e300", "NaN", "+Inf", "0.25")),
+        ),
+        max_size=30,
+    )
+)
+def test_whatever_a_server_says_makes_rows(lines: list[tuple[str, dict[str, str], str]]) -> None:
+    """Of two scrapes, the second has the last line no more."""
+    said = [
+        f"{name}{{{','.join(f'{key}={json.dumps(value)}' for key, value in labels.items())}}} {number}\n"
+        for name, labels, number in lines
+    ]
+    texts = ("".join(said), "".join(said[:-1]))
+    try:
+        before, after = (Scrape(at, at, parse(text)) for at, text in enumerate(texts))
+    except ValueError:
+        return
+    server = server_row("here", before, after)
+    assert json.dumps(as_dict([server]))
+    assert picture([server], View("load_p99_s"), 80, 24)

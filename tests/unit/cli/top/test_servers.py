@@ -1,0 +1,169 @@
+"""Servers are read over HTTP; what is wrong with one is said in a line, and tried again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+import kvobs
+from kvobs.cli.top import servers
+from kvobs.cli.top.rows import server_row
+from kvobs.cli.top.servers import NoScrapeError, Watch, fetch, scrape_all, url_of
+from kvobs.signals import LOADS
+from tests.support.top_engines import Engines, Site, count, exporting, serving
+from tests.unit.cli.top.test_rows import ERRORS, GAUGES, RANKS, busy
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000/metrics"),
+        ("localhost:8000/", "http://localhost:8000/metrics"),
+        ("http://gpu-7:8000", "http://gpu-7:8000/metrics"),
+        ("https://vllm.example/prefill/metrics", "https://vllm.example/prefill/metrics"),
+        ("gpu-7:8000/metrics/", "http://gpu-7:8000/metrics/"),
+        ("[::1]:8000", "http://[::1]:8000/metrics"),
+        ("http://gpu-7/metrics?name=x#there", "http://gpu-7/metrics?name=x"),
+    ],
+)
+def test_addresses_are_completed(given: str, url: str) -> None:
+    assert url_of(given) == url
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "", ":8000", "8000", "http://", "ftp://gpu-7:8000", "file:///etc/passwd", "gpu-7:port", "gpu-7:99999",
+        "http://[::1", "a b:8000", "gpu-7:8000\n", "\x1b[2J:8000", "user:secret@gpu-7:8000",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="is not a server address.*; use HOST:PORT or ") as refused:
+        url_of(given)
+    assert str(refused.value).isprintable()
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    site = Site(lambda _path: (status, body))
+    try:
+        yield f"http://{site.address}/metrics"
+    finally:
+        site.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, "", "answers 404 Not Found"),
+        (200, "vllm:x 1\n<html>", "no kvobs_. metrics here: .* the exporter's own port .9464 by default.; else check"),
+        (200, "kvobs_loads_total 1\nkvobs_engine_up 0\n", "its engine has ended"),
+        (200, "kvobs_loads_total x\n", "its metrics can't be read: .*'x'"),
+    ],
+)
+def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str) -> None:
+    with answering(status, body) as url, pytest.raises(NoScrapeError, match=says):
+        fetch(url)
+
+
+def test_an_exporter_shows_what_vllms_server_shows() -> None:
+    """For the same numbers every field is the same; there are no series of vLLM there."""
+    engines = Engines("cpu", "disk")
+    engines.tell(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
+    exporter = exporting(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS], names=("cpu", "disk"))
+    with serving(engines) as address, exporter as other:
+        theirs, ours = (fetch(url_of(one)) for one in (address, other))
+    assert not [name for name, _ in ours.values if not name.startswith("kvobs_")]
+    rows = [server_row("here", None, replace(scrape, unix_s=1000.0)) for scrape in (theirs, ours)]
+    assert rows[0].children[0].loads == 4
+    assert [replace(child, connector_class="") for child in rows[1].children] == [
+        replace(child, connector_class="") for child in rows[0].children
+    ]
+    assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
+
+
+def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "AT_MOST", 2**20)
+    with answering(200, "x" * 2**21) as url, pytest.raises(NoScrapeError, match="can't be read: more than 1 MiB"):
+        fetch(url)
+
+
+@contextmanager
+def saying(text: bytes, *, again: bool = False) -> Iterator[str]:
+    """Answer each connection with these bytes, again and again or once; never close it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+    over = threading.Event()
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            try:
+                connection.sendall(text)
+                while again and not over.wait(0.05):
+                    connection.sendall(text[-1:])
+            except OSError:
+                continue
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [(b"", False), (b"HTTP/1.1 200 OK\r\n\r\nx", False), (b"HTTP/1.1 200 OK\r\n\r\nx", True)]
+)
+def test_a_server_that_hangs_or_drips_is_not_waited_for(text: bytes, again: bool) -> None:
+    with saying(text, again=again) as url, pytest.raises(NoScrapeError, match="no answer within 0 s"):
+        fetch(url, timeout=0.3)
+
+
+def test_what_speaks_no_http_is_named() -> None:
+    with saying(b"SSH-2.0-OpenSSH \x1b[31m\r\n") as url, pytest.raises(NoScrapeError, match="no answer: ") as error:
+        fetch(url)
+    assert str(error.value).isprintable()
+
+
+def test_a_watched_server_may_go_and_come_back() -> None:
+    engines = Engines("cpu")
+    with serving(engines) as address:
+        watch = Watch(url_of(address), 1)
+        assert watch.row(watch.heard, since_start=False).error == "no answer yet"
+        scrape_all([watch])
+        first = watch.row(watch.heard, since_start=False)
+        assert (first.address, first.error, first.seconds, first.children[0].loads) == (address, None, None, None)
+        assert watch.row(watch.heard, since_start=True).children[0].loads == 0
+        engines.tell(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
+        scrape_all([watch])
+        row = watch.row(watch.heard, since_start=False)
+        assert row.seconds is not None
+        assert (row.children[0].loads or 0) * row.seconds == pytest.approx(3)
+    scrape_all([watch])
+    since = watch.heard.error_since_s
+    row = watch.row(watch.heard, since_start=True)
+    assert (row.error, row.children) == ("no answer: Connection refused", ())
+    scrape_all([watch])
+    assert watch.heard.error_since_s == since
+    with serving(engines) as address:
+        watch.url = url_of(address)
+        scrape_all([watch])
+        assert watch.row(watch.heard, since_start=False).seconds is None
+        scrape_all([watch])
+        assert watch.row(watch.heard, since_start=False).children[0].loads == 0

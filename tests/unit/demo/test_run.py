@@ -1,0 +1,142 @@
+"""The options of `kvobs demo` that a stack of containers needs."""
+
+import time
+from io import StringIO
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvobs.cli import app
+from kvobs.demo import load, run, server
+from kvobs.demo.scenarios import FAULTS
+from tests.support.top_engines import Site
+
+
+class FakeServer:
+    """Stands for a server, and ends the wait for Ctrl-C after two rounds."""
+
+    url = "http://127.0.0.1:8000"
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments, self.named, self.looks = arguments, named, 0
+        self.kv_transfer_config = arguments[2] if arguments else None
+        FakeServer.last = self
+
+    last: "FakeServer"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def check_alive(self) -> None:
+        self.looks += 1
+        if self.looks > 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("endpoint", [None, "http://otel-collector:4317"])
+def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
+    endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(run.ENDPOINT, raising=False)
+    if endpoint:
+        monkeypatch.setenv(run.ENDPOINT, endpoint)
+    monkeypatch.setattr(run, "Server", FakeServer)
+    monkeypatch.setattr(run, "make_model", lambda _folder: None)
+    for step in ("measure", "show_slowest_load", "look_further"):
+        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+    run.Demo(Console(quiet=True), host="0.0.0.0").run()
+    *_, (option, sent_to), env = FakeServer.last.arguments
+    assert option == "--otlp-traces-endpoint"
+    assert FakeServer.last.named["host"] == "0.0.0.0"
+    assert (sent_to == endpoint) if endpoint else sent_to.startswith("http://127.0.0.1:")
+    assert ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL" in env) is (endpoint is None)
+
+
+@pytest.mark.parametrize(("port", "exporter_port"), [(0, None), (8000, 9464)])
+def test_the_exporter_listens_beside_the_server(
+    port: int, exporter_port: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed: list[int] = []
+
+    def claim(wanted: int) -> int:
+        claimed.append(wanted)
+        return wanted or 40000
+
+    monkeypatch.setattr(run, "claim_port", claim)
+    monkeypatch.setattr(run, "Server", FakeServer)
+    monkeypatch.setattr(run, "make_model", lambda _folder: None)
+    for step in ("measure", "show_slowest_load", "look_further"):
+        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+    out = StringIO()
+    run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=FAULTS["failing-connector"]).run()
+    config = FakeServer.last.arguments[2]
+    options = config["kv_connector_extra_config"]["kvobs"]
+    wanted = exporter_port or 40000
+    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted, "linger_s": 0.0}
+    assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert claimed == [exporter_port or 0]
+    assert f"kvobs's metrics are at http://127.0.0.1:{wanted}/metrics" in out.getvalue()
+
+
+def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And vLLM's own from its server; what its server has of kvobs does not count."""
+    texts = {"/metrics": 'kvobs_loads_total{connector="cpu"} 3\n'}
+    site = Site(lambda path: (200, texts[path]))
+    made = server.Server(Path("model"), Path("log"), run.multi_connector(run.host_memory(), names=["cpu"]))
+    there = server.parse_metrics('vllm:x_total 1\nkvobs_loads_total{connector="cpu"} 2\n')
+    monkeypatch.setattr(server.Server, "metrics", lambda _self: there)
+    try:
+        assert run.readings(made) == there
+        assert run.metrics_url(made) == f"{made.url}/metrics"
+        exporter = {"port": int(site.address.rpartition(":")[2])}
+        made.kv_transfer_config["kv_connector_extra_config"]["kvobs"]["exporter"] = exporter  # type: ignore[index]
+        assert run.metrics_url(made) == f"http://{site.address}/metrics"
+        found = {sample.name: sample.value for sample in run.readings(made)}
+    finally:
+        site.close()
+    assert found == {"vllm:x_total": 1, "kvobs_loads_total": 3}
+
+
+def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "ARRIVE_S", 0.3)
+    monkeypatch.setattr(server.Server, "metrics", lambda _self: [])
+    config = run.with_exporter(run.multi_connector(run.host_memory()), "127.0.0.1", 0)
+    made = server.Server(tmp_path, tmp_path / "log", config)
+    with pytest.raises(server.ServerError, match=r"kvobs's exporter, http://127.0.0.1:\d+/metrics, gave no answer: "):
+        run.readings(made)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+
+    def run_rounds(_server: object, requests: int) -> list[object]:
+        rounds.append(requests)
+        return []
+
+    monkeypatch.setattr(load, "run_rounds", run_rounds)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
+    assert rounds == ([20, 20] if repeat else [])
+
+
+def test_a_server_listens_where_it_is_told_to(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "0.0.0.0"):
+        line = server.Server(tmp_path, tmp_path / "log", host=host).command()
+        assert line[line.index("--host") + 1] == host
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--host", "::1"], "127.0.0.1 or 0.0.0.0"), (["--repeat"], "requires --keep")]
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())

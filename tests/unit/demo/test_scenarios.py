@@ -1,0 +1,36 @@
+"""The demo's faults: their configurations start, and what tells of them is found in /metrics."""
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.samples import Sample
+
+from kvobs.config import read
+from kvobs.demo.run import with_fault
+from kvobs.demo.scenarios import FAULTS, evidence
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_s_configuration_is_valid(fault: str, tmp_path: Path) -> None:
+    config = with_fault(FAULTS[fault], tmp_path)
+    extra = config["kv_connector_extra_config"]
+    assert read(extra).names == ("cpu", "disk")
+    assert extra["connectors"][0]["kv_connector_extra_config"]["fault"] in FAULTS
+
+
+def test_a_histogram_is_told_as_its_mean_over_all_engines_and_what_is_zero_is_not_told() -> None:
+    labels = {"model_name": "m", "connector": "cpu", "mode": "async"}
+    samples = [
+        Sample("kvobs_load_duration_seconds_sum", {**labels, "engine": "0"}, 3.0),
+        Sample("kvobs_load_duration_seconds_count", {**labels, "engine": "0"}, 2.0),
+        Sample("kvobs_load_duration_seconds_sum", {**labels, "engine": "1"}, 1.0),
+        Sample("kvobs_load_duration_seconds_count", {**labels, "engine": "1"}, 2.0),
+        Sample("kvobs_load_duration_seconds_count", {**labels, "connector": "disk"}, 0.0),
+        Sample("kvobs_loads_total", {**labels, "outcome": "ok"}, 4.0),
+        Sample("kvobs_loads_total", {**labels, "outcome": "failed"}, 0.0),
+        Sample("kvobs_lookups_total", {"connector": "cpu", "outcome": "hit"}, 4.0),
+    ]
+    assert list(evidence(FAULTS["slow-connector"], samples)) == [
+        'kvobs_loads_total{connector="cpu", mode="async", outcome="ok"} 4',
+        'kvobs_load_duration_seconds{connector="cpu", mode="async"} 1 s on average, 4 times',
+    ]

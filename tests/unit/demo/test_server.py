@@ -1,0 +1,436 @@
+"""The demo's server: ports, texts, life and death, with stand-ins for vLLM; the real one runs in test_cli.py."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.processes import end_session, exit_text, keeping_off, session_members
+from kvobs.demo.run import files, folder, host_memory, multi_connector
+from kvobs.demo.server import (
+    TAIL,
+    Server,
+    ServerError,
+    claim_port,
+    cores,
+    environment,
+)
+from kvobs.demo.server_log import newest_message, root_cause
+
+# --- server: ports, texts, configuration
+
+
+def test_port_0_gives_a_port_that_is_free() -> None:
+    """Another each time, and one that can be listened on."""
+    port = claim_port(0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_a_port_in_use_is_an_error_that_names_it() -> None:
+    """And says what to do."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"Port {port} on 127\.0\.0\.1 can't be used: Address already in use\."):
+            claim_port(port)
+
+
+def test_a_port_just_closed_can_be_used_again() -> None:
+    """Connections of the last server that linger in TIME_WAIT are no obstacle."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as accepted:
+            accepted.close()
+    assert claim_port(port) == port
+
+
+@pytest.mark.parametrize(("code", "text"), [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL")])
+def test_exit_statuses_are_said_in_words(code: int, text: str) -> None:
+    """A negative one is a signal."""
+    assert exit_text(code) == text
+
+
+def test_the_command_line_carries_every_setting() -> None:
+    """In the words of `vllm serve`; the user's own arguments last, so that they win."""
+    server = Server(Path("m"), Path("l"), {"kv_connector": "X"}, 8000, ["--seed", "1"], tensor_parallel=2)
+    line = server.command()
+    for option, value in [("--port", "8000"), ("--tensor-parallel-size", "2"), ("--dtype", "float32"),
+                          ("--kv-transfer-config", '{"kv_connector": "X"}')]:  # fmt: skip
+        assert line[line.index(option) + 1] == value
+    assert line[-2:] == ["--seed", "1"]
+    assert "--kv-transfer-config" not in Server(Path("m"), Path("l")).command()
+
+
+def test_each_rank_gets_a_core_that_we_may_use() -> None:
+    """And the environment says so in vLLM's notation."""
+    ours = sorted(os.sched_getaffinity(0))
+    assert cores(1) == ours[:1]
+    assert cores(len(ours) + 1) == [*ours, ours[0]]
+    assert environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == f"{cores(2)[0]}|{cores(2)[1]}"
+
+
+def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
+    """Names and children in the same order."""
+    from kvobs import config
+
+    extra = multi_connector(host_memory(), files(Path("/disk")))["kv_connector_extra_config"]
+    assert config.read(extra).names == ("cpu", "disk")
+    assert [child["kv_connector"] for child in extra["connectors"]] == ["OffloadingConnector", "ExampleConnector"]
+
+
+# --- server: reading vLLM's log
+
+LOG = """\
+(APIServer pid=1) INFO 11-20 14:04:31 [core.py:144] Starting
+(EngineCore pid=2) \x1b[31mERROR\x1b[0m 11-20 14:04:49 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-20 14:04:49 [core.py:1510] ValueError: No common block size for 16 (CPU_ATTN: 32).
+(EngineCore pid=2) ERROR 11-20 14:04:49 [core.py:1510] vllm.v1.engine.exceptions.EngineDeadError: EngineCore is gone.
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(EngineCore pid=2) INFO 11-20 14:04:50 [core.py:1]  \tGoodbye\x20
+/usr/lib/python3.11/resource_tracker.py:254: UserWarning: There appear to be 1 leaked shared_memory objects
+"""
+
+
+def test_the_cause_is_found_among_its_consequences() -> None:
+    """The last exception that doesn't point to another one, of whatever process."""
+    assert root_cause(LOG) == "ValueError: No common block size for 16 (CPU_ATTN: 32)."
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("", ""),
+        ("all is well\n", ""),
+        ("Traceback\nModuleNotFoundError: No module named 'x'\n", "ModuleNotFoundError: No module named 'x'"),
+        ("(Worker pid=3) torch.OutOfMemoryError: no memory\n", "torch.OutOfMemoryError: no memory"),
+        ("INFO 11-20 14:04:31 [a.py:1] An Error: not an exception\n", ""),
+        (
+            "ValueError: a\n\nThe above exception was the direct cause of the following:\n\nKeyError: b\n",
+            "ValueError: a",
+        ),
+        ("ValueError: a\nKeyError: b\n", "KeyError: b"),
+    ],
+)
+def test_causes_in_other_logs(log: str, cause: str) -> None:
+    """A log without an exception has none; one outside vLLM's log format counts too."""
+    assert root_cause(log) == cause
+
+
+def test_the_newest_message_is_shown_without_its_frame() -> None:
+    """Process, time, file and space around it left out; what is not a log line is passed over."""
+    assert newest_message(LOG.splitlines()) == "Goodbye"
+    assert newest_message(["no log line"]) == ""
+    assert newest_message([]) == ""
+
+
+# --- server: life and death, with stand-ins for vLLM
+
+STAND_IN = """
+import http.server, json, os, signal, subprocess, sys, time
+mode, port = sys.argv[1], int(sys.argv[sys.argv.index("--port") + 1])
+if mode == "dies":
+    print("\\n".join(f"line {i}" for i in range(100)), flush=True)
+    print("RuntimeError: out of luck", flush=True)
+    sys.exit(3)
+if mode == "hangs":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("INFO 11-20 14:04:31 [a.py:1] still thinking", flush=True)
+    subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgid(0, 0); time.sleep(600)", sys.argv[2]])
+    time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    resets = 0
+
+    def answer(self, code, body):
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, b"x_total 1.0\\n")
+
+    def do_POST(self):
+        raw = self.rfile.read(int(self.headers["content-length"] or 0))
+        if self.path.startswith("/reset"):
+            Handler.resets += 1
+            return self.answer(200, json.dumps({"success": Handler.resets > 2 or "external" in self.path}).encode())
+        request = json.loads(raw)
+        if request["prompt"] == "bad":
+            return self.answer(400, b"bad prompt")
+        if request["prompt"] == "crash":
+            print("RuntimeError: the engine is broken", flush=True)
+            return self.answer(500, b"EngineCore encountered an issue")
+        if request["prompt"] == "die":
+            os._exit(5)
+        self.answer(200, json.dumps({
+            "choices": [{"text": self.headers.get("x-tag", "") + json.dumps(request), "token_ids": [1, 2]}],
+            "usage": {"prompt_tokens": 7}}).encode())
+
+    def log_message(self, *args):
+        pass
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def stand_in(tmp_path: Path, mode: str, **settings: Any) -> Server:
+    """Return a server whose process is a stand-in for vLLM that serves, dies or hangs."""
+    return Server(tmp_path / "model", tmp_path / "log", launch=(sys.executable, "-c", STAND_IN, mode), **settings)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """Give a stand-in that serves."""
+    with stand_in(tmp_path, "serves") as up:
+        yield up
+
+
+def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: Path) -> None:
+    """Its exit status, its exception, where its log is, and the last 25 lines of it."""
+    with pytest.raises(ServerError) as error, stand_in(tmp_path, "dies"):
+        pass
+    lines = str(error.value).splitlines()
+    assert lines[0] == "The server exited before it was ready (exit status 3)."
+    assert lines[1] == "The error in its log: RuntimeError: out of luck"
+    assert lines[2] == f"The end of its log, {tmp_path / 'log'}:"
+    assert lines[3:] == [f"  line {i}" for i in range(100 - TAIL + 1, 100)] + ["  RuntimeError: out of luck"]
+
+
+def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
+    """Though it ignores the request to end, and a child of it left its process group."""
+    heard: list[tuple[float, str]] = []
+    server = stand_in(tmp_path, "hangs", timeout=1.0, on_progress=lambda *what: heard.append(what))
+    with pytest.raises(ServerError, match=r"was not ready after 1 s\.") as error, server:
+        pass
+    assert "still thinking" in str(error.value)
+    assert heard[-1][1] == "still thinking"
+    assert processes_naming(str(tmp_path)) == []
+
+
+def test_any_exception_inside_the_block_ends_the_server(tmp_path: Path) -> None:
+    """Ctrl-C is one of them."""
+    sessions: list[int] = []
+
+    def interrupted(server: Server) -> None:
+        assert server.process is not None
+        sessions.extend(session_members(server.process.pid))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:
+        interrupted(server)
+    assert sessions
+    assert session_members(sessions[0]) == []
+    assert server.scratch is None
+
+
+def test_a_ctrl_c_while_it_starts_ends_the_server(tmp_path: Path) -> None:
+    """No matter where in the wait it comes."""
+
+    def interrupt(_seconds: float, _doing: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "hangs", on_progress=interrupt):
+        pass
+    assert processes_naming(str(tmp_path)) == []
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    """The time to end in good order is cut short; the end is not."""
+    server = stand_in(tmp_path, "hangs")
+    server.start()
+    process = server.process
+    assert process is not None
+    wait_for(lambda: "still thinking" in server.log.read_text())
+    begin = time.monotonic()
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        end_session(process, grace=30)
+    assert time.monotonic() - begin < 10
+    assert session_members(process.pid) == []
+    server.stop()
+
+
+def test_a_core_is_left_to_others() -> None:
+    """By threads that were there before, by new ones, and by child processes; for as long as it is asked."""
+    mine = "import os; print(sorted(os.sched_getaffinity(0)))"
+    ours, seen, go_on = os.sched_getaffinity(0), [], threading.Event()
+
+    def see() -> None:
+        go_on.wait()
+        seen.append(os.sched_getaffinity(0))
+
+    threads = [threading.Thread(target=see)]
+    threads[0].start()
+    core = min(ours)
+    others = ours - {core} or ours
+    with keeping_off(core):
+        threads.append(threading.Thread(target=see))
+        threads[1].start()
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert seen == [others, others]
+        assert subprocess.check_output([sys.executable, "-c", mine], text=True).strip() == str(sorted(others))
+    assert os.sched_getaffinity(0) == ours
+
+
+def test_the_only_core_is_shared() -> None:
+    """There is no other one."""
+    ours = os.sched_getaffinity(0)
+    core = min(ours)
+    os.sched_setaffinity(0, {core})
+    try:
+        with keeping_off(core):
+            assert os.sched_getaffinity(0) == {core}
+    finally:
+        os.sched_setaffinity(0, ours)
+
+
+def test_a_server_killed_from_outside_is_told_apart_from_one_that_never_came(server: Server) -> None:
+    """The next request says so, with the signal."""
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait()
+    with pytest.raises(ServerError, match=r"The server exited while serving \(killed by SIGKILL\)\."):
+        server.complete("hello")
+
+
+def test_a_server_that_dies_under_a_request_is_an_error(server: Server) -> None:
+    """With its log's end."""
+    with pytest.raises(ServerError, match=r"(?s)(exited while serving|got no answer).*The end of its log"):
+        server.complete("die")
+
+
+def test_no_server_is_left_when_its_starter_is_killed(tmp_path: Path) -> None:
+    """Linux ends it: kill -9 leaves no one to run our cleanup."""
+    script = (
+        "import sys; from pathlib import Path; from kvobs.demo.server import Server; p = Path(sys.argv[1]); "
+        "Server(p / 'no-model', p / 'log').__enter__()"
+    )
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # no one is left to remove what it puts there
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environ) as starter:
+        wait_for(lambda: len(processes_naming(str(tmp_path))) > 1)
+        starter.kill()
+    wait_for(lambda: processes_naming(str(tmp_path)) == [], seconds=4)  # less than it takes to find no model there
+
+
+def test_requests_carry_their_settings_and_headers(server: Server) -> None:
+    """Greedy and of fixed length unless told otherwise; the answer comes back as text, tokens and prompt length."""
+    answer = server.complete([1, 2, 3], 5, headers={"x-tag": "T"}, temperature=0.5, kv_transfer_params={"a": 1})
+    assert answer.text.startswith("T")
+    assert (answer.tokens, answer.prompt_tokens) == ((1, 2), 7)
+    sent = json.loads(answer.text[1:])
+    assert sent["prompt"] == [1, 2, 3]
+    assert (sent["max_tokens"], sent["temperature"], sent["ignore_eos"]) == (5, 0.5, True)
+    assert sent["kv_transfer_params"] == {"a": 1}
+
+
+def test_a_refused_request_says_what_the_server_said(server: Server) -> None:
+    """Without the log: the server is well."""
+    with pytest.raises(ServerError) as error:
+        server.complete("bad")
+    assert str(error.value) == "/v1/completions answered 400: bad prompt"
+
+
+def test_a_request_that_breaks_the_engine_shows_the_log(server: Server) -> None:
+    """The answer itself says only that something went wrong."""
+    with pytest.raises(ServerError) as error:
+        server.complete("crash")
+    assert "/v1/completions answered 500: EngineCore encountered an issue" in str(error.value)
+    assert "The error in its log: RuntimeError: the engine is broken" in str(error.value)
+
+
+def test_metrics_are_parsed(server: Server) -> None:
+    """Name, labels and value."""
+    assert [(sample.name, sample.labels, sample.value) for sample in server.metrics()] == [("x_total", {}, 1.0)]
+
+
+def test_a_cache_reset_is_repeated_until_it_succeeds(server: Server) -> None:
+    """vLLM refuses while a block is still held; the stand-in refuses twice."""
+    server.reset_prefix_cache()
+    server.reset_prefix_cache(external=True)
+
+
+def test_a_cache_reset_that_never_succeeds_is_an_error(server: Server) -> None:
+    """After the time given for it."""
+    with pytest.raises(ServerError, match="did not reset its prefix cache within 0 s"):
+        server.reset_prefix_cache(timeout=0)
+
+
+def test_nothing_of_a_server_stays_behind(tmp_path: Path) -> None:
+    """Its temporary folder goes, and the shared memory that vLLM names after a file in it."""
+    with stand_in(tmp_path, "serves") as server:
+        scratch = server.scratch
+        assert scratch is not None
+        (scratch / "vllm_dist_kvobs_test").touch()
+        leak = Path("/dev/shm/vllm_dist_kvobs_test-tp:0-[0-1]-cpushm_0")
+        leak.touch()
+    assert not scratch.exists()
+    assert not leak.exists()
+
+
+# --- the folder of a run
+
+
+def test_the_folder_goes_unless_it_is_wanted() -> None:
+    """By the user, or because the log of a dead server is in it."""
+    with folder(keep=False) as path:
+        (path / "server.log").touch()
+    assert not path.exists()
+    with pytest.raises(ServerError), folder(keep=False) as path:
+        raise ServerError("port in use: there is no log")
+    assert not path.exists()
+    kept = []
+    with folder(keep=True) as path:
+        kept.append(path)
+    with pytest.raises(ServerError), folder(keep=False) as path:
+        raise server_died_in(path, kept)
+    for path in kept:
+        assert path.exists()
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+
+
+def server_died_in(path: Path, kept: list[Path]) -> ServerError:
+    """Leave a log in a folder."""
+    (path / "server.log").touch()
+    kept.append(path)
+    return ServerError("dead")
+
+
+def processes_naming(text: str) -> list[int]:
+    """Return the running processes with this text in their command line, but for this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                if text in command:
+                    found.append(int(entry.name))
+        except OSError:  # it ended while we looked
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait until a condition holds; fail if it doesn't in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)

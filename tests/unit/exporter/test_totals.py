@@ -1,0 +1,137 @@
+"""The totals of an engine: what is added is there, and nothing that is not this engine's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from kvobs import signals, spans
+from kvobs.exporter.totals import Point, Totals
+from kvobs.signals import SERIES_AT_MOST, SIGNALS, Scope, Signal, labelnames, place, slot
+from kvobs.telemetry.taken import Taken, nothing
+from tests.support.contexts import record
+from tests.support.payloads import CONNECTORS, engine, numbers
+
+HIT = slot(signals.LOOKUPS, "hit")
+TWO_MS = 2_000_000
+
+
+def points(totals: Totals, signal: Signal) -> list[Point]:
+    return dict(totals.series())[signal]
+
+
+def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
+    found = [point.value for point in points(totals, signal) if point.labels == ("tiny", "0", *labels)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def added(parts: Iterable[Taken]) -> Totals:
+    totals = Totals(engine())
+    for part in parts:
+        totals.add(part)
+    return totals
+
+
+@given(st.lists(numbers(), max_size=4), st.randoms(use_true_random=False))
+def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken], random: object) -> None:
+    parts = [part._replace(gauges={}) for part in parts]
+    shuffled = list(parts)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = ({s: sorted(p) for s, p in added(some).series()} for some in (parts, shuffled))
+    assert one == other
+
+
+def test_each_metric_has_its_labels_and_its_place() -> None:
+    totals = added(
+        [Taken({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
+    )
+    assert value(totals, signals.LOOKUPS, "one", "hit") == 2
+    assert value(totals, signals.LOOKUPS, "two", "hit") == 3
+    assert value(totals, signals.SELF_SECONDS, "flush") == 0.5
+    assert [signal for signal, _ in totals.series()] == list(SIGNALS)
+    for signal, found in totals.series():
+        assert {len(point.labels) for point in found} <= {len(labelnames(signal))}
+
+
+def test_what_is_of_no_connector_of_this_engine_is_left_out() -> None:
+    totals = added(
+        [
+            Taken(
+                {place(2, HIT): 1},
+                [
+                    ["kvobs_call_errors_total", 2, "a", "b", 1],
+                    ["unknown", 0, 1],
+                    ["kvobs_call_errors_total", 0, "a", 1],
+                ],
+                {place(2, slot(signals.IN_FLIGHT, "load")): 1, place(0, HIT): 7},
+            )
+        ]
+    )
+    own = {signals.BUILD_INFO, signals.CONNECTOR_INFO}
+    assert not [signal for signal, found in totals.series() if found and signal not in own]
+
+
+def test_open_series_are_limited() -> None:
+    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", f"E{i}", 1] for i in range(SERIES_AT_MOST + 9)]
+    totals = added([Taken({}, rows, {}), Taken({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})])
+    found = points(totals, signals.CALL_ERRORS)
+    assert len(found) == SERIES_AT_MOST + 2
+    assert value(totals, signals.CALL_ERRORS, "one", "_OTHER", "_OTHER") == 9
+    assert value(totals, signals.CALL_ERRORS, "one", "save_kv_layer", "E0") == 2
+    assert value(totals, signals.CALL_ERRORS, "two", "h", "E") == 1
+
+
+def test_a_gauge_has_its_last_value_and_no_transfer_is_no_time() -> None:
+    load, oldest = slot(signals.IN_FLIGHT, "load"), slot(signals.OLDEST_IN_FLIGHT, "load")
+    totals = added(
+        [Taken({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Taken({}, [], {place(0, load): 1})]
+    )
+    assert value(totals, signals.IN_FLIGHT, "one", "load") == 1
+    assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == 5
+    totals.add(Taken({}, [], {place(0, oldest): 0}))
+    assert math.isnan(value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") or 0.0)
+
+
+def test_a_span_marks_the_bucket_of_its_duration() -> None:
+    totals = Totals(engine())
+    load = record(
+        name="kv.load",
+        observed_ns=TWO_MS,
+        attributes={spans.CONNECTOR: "one", spans.MODE: "async", spans.OUTCOME: "ok"},
+    )
+    totals.mark(load, 12.0)
+    assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
+    first = place(0, slot(signals.LOAD_DURATION, "async"))
+    bucket = signals.LOAD_DURATION.bucket(TWO_MS)
+    totals.add(Taken({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
+    (point,) = points(totals, signals.LOAD_DURATION)
+    assert dict(point.marks) == {bucket: (TWO_MS * 1e-9, 12.0, load.trace_id, load.span_id)}
+    assert point.value == TWO_MS * 1e-9
+    assert sum(point.buckets) == point.buckets[bucket] == 1
+    totals.mark(load._replace(attributes={**load.attributes, spans.CONNECTOR: "nobody"}), 13.0)
+    totals.mark(load._replace(observed_ns=0), 13.0)
+    assert points(totals, signals.LOAD_DURATION) == [point]
+
+
+def test_the_engine_and_its_connectors_are_there_from_the_start() -> None:
+    totals = Totals(engine(index=2))
+    found = points(totals, signals.CONNECTOR_INFO)
+    assert [point.labels for point in found] == [
+        ("tiny", "2", name, str(i), "MeteredConnector", "kv_both", "first", "recompute")
+        for i, name in enumerate(CONNECTORS)
+    ]
+    assert [point.value for point in points(totals, signals.BUILD_INFO)] == [1]
+
+
+def test_the_exporters_own_gauges_are_set_there() -> None:
+    totals = Totals(engine())
+    before = totals.version
+    totals.set_own(signals.ENGINE_UP, 1)
+    assert value(totals, signals.ENGINE_UP) == 1
+    totals.add(nothing())
+    assert totals.version == before + 2
+    assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}

@@ -1,0 +1,319 @@
+"""EngineCore's side of the exporter: nothing waits for it or is lost with it; it ends with its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs import signals
+from kvobs.demo.server import claim_port, parse_metrics
+from kvobs.exporting import feed as module
+from kvobs.exporting.feed import Feed
+from kvobs.signals import LOOKUPS, place, slot
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.taken import Taken
+from tests.support.contexts import no_otel_variables, record
+from tests.support.payloads import CONNECTORS, engine
+
+pytestmark = pytest.mark.timeout(120)
+
+HIT = place(0, slot(LOOKUPS, "hit"))
+HITS = ("kvobs_lookups_total", "connector", "one", "outcome", "hit")
+CHILDREN = dict.fromkeys(CONNECTORS, "m:C")
+WAIT_S = 30.0
+
+
+def payload(n: int = 1, spans: int = 0) -> KvobsStats:
+    return KvobsStats.of(CHILDREN, Taken({HIT: n}, [], {}, [[record()] for _ in range(spans)]))
+
+
+def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if found := condition():
+                return found
+        except (OSError, HTTPException):
+            pass
+        time.sleep(0.05)
+    return condition()
+
+
+class Fed:
+    """An engine without vLLM: a feed, and a look at what its exporter serves."""
+
+    def __init__(self, **more: Any) -> None:
+        self.port = claim_port(0)
+        self.feed = Feed(engine(port=self.port, pid=os.getpid(), **more), CHILDREN)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            return answer.read().decode()
+
+    def value(self, name: str, *labels: str) -> float:
+        wanted = dict(zip(labels[::2], labels[1::2], strict=True)).items()
+        return sum(
+            s.value for s in parse_metrics(self.get("/metrics")) if s.name == name and wanted <= s.labels.items()
+        )
+
+    def hits(self) -> float:
+        return self.value(*HITS)
+
+    @property
+    def pid(self) -> int:
+        def known() -> int | None:
+            return self.feed._exporter.pid if self.feed._exporter is not None else None
+
+        found: int = eventually(known)
+        assert found
+        return found
+
+    def counts(self, hits: float) -> bool:
+        return bool(eventually(lambda: self.hits() == hits))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
+    no_otel_variables(monkeypatch)
+    made = Fed(linger_s=0)
+    yield made
+    made.feed.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_payloads_add_up_and_the_engine_is_alive(fed: Fed) -> None:
+    for _ in range(10):
+        fed.feed.put(payload())
+    assert fed.counts(10)
+    state = json.loads(fed.get("/healthz"))
+    assert (state["engine"], state["engine_pid"]) == ("alive", os.getpid())
+    assert fed.value("kvobs_engine_up") == 1
+    assert time.time() - 60 < fed.value("kvobs_last_payload_timestamp_seconds") <= time.time()
+    assert fed.value("kvobs_spans_queued") == 0
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fed.get("/")
+
+
+def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed) -> None:
+    fed.feed.put(payload(5))
+    assert fed.counts(5)
+    first = fed.pid
+    os.kill(first, signal.SIGKILL)
+    fed.feed.put(payload(2))
+    assert eventually(lambda: fed.pid != first)
+    fed.feed.put(payload(1))
+    seen: list[float] = []
+
+    def all_are_there() -> bool:
+        seen.append(fed.hits())
+        return seen[-1] == 8
+
+    assert eventually(all_are_there)
+    assert min(seen) >= 5
+
+
+def test_nothing_waits_for_an_exporter_that_stands_still_and_nothing_is_lost_but_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr(module, "SPANS_WAITING", 50)
+    fed = Fed(linger_s=0)
+    try:
+        fed.feed.put(payload())
+        assert fed.counts(1)
+        os.kill(fed.pid, signal.SIGSTOP)
+        slowest = 0.0
+        for _ in range(5_000):
+            begin = time.perf_counter()
+            fed.feed.put(payload(1, spans=1))
+            slowest = max(slowest, time.perf_counter() - begin)
+        assert eventually(fed.feed._queue.empty), "the thread goes on taking payloads in"
+        os.kill(fed.pid, signal.SIGCONT)
+        assert fed.counts(5_001)
+        assert eventually(lambda: fed.value("kvobs_spans_dropped_total", "where", "queue") > 0)
+    finally:
+        fed.feed.close()
+
+
+def test_after_an_engine_that_ended_well_the_last_numbers_are_served_to_one_more_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_otel_variables(monkeypatch)
+    fed = Fed(linger_s=60)
+    fed.feed.put(payload())
+    assert eventually(lambda: fed.get("/healthz"))
+    assert fed.value("kvobs_engine_up") == 1
+    pid = fed.pid
+    fed.feed.put(payload())
+    fed.feed.close()
+    time.sleep(1.0)
+    assert not is_gone(pid), "nobody has scraped since"
+    assert (fed.value("kvobs_engine_up"), fed.hits()) == (0, 2)
+    assert eventually(lambda: is_gone(pid), 10)
+
+
+def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
+    fed.feed.put(payload())
+    assert eventually(lambda: fed.get("/healthz"))
+    pid = fed.pid
+    fed.feed.close()
+    assert eventually(lambda: is_gone(pid), 10)
+
+
+ENGINE = """
+import os, time
+from kvobs.exporting.feed import Feed
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.taken import Taken
+from tests.support.payloads import engine
+from tests.unit.exporting.test_feed import CHILDREN, payload
+feed = Feed(engine(port={port}, pid=os.getpid(), linger_s=3.0), CHILDREN)
+feed.put(payload(7))
+while feed._exporter is None or feed._exporter.pid is None:
+    time.sleep(0.01)
+print(feed._exporter.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while_and_then_it_ends() -> None:
+    port = claim_port(0)
+    fed = object.__new__(Fed)
+    fed.port = port
+    killed = subprocess.Popen([sys.executable, "-c", ENGINE.format(port=port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert killed.stdout is not None
+        pid = int(killed.stdout.readline())
+        assert fed.counts(7)
+        assert not is_gone(pid)
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert eventually(lambda: fed.value("kvobs_engine_up") == 0)
+    assert fed.hits() == 7
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        fed.get("/healthz")
+    begin = time.monotonic()
+    assert eventually(lambda: is_gone(pid), 10)
+    assert time.monotonic() - begin < 3 + 5
+
+
+def test_a_port_that_is_taken_costs_the_metrics_until_it_is_free_and_names_who_has_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    no_otel_variables(monkeypatch)
+    port = claim_port(0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        monkeypatch.setattr(sys.modules[__name__], "claim_port", lambda _: port)
+        fed = Fed(linger_s=0)
+        fed.feed.put(payload(3))
+        lines: list[str] = []
+
+        def logged() -> str:
+            lines.append(capfd.readouterr().err)
+            return "".join(lines)
+
+        assert eventually(lambda: "can't listen" in logged())
+        assert f"127.0.0.1:{port}" in logged()
+        assert f"held by pid {os.getpid()}" in logged()
+    try:
+        assert fed.counts(3)
+    finally:
+        fed.feed.close()
+    assert logged().count("can't listen") == 1
+
+
+def test_what_the_exporter_counts_itself_outlives_it(fed: Fed) -> None:
+    fed.feed.put(payload())
+    assert fed.counts(1)
+
+    def applied() -> float:
+        fed.feed.put(payload())
+        return fed.value("kvobs_self_seconds_total", "where", "apply")
+
+    before = eventually(applied)
+    assert before > 0
+    os.kill(fed.pid, signal.SIGKILL)
+    assert eventually(lambda: fed.value("kvobs_self_seconds_total", "where", "apply") >= before)
+
+
+def test_an_exporter_that_can_not_start_costs_nothing_but_the_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(module, "BACK_OFF_S", (0.05, 0.1))
+    fed = Fed()
+    fed.feed.put(payload())
+    assert eventually(lambda: "exporter can't be started" in caplog.text)
+    time.sleep(1.5)
+    assert caplog.text.count("exporter can't be started") == 2, "it does not fill the log"
+    fed.feed.close()
+    assert not fed.feed._thread.is_alive()
+
+
+def test_vllms_shutdown_ends_the_exporter_after_the_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    fed = object.__new__(Feed)
+    monkeypatch.setattr(Feed, "close", lambda _, is_well: order.append(is_well))
+    fed.ended_by(lambda: order.append("connectors"))()
+    assert order == ["connectors", True]
+    with pytest.raises(ZeroDivisionError):
+        fed.ended_by(lambda: 1 / 0)()  # type: ignore[arg-type]
+    assert order[2:] == [True]
+
+    def end(error: BaseException) -> None:
+        try:
+            raise error
+        finally:
+            fed.ended_by(lambda: None)()
+
+    with pytest.raises(RuntimeError):
+        end(RuntimeError())
+    assert order[3:] == [False], "an error is ending the engine"
+    with pytest.raises(SystemExit):
+        end(SystemExit())
+    assert order[4:] == [True], "SIGTERM is a good end"
+
+
+def test_the_exporter_finds_kvobs_and_pythons_own_modules_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert module._environment(Path("/src/kvobs"))["PYTHONPATH"] == "/src:/theirs"
+    assert module._environment(Path("/usr/lib/python3/dist-packages/kvobs"))["PYTHONPATH"] == "/theirs"
+    monkeypatch.delenv("PYTHONPATH")
+    assert module._environment(Path("/src/kvobs"))["PYTHONPATH"] == "/src"
+    assert "PYTHONPATH" not in module._environment(Path("/venv/lib/site-packages/kvobs"))
+
+
+def test_the_exporter_gets_the_cores_of_whoever_started_the_engine() -> None:
+    assert module._cores_of_parent() == os.sched_getaffinity(os.getppid())
+
+
+def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
+    """vLLM kills the children of an engine that it ends."""
+    with open(f"/proc/{fed.pid}/stat") as file:
+        assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid()
+
+
+def test_slots_of_the_feed_are_in_the_table() -> None:
+    assert signals.locate(module._DROPPED)[0].values == ("queue",)

@@ -1,0 +1,262 @@
+"""What kvobs once did to real connectors, and vLLM's own MultiConnector does not: both must pass, or a test says why.
+
+The connectors here break where a router does to them what vLLM would not have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
+from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.unit.routing.test_stock_faults import wrong_in_stock
+
+KV = (2 * BLOCK, True)
+NOT_YET, MISS = (None, False), (0, False)
+
+both = pytest.mark.parametrize("router", list(ROUTERS))
+
+
+def here(script: Script, cls: str) -> dict[str, Any]:
+    return child_config(script, cls, kv_connector_module_path=__name__)
+
+
+class TableConnector(ScriptedConnector):
+    """Keeps block tables as LMCache MP does: appended to in each step, and dropped in the lookup only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tables: dict[str, list[int]] = {}
+        self.stored: list[tuple[str, int, int]] = []  # request, block of it, id of the block that is read
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.tables.pop(request.request_id, None)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        ids, table = blocks.get_block_ids()[0], self.tables.setdefault(request.request_id, [])
+        table += ids[len(table) :]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        for request, new, before in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            computed[request] = before
+            if request in cached.resumed_req_ids:
+                self.tables[request] = []
+            self.tables[request] += new[0] if new is not None else []
+        for request, before in computed.items():
+            end = before + scheduler_output.num_scheduled_tokens[request]
+            self.stored += [(request, n, self.tables[request][n]) for n in range(before // BLOCK, end // BLOCK)]
+        return super().build_connector_meta(scheduler_output)
+
+
+@both
+@pytest.mark.parametrize("is_sync", [False, True])
+def test_after_a_failed_load_it_stores_the_right_blocks(router: str, is_sync: bool, a: Script, b: Script) -> None:
+    """The banned child is asked again, and drops its table there; with chunked prefill it goes on storing."""
+    a.offers["r"] = [(2 * BLOCK, not is_sync), MISS]
+    rig = Rig(router, connectors=[here(a, "TableConnector"), child_config(b)])
+    rig.scheduler.max_num_scheduled_tokens = 2 * BLOCK
+    rig.add("other", tokens=3 * BLOCK, max_tokens=40)
+    rig.run(3)
+    rig.add("r", tokens=8 * BLOCK + 1, max_tokens=40)
+    rig.step()
+    held = rig.scheduler.kv_cache_manager.get_block_ids("r")[0]
+    if is_sync:
+        a.bad_blocks[0] = {held[0]}
+    else:
+        a.say(0, failed="r")
+    (child,) = (each for each in rig.connector._connectors if isinstance(each, TableConnector))
+    rig.step()
+    child.stored.clear()
+    checked = 0
+    for _ in range(12):
+        rig.step()
+        for request, n, block in child.stored:
+            assert block == rig.scheduler.kv_cache_manager.get_block_ids(request)[0][n], (request, n)
+            checked += request == "r"
+        child.stored.clear()
+    assert checked >= 4
+
+
+class LockingConnector(ScriptedConnector):
+    """Locks in the lookup what it finds, and frees it when it is given an allocation after it has answered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.locks: set[str] = set()
+        self.answered: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self.locks.add(request.request_id)
+        if answer[0] is not None:
+            self.answered.add(request.request_id)
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.request_id in self.answered:
+            self.locks.discard(request.request_id)
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}], ids=["default", "earlier"])
+def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Script, b: Script) -> None:
+    a.offers["r"], b.offers["r"] = KV, [NOT_YET, NOT_YET, KV]
+    rig = Rig(router, connectors=[child_config(a), here(b, "LockingConnector")], kvobs=options)
+    rig.add("r", max_tokens=3)
+    rig.run(3)
+    a.say(0, received="r")
+    rig.run(6)
+    assert rig.status("r") == "gone"
+    (child,) = (each for each in rig.connector._connectors if isinstance(each, LockingConnector))
+    assert child.answered == {"r"}
+    assert child.locks == set()
+
+
+@both
+def test_children_are_shown_their_siblings_receipts_and_failures(router: str, a: Script, b: Script) -> None:
+    """HiSparse beside NIXL imports what NIXL has received, and invalidates what has failed."""
+    a.offers["in"], a.offers["out"] = [KV, MISS], [KV, MISS]
+    rig = Rig(router, a, b)
+    for request in ("in", "out"):
+        rig.add(request)
+    rig.step()
+    a.say(0, received="in", failed="out")
+    rig.run(2)
+    shown = b.called("update_connector_output")
+    assert set().union(*(each["received"] for each in shown)) == {"in", "out"}
+    assert set().union(*(each["failed"] for each in shown)) == {"out"}
+
+
+def assigns(**fields: Any) -> Callable[[Any], None]:
+    def change(output: Any) -> None:
+        for name, value in fields.items():
+            setattr(output, name, value)
+
+    return change
+
+
+@both
+def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router: str, a: Script, b: Script) -> None:
+    """As FlexKV, and any router within the router."""
+    a.offers["r"] = KV
+    rig = Rig(router, a, b, ranks=2)
+    rig.add("r")
+    rig.step()
+    a.on_output = assigns(finished_recving={"r"})
+    rig.step()
+    a.on_output = None
+    rig.run(3)
+    assert rig.status("r") == "gone"
+
+
+@wrong_in_stock(AssertionError, "takes the assignment for all there is: the siblings' requests hang")
+def test_what_it_wipes_of_its_siblings_arrives(router: str, a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    rig = Rig(router, a, b)
+    rig.add("r")
+    rig.step()
+    a.say(0, received="r")
+    b.on_output = assigns(finished_recving=set(), finished_sending=None)
+    rig.run(4)
+    assert rig.status("r") == "gone"
+
+
+@both
+@pytest.mark.parametrize("bad", [0, 1])
+def test_with_decode_context_parallelism_bad_blocks_after_a_local_hit_are_computed_again(
+    router: str, bad: int, a: Script, b: Script
+) -> None:
+    """A block id stands for the tokens of as many blocks as there are ranks: both are ranks of one request."""
+    block = 2 * BLOCK
+    a.offers["r"] = [(2 * block, True), MISS]
+    rig = Rig(router, a, b, context_parallel=2)
+    rig.add("first", tokens=2 * block + 1, max_tokens=1)
+    rig.run(3)
+    second = rig.add("r", tokens=4 * block + 1, max_tokens=2, prompt_of="first")
+    rig.step()
+    ids = a.called("update_state_after_alloc")[-1][2][0]
+    assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
+    a.bad_blocks[0] = {ids[2 + bad]}
+    a.say(0, received="r")
+    rig.step()
+    assert second.num_computed_tokens == (2 + bad) * block
+    if router == "kvobs":
+        assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
+        assert counted(rig, "kvobs_recomputed_tokens_total", 0) == (2 - bad) * block
+    rig.run(5)
+    assert rig.status("r") == "gone"
+
+
+@both
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, a: Script, b: Script) -> None:
+    """Each rank has an engine of its own, which hears one worker."""
+    a.offers["r"] = KV
+    b.promises.add("r")
+    rig = Rig(router, a, b, ranks=2, external_rank=rank)
+    rig.add("r")
+    rig.step()
+    a.say(rank, received="r")
+    rig.run(3)
+    assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
+    b.say(rank, saved="r")
+    rig.run(2)
+    assert rig.status("r") == "gone"
+    if router == "kvobs":
+        assert_nothing_is_left(rig)
+
+
+def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, b: Script) -> None:
+    """Its blocks would be freed while they are read. Stock does not count tails at all."""
+    rig = Rig("kvobs", a, b)
+    request = rig.add("r", max_tokens=5)
+    rig.step()
+    a.say(0, saved="r")
+    rig.step()
+    a.tails.add("r")
+    assert rig.connector.register_finished_partial_tail(request, ([1],), [(0, 1, 2)]) is True
+    rig.abort("r")
+    rig.run(2)
+    assert rig.status("r") == "FINISHED_ABORTED"
+    a.say(0, saved="r")
+    rig.run(2)
+    assert rig.status("r") == "gone"
+    assert_nothing_is_left(rig)
+
+
+@both
+def test_what_a_child_writes_to_the_output_is_there_for_whoever_reads_it_next(
+    router: str, a: Script, b: Script
+) -> None:
+    rig = Rig(router, a, b)
+    rig.add("r")
+    a.on_output = assigns(invalid_block_ids={7}, expected_finished_count=3)
+    seen: list[tuple[set[int], int]] = []
+    b.on_output = lambda output: seen.append((output.invalid_block_ids, output.expected_finished_count))
+    output = rig.step()
+    assert seen == [({7}, 3)]
+    assert (output.invalid_block_ids, output.expected_finished_count) == ({7}, 3)
+
+
+@both
+def test_nothing_is_reset_but_what_vllm_resets(router: str, a: Script, b: Script) -> None:
+    """MooncakeStore empties the master, LMCache the server: for every engine that uses it."""
+    a.offers["sync"], a.offers["whole"] = [(2 * BLOCK, False), MISS], [KV, MISS]
+    rig = Rig(router, a, b)
+    for request in ("sync", "whole"):
+        rig.add(request)
+    a.bad_blocks[0] = {1, 2, 3}
+    a.say(0, failed="whole")
+    rig.run(8)
+    assert (rig.status("sync"), rig.status("whole")) == ("gone", "gone")
+    assert a.called("reset_cache") == b.called("reset_cache") == []
+    rig.connector.reset_cache()
+    assert len(a.called("reset_cache")) == len(b.called("reset_cache")) == 1

@@ -1,0 +1,249 @@
+"""Which child loads, under both policies, against a plain statement of each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.children.child import Child
+from kvobs.config import Options
+from kvobs.routing.lookups import NOTHING, Offer, Offers
+from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
+from kvobs.telemetry.recorder import Recorder
+from tests.support.rig import counts_of
+
+Answer = tuple[int | None, bool]
+ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
+R = SimpleNamespace(request_id="r")
+
+
+class Clock:
+    now_ms: float = 0
+
+    def __call__(self) -> int:
+        return int(self.now_ms * 1e6)
+
+
+class Asker:
+    """Children that answer what they are told, and count how often they were asked."""
+
+    def __init__(
+        self, *answers: Answer, clock: Clock | None = None, async_only: Collection[int] = (), **options: Any
+    ) -> None:
+        self.answers = list(answers)
+        self.asked = [0] * len(answers)
+        self.recorder = Recorder(len(answers))
+        children = [
+            Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
+            for i in range(len(answers))
+        ]
+        self.offers = Offers(children, Options(**options), self.recorder, async_only=async_only, clock=clock or Clock())
+
+    def _lookup(self, i: int) -> Any:
+        def lookup(request: Any, num_computed_tokens: int) -> Answer:
+            self.asked[i] += 1
+            return self.answers[i]
+
+        return lookup
+
+    def ask(self, local: int = 0) -> Offer | None:
+        return self.offers.ask(R, local)
+
+    def count(self, child: int, metric: str, *labels: str) -> int:
+        return counts_of(self.recorder, child, metric, *labels)
+
+
+def first(answers: tuple[Answer, ...]) -> Offer | None:
+    """As vLLM: the first hit, once all have answered."""
+    return None if any(tokens is None for tokens, _ in answers) else earlier(answers)
+
+
+def earlier(answers: tuple[Answer, ...]) -> Offer | None:
+    for i, (tokens, is_async) in enumerate(answers):
+        if tokens is None:
+            return None
+        if tokens:
+            return Offer(i, tokens, is_async)
+    return NOTHING
+
+
+def longest(answers: tuple[Answer, ...]) -> Offer | None:
+    if any(tokens is None for tokens, _ in answers):
+        return None
+    hits = [Offer(i, tokens, is_async) for i, (tokens, is_async) in enumerate(answers) if tokens]
+    return max(hits, key=lambda offer: offer.tokens, default=NOTHING)
+
+
+@pytest.mark.parametrize("answers", list(product(ANSWERS, repeat=3)), ids=str)
+def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> None:
+    assert Asker(*answers).ask() == first(answers)
+    assert Asker(*answers, wait_for="earlier").ask() == earlier(answers)
+    assert Asker(*answers, load_policy="longest").ask() == longest(answers)
+
+
+def test_first_stops_at_a_child_that_must_answer_first() -> None:
+    asker = Asker((None, False), (16, True))
+    assert asker.ask() is None
+    assert asker.asked == [1, 0]
+
+
+def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
+    """N1: as vLLM's own MultiConnector."""
+    asker = Asker((16, True), (None, False), (32, True))
+    assert asker.ask() is None
+    assert asker.asked == [1, 1, 0]
+    assert asker.offers.take_left_open("r") == set()
+
+
+def test_first_asks_the_losers_too_so_that_what_they_offer_is_known() -> None:
+    asker = Asker((16, True), (None, False), (32, True), wait_for="earlier")
+    assert asker.ask() == Offer(0, 16, True)
+    assert asker.asked == [1, 1, 1]
+    assert asker.offers.take_left_open("r") == {1}
+    assert asker.offers.take_left_open("r") == set(), "an asynchronous load is allocated twice"
+
+
+def test_what_was_left_open_is_that_of_the_last_lookup() -> None:
+    asker = Asker((16, True), (None, False), wait_for="earlier")
+    asker.ask()
+    asker.answers[1] = (0, False)
+    asker.ask()
+    assert asker.offers.take_left_open("r") == set()
+    assert asker.offers.take_left_open("unknown") == set()
+
+
+def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
+    """ExampleConnector's, where vLLM has more itself."""
+    asker = Asker((-16, False), (16, True))
+    assert asker.ask() == Offer(1, 16, True)
+    assert asker.count(0, "kvobs_lookups_total", "miss") == 1
+
+
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_a_banned_child_is_asked_and_not_heard(policy: str) -> None:
+    """N4."""
+    asker = Asker((32, True), (16, True), load_policy=policy)
+    asker.ask()
+    asker.offers.ban("r", 0)
+    assert asker.ask() == Offer(1, 16, True)
+    assert asker.asked == [2, 2]
+
+
+def test_synchronous_offers_of_some_are_not_used() -> None:
+    asker = Asker((32, False), (16, False), async_only={0})
+    assert asker.ask() == Offer(1, 16, False)
+    assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 32, False), Offer(1, 16, False)], "it is unused"
+    asker.answers[0] = (32, True)
+    assert asker.ask() == Offer(0, 32, True)
+
+
+def test_each_outcome_of_a_requests_lookups_counts_once() -> None:
+    asker = Asker((None, False))
+    for answer in ((None, False), (None, False), (0, False), (16, True), (16, True), (0, False)):
+        asker.answers[0] = answer
+        asker.ask()
+    counts = {kind: asker.count(0, "kvobs_lookups_total", kind) for kind in ("hit", "miss", "pending", "timeout")}
+    assert counts == {"hit": 1, "miss": 1, "pending": 1, "timeout": 0}
+    asker.offers.forget("r")
+    asker.ask()
+    assert asker.count(0, "kvobs_lookups_total", "miss") == 2, "another request of the same id"
+
+
+def test_longest_asks_all_while_one_is_slow_so_that_their_lookups_overlap() -> None:
+    asker = Asker((None, False), (16, True), load_policy="longest")
+    assert asker.ask() is None
+    assert asker.asked == [1, 1]
+
+
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str) -> None:
+    clock = Clock()
+    asker = Asker((None, False), (16, True), clock=clock, load_policy=policy, lookup_timeout_ms=50)
+    assert asker.ask() is None
+    clock.now_ms = 49
+    assert asker.ask() is None
+    clock.now_ms = 50
+    assert asker.ask() == Offer(1, 16, True)
+    assert asker.offers.take_left_open("r") == {0}
+    assert asker.ask() == Offer(1, 16, True)
+    assert asker.count(0, "kvobs_lookups_total", "pending") == 1
+    assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
+
+
+def test_a_late_answer_counts_again() -> None:
+    clock = Clock()
+    asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    asker.ask()
+    clock.now_ms = 1000
+    asker.ask()
+    asker.answers[0] = (32, True)
+    assert asker.ask() == Offer(0, 32, True)
+
+
+def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet() -> None:
+    clock = Clock()
+    asker = Asker((None, False), clock=clock)
+    for clock.now_ms in (0, 2, 3):
+        asker.ask()
+    asker.answers[0] = (0, False)
+    clock.now_ms = 5
+    for _ in range(2):
+        asker.ask()
+    counts = asker.recorder.take().counts
+    first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
+    assert counts[first + LOOKUP_DELAY.bounds.index(24)] == 1  # 4.2 to 17 ms
+    assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
+
+
+def test_an_answer_at_once_has_no_delay() -> None:
+    asker = Asker((16, True))
+    asker.ask()
+    assert counts_of(asker.recorder, 0, "kvobs_lookup_delay_seconds") == 0
+    assert not [c for c in asker.recorder.take().counts if locate(c)[0].signal is LOOKUP_DELAY]
+
+
+def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
+    asker = Asker((16, True))
+    asker.ask(local=48)
+    assert asker.offers.settle("r", 0, 16).local == 48
+
+
+@given(st.lists(st.sampled_from([0, 16, 32, 48]), min_size=1, max_size=4), st.data())
+def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.DataObject) -> None:
+    """Offers count once a request, whoever wins; unused is what a loser had beyond the winner; admitted counts all."""
+    owner = data.draw(st.sampled_from([None, *(i for i, n in enumerate(tokens) if n)]))
+    asker = Asker(*((n, True) for n in tokens))
+    taken = 0 if owner is None else tokens[owner]
+    for _ in range(2):  # the second is a lookup after a preemption
+        asker.ask()
+        asker.offers.settle("r", owner, taken)
+    for i, n in enumerate(tokens):
+        assert asker.count(i, "kvobs_offered_tokens_total") == n
+        assert asker.count(i, "kvobs_unused_hit_tokens_total") == (0 if i == owner else max(0, n - taken))
+        assert asker.count(i, "kvobs_unused_offers_total") == int(bool(n) and i != owner)
+        assert asker.count(i, "kvobs_admitted_tokens_total") == (2 * taken if i == owner else 0)
+
+
+def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
+    asker = Asker((16, True))
+    asker.ask()
+    asker.offers.settle("r", 0, 16)
+    before = dict(asker.recorder._counts)
+    asker.offers.settle("r", None, 0)
+    assert asker.recorder._counts == before
+
+
+def test_a_request_that_has_ended_is_forgotten() -> None:
+    asker = Asker((None, False))
+    asker.ask()
+    assert len(asker.offers) == 1
+    asker.offers.forget("r")
+    asker.offers.forget("r")
+    assert len(asker.offers) == 0
+    assert asker.offers.settle("r", None, 0) == (0, [])

@@ -1,0 +1,80 @@
+"""What travels between scheduler and workers survives the hop and merges rank by rank."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+
+from kvobs.routing.metadata import (
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+    MultiKVEvents,
+)
+from kvobs.state.transfers import Report, ReportKind
+from tests.support.scripted import Events, Tally
+
+
+def test_metadata_is_a_kind_of_vllms_own() -> None:
+    assert issubclass(MultiKVConnectorMetadata, stock.MultiKVConnectorMetadata)
+    assert issubclass(MultiKVConnectorWorkerMetadata, stock.MultiKVConnectorWorkerMetadata)
+
+
+def test_metadata_survives_a_process_hop() -> None:
+    meta = MultiKVConnectorMetadata(
+        metadata=(), loads={"r": LoadOrder(1, True, ((3, 4), ()))}, closed=("q",), failed=("p",)
+    )
+    arrived = pickle.loads(pickle.dumps(meta))
+    assert arrived == meta
+    assert arrived.loads["r"].blocks == ((3, 4), ())
+
+
+def test_worker_metadata_merges_childrens_by_their_rule_and_keeps_all_reports() -> None:
+    reports = [Report(rank, ReportKind.RECEIVED, "r", 0, rank) for rank in range(3)]
+    ranks = [
+        MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, None), reports=reports[:1]),
+        MultiKVConnectorWorkerMetadata(metadata=(Tally(10), Tally(5), None), reports=reports[1:2]),
+        MultiKVConnectorWorkerMetadata(metadata=(None, Tally(2), None), reports=reports[2:]),
+    ]
+    merged = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
+    first, second, third = merged.metadata
+    assert isinstance(first, Tally)
+    assert isinstance(second, Tally)
+    assert (first.n, second.n, third) == (11, 7, None)
+    assert merged.reports == reports
+
+
+def test_ranks_with_other_children_are_refused_with_the_reason() -> None:
+    one, two = MultiKVConnectorWorkerMetadata(metadata=(None,)), MultiKVConnectorWorkerMetadata(metadata=(None, None))
+    with pytest.raises(TypeError, match="all ranks must run the same"):
+        one.aggregate(two)
+    with pytest.raises(TypeError, match="all ranks must run the same"):
+        one.aggregate(Tally(1))
+
+
+def test_a_child_gets_the_handshakes_of_its_own_workers_only() -> None:
+    received = {(0, 0): MultiHandshakeMetadata(("a0", None)), (0, 1): MultiHandshakeMetadata(("a1", "b1"))}
+    assert MultiHandshakeMetadata.of_child(received, 0) == {(0, 0): "a0", (0, 1): "a1"}
+    assert MultiHandshakeMetadata.of_child(received, 1) == {(0, 1): "b1"}
+
+
+def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
+    """Through the calls that vLLM's aggregator makes."""
+    ranks: list[Any] = [
+        MultiKVEvents({0: Events("x", "y")}),
+        MultiKVEvents({0: Events("x"), 2: Events("z")}),
+    ]
+    merged, other = ranks
+    merged.add_events(other.get_all_events())
+    merged.increment_workers(1)
+    assert merged.get_number_of_workers() == 2
+    merged.aggregate()
+    assert merged.by_child[0].get_all_events() == ["x"]
+    assert merged.by_child[2].get_all_events() == ["z"]
+    merged.clear_events()
+    assert [events.get_all_events() for events in merged.by_child.values()] == [[], []]
+    assert MultiKVEvents({}).get_number_of_workers() == 0

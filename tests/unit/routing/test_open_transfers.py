@@ -1,0 +1,87 @@
+"""What is stuck is counted by the silent rank, and logged in a line for all that wait for the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvobs import signals
+from kvobs.routing.open_transfers import OpenTransfers
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import Report, ReportKind, Stuck
+from kvobs.telemetry.recorder import Recorder, wall_ns
+
+RANKS = 2
+
+
+def half_loaded(ledger: Ledger, requests: int, expected: int = RANKS) -> None:
+    for i in range(requests):
+        ledger.propose(f"r{i}", (1, True))
+        ledger.admit(f"r{i}", 16, expected)
+        ledger.record(Report(0, ReportKind.RECEIVED, f"r{i}", 1, 0), now_ns=1)
+
+
+def watched(ledger: Ledger, recorder: Recorder, stuck_after_s: float = 2.5) -> OpenTransfers:
+    return OpenTransfers(["one", "two"], ledger, recorder, RANKS, stuck_after_s)
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [(1, "1 request (r0)"), (4, "4 requests (r0, r1, r2, r3)"), (5, "5 requests (r0, r1, r2, r3, ...)")],
+)
+def test_requests_that_wait_for_the_same_rank_share_a_line(
+    requests: int, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, requests)
+    transfers = watched(ledger, recorder)
+    transfers.look_for_stuck()
+    transfers.look_for_stuck()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"connector 'two': load of {named} stuck: 2.5 s after another rank, not reported by rank 1. The blocks stay "
+        "held until then; counted in kvobs_stuck_transfers_total"
+    ]
+    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
+
+
+def test_what_is_young_is_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    ledger.propose("r", (0, True))
+    ledger.admit("r", 16, RANKS)
+    ledger.record(Report(0, ReportKind.RECEIVED, "r", 0, 0), now_ns=wall_ns())
+    watched(ledger, recorder, 1000).look_for_stuck()
+    assert caplog.text == ""
+    assert recorder.take().opened == []
+
+
+def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    transfers = OpenTransfers(["one", "two"], ledger, recorder, 4, 1)
+    half_loaded(ledger, 1, expected=2)
+    transfers.look_for_stuck()
+    assert "not reported by all expected ranks" in caplog.text
+    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
+
+
+def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest.LogCaptureFixture) -> None:
+    """Of any other load that passes there the ledger knows itself which ranks have reported."""
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, 2)
+    ledger.fail("r0", 0)
+    transfers = watched(ledger, recorder)
+    transfers.note_in_aggregator(Stuck("failure", "r0", (0, 1)))
+    transfers.note_in_aggregator(Stuck("load", "r1", (1,)))
+    transfers.note_in_aggregator(Stuck("save", "nobody's", (1,)))
+    (ours,) = (record.getMessage() for record in caplog.records)
+    assert ours.startswith("connector 'two': load of 1 request (r0) stuck: 2.5 s after")
+    assert recorder.take().opened == [
+        [signals.STUCK_TRANSFERS.name, 1, "0", 1],
+        [signals.STUCK_TRANSFERS.name, 1, "1", 1],
+    ]
+
+
+def test_the_gauges_follow_the_ledger() -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, 3)
+    watched(ledger, recorder).measure()
+    place = signals.PROCESS_WIDTH + signals.CHILD_WIDTH + signals.slot(signals.IN_FLIGHT, "load")
+    assert recorder.take().gauges == {place: 3}

@@ -1,0 +1,143 @@
+"""How loads and saves end is counted once each, and logged where an operator must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvobs.routing.outcomes import Outcomes
+from kvobs.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
+from kvobs.state.transfers import Load, Save, Stray
+from kvobs.telemetry.recorder import Recorder
+
+
+class Counted:
+    def __init__(self, children: int) -> None:
+        self.recorder = Recorder(children)
+        self.outcomes = Outcomes(["one", "two", "three"][:children], self.recorder)
+
+    def counts(self) -> dict[tuple[Any, ...], int]:
+        """Return (child, metric, label values) -> number, or a histogram's sum; calls into the children left out."""
+        taken = self.recorder.take()
+        found: dict[tuple[Any, ...], int] = {}
+        for place, n in taken.counts.items():
+            series, offset, child = locate(place)
+            if series.signal.name == "kvobs_call_duration_seconds" or series.signal is SELF_SECONDS:
+                continue
+            if series.signal.kind is not Kind.HISTOGRAM or offset == series.width - 1:
+                found[child, series.signal.name, *series.values] = n
+        return found | {(child, name, *values): n for name, child, *values, n in taken.opened}
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(is_async: bool, failed: bool) -> None:
+    counted = Counted(2)
+    counted.outcomes.load_ended(
+        "r", Load(1, 32, is_async, 1, size=320, failed_on={0} if failed else set(), opened_ns=100, arrived={0: 107})
+    )
+    mode = "async" if is_async else "sync"
+    assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if failed else "ok"): 1} | (
+        {(1, "kvobs_recomputed_tokens_total"): 32}
+        if failed
+        else {
+            (1, "kvobs_load_tokens_total"): 32,
+            (1, "kvobs_load_bytes_total"): 320,
+            (1, "kvobs_load_duration_seconds", mode): 7 if is_async else 107,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrived", "skew", "slowest"), [({0: 5, 1: 9, 2: 6}, 4, "1"), ({2: 7, 0: 7, 1: 3}, 4, "2")], ids=str
+)
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_ranks_are_compared(arrived: dict[int, int], skew: int, slowest: str, kind: str) -> None:
+    counted = Counted(1)
+    if kind == "load":
+        counted.outcomes.load_ended("r", Load(0, 1, True, 3, arrived=arrived))
+    else:
+        counted.outcomes.saved("r", 0, Save(True, True, 3, 1, arrived), 1)
+    counts = counted.counts()
+    assert counts[0, "kvobs_rank_skew_seconds", kind] == skew
+    assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
+
+
+def test_one_rank_alone_is_not_the_slowest() -> None:
+    counted = Counted(1)
+    counted.outcomes.load_ended("r", Load(0, 1, True, 1, arrived={0: 5}))
+    assert not [key for key in counted.counts() if "rank" in key[1]]
+
+
+def test_a_save_is_held_from_the_promise_to_now() -> None:
+    counted = Counted(1)
+    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}), 350)
+    assert counted.counts() == {(0, "kvobs_saves_total", "ok"): 1, (0, "kvobs_save_hold_seconds"): 250}
+
+
+def test_of_a_load_with_holes_only_what_is_lost_is_computed_again() -> None:
+    counted = Counted(1)
+    counted.outcomes.load_ended("r", Load(0, 48, True, 1, failed_on={0}, lost_tokens=16))
+    assert counted.counts()[0, "kvobs_recomputed_tokens_total"] == 16
+
+
+def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives() -> None:
+    counted = Counted(1)
+    load = Load(0, 32, True, 1, size=320, aborted=True)
+    counted.outcomes.aborted("r", load, by_error=False)
+    assert counted.counts() == {(0, "kvobs_loads_total", "async", "aborted"): 1}
+    counted.outcomes.load_ended("r", load)
+    assert counted.counts() == {(0, "kvobs_load_tokens_total"): 32, (0, "kvobs_load_bytes_total"): 320}
+
+
+def test_an_aborted_load_that_failed_has_loaded_nothing() -> None:
+    counted = Counted(1)
+    load = Load(0, 32, True, 1, aborted=True)
+    counted.outcomes.aborted("r", load, by_error=False)
+    load.failed_on.add(0)
+    counted.outcomes.load_ended("r", load)
+    assert counted.counts() == {(0, "kvobs_loads_total", "async", "aborted"): 1}
+
+
+def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    counted = Counted(2)
+    for request in ("r", "q"):
+        counted.outcomes.stray(Stray(1, "load", request))
+    counted.outcomes.stray(Stray(1, "save", "r"))
+    assert counted.counts() == {
+        (1, "kvobs_stray_reports_total", "load"): 2,
+        (1, "kvobs_stray_reports_total", "save"): 1,
+    }
+    assert len(caplog.records) == 2
+
+
+def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_not_counted_yet() -> None:
+    counted = Counted(2)
+    early = Save(True, True, 1, 100, {0: 50})
+    counted.outcomes.promised("r", {0: Save(True, promised_ns=100)}, {1: early})
+    assert counted.counts() == {(1, "kvobs_saves_total", "ok"): 1}
+    counted.outcomes.promised("r", {}, {1: early})
+    holds = [n for p, n in counted.recorder.take().counts.items() if locate(p)[0].signal is SAVE_HOLD]
+    assert holds == [1], "one, of no length"
+
+
+def test_an_abandoned_save_counts_as_that() -> None:
+    counted = Counted(1)
+    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, is_abandoned=True), 350)
+    assert counted.counts() == {(0, "kvobs_saves_total", "abandoned"): 1}
+
+
+def test_a_failed_sync_load_names_who_may_have_saved_and_whose_cache_was_reset(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted = Counted(3)
+    counted.outcomes.sync_loads_failed(0, 2, [])
+    counted.outcomes.sync_loads_failed(0, 1, ["two"])
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "of connector 'one' failed" in first
+    assert (
+        "(two, three) may have saved its unfilled blocks, and later hits on these give wrong answers. No cache" in first
+    )
+    assert "The cache of two was reset" in second
+    assert counted.counts() == {(0, "kvobs_failed_sync_loads_total"): 3}

@@ -1,0 +1,277 @@
+"""The routing contract on vLLM's real scheduler and aggregator: what holds in vLLM holds in both, and how loads end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvobs.testing import BLOCK, ROUTERS, Rig, Script, transfer_config
+from tests.support.rig import Blocks, assert_nothing_is_left, child_config, counted
+from tests.support.scripted import Tally
+
+KV = (2 * BLOCK, True)  # an offer of two blocks, loaded in the background
+SYNC = (2 * BLOCK, False)
+
+both = pytest.mark.parametrize("router", list(ROUTERS))
+
+
+@both
+def test_r1_every_child_hears_of_everything(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    rig.add("r")
+    rig.run(3)
+    for hook in (
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "wait_for_save",
+        "get_transfer_results",
+        "update_connector_output",
+        "request_finished",
+    ):
+        assert a.called(hook), hook
+        assert len(a.called(hook)) == len(b.called(hook)), hook
+
+
+@both
+def test_r2_one_child_loads_and_the_others_get_the_same_blocks_and_no_tokens(router: str, a: Script, b: Script) -> None:
+    b.offers["r"] = KV
+    rig = Rig(router, a, b)
+    rig.add("r")
+    rig.step()
+    ((_, tokens_a, blocks_a),) = a.called("update_state_after_alloc")
+    ((_, tokens_b, blocks_b),) = b.called("update_state_after_alloc")
+    assert (tokens_a, tokens_b) == (0, 2 * BLOCK)
+    assert blocks_a == blocks_b
+    assert len(blocks_a[0]) >= 2
+
+
+@both
+def test_r3_metadata_goes_by_position_both_ways(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b, ranks=2)
+    a.worker_meta[0] = Tally(1)
+    a.worker_meta[1] = Tally(10)
+    b.worker_meta[1] = Tally(100)
+    rig.step()
+    assert [meta.tag for meta in a.called("bind_connector_metadata")] == ["a", "a"]
+    assert [meta.tag for meta in b.called("handle_preemptions")] == ["b", "b"]
+    assert a.called("update_connector_output")[-1]["meta"].n == 11
+    assert b.called("update_connector_output")[-1]["meta"].n == 100
+
+
+@both
+def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    a.params["r"], b.params["r"] = {"x": 1}, {"y": 2}
+    b.promises.add("r")
+    request = rig.add("r")
+    assert rig.connector.request_finished_all_groups(request, ([1],)) == (True, {"x": 1, "y": 2})
+
+
+@both
+def test_r5_blocks_are_released_once_after_the_last_promised_save_on_every_rank(
+    router: str, a: Script, b: Script
+) -> None:
+    rig = Rig(router, a, b, ranks=2)
+    a.promises.add("r")
+    b.promises.add("r")
+    rig.add("r")
+    rig.run(3)
+    released = []
+    for script, rank in ((a, 0), (b, 1), (b, 0), (a, 1)):
+        assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
+        script.say(rank, saved="r")
+        released.append(rig.step().finished_sending)
+    assert released == [None, None, None, {"r"}]
+    assert rig.status("r") == "gone"
+
+
+@both
+def test_r6_capabilities_combine_by_all_and_by_any(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    assert rig.connector.requires_kv_delivery is True
+    assert rig.connector.supports_divergent_local_hybrid_hits is False
+    assert rig.connector.has_pending_push_work() is False
+    b.answers["has_pending_push_work"] = True
+    assert rig.connector.has_pending_push_work() is True
+    b.answers["has_pending_block_frees"] = True
+    assert rig.connector.has_pending_block_frees() is True
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    cls = KVConnectorFactory.get_connector_class(transfer_config(router, [child_config(a)]))
+    assert cls.all_children_support_hma(transfer_config(router, [child_config(a)])) is True
+    assert cls.all_children_support_hma(transfer_config(router, [child_config(a), example])) is False
+    assert cls.requires_piecewise_for_cudagraph({"connectors": [child_config(a)]}) is False
+
+
+@both
+def test_r7_at_most_one_memory_pool(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    assert rig.workers[0].get_mem_pool_context() is None
+    b.answers["get_mem_pool_context"] = "pool b"
+    assert rig.workers[0].get_mem_pool_context() == "pool b"
+    a.answers["get_mem_pool_context"] = "pool a"
+    with pytest.raises(ValueError, match="Connector"):
+        rig.workers[0].get_mem_pool_context()
+
+
+@both
+def test_r8_reset_reaches_every_child_after_a_no(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    a.answers["reset_cache"] = False
+    assert rig.connector.reset_cache() is False
+    assert len(b.called("reset_cache")) == 1
+    a.answers["reset_cache"] = None
+    assert rig.connector.reset_cache() is True
+
+
+@both
+def test_r8_shutdown_reaches_every_child_after_one_raised(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, a, b)
+    a.raises["shutdown"] = OSError("a is stuck")
+    with pytest.raises(OSError, match="a is stuck"):
+        rig.connector.shutdown()
+    assert len(b.called("shutdown")) == 1
+
+
+@both
+def test_r9_the_second_allocation_call_has_no_tokens_and_keeps_the_owner(router: str, a: Script, b: Script) -> None:
+    b.offers["r"] = KV
+    rig = Rig(router, a, b)
+    rig.add("r")
+    rig.step()
+    b.say(0, received="r")
+    rig.run(2)
+    assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK, 0]
+    assert rig.connector._requests_to_connector["r"] == 1
+
+
+def test_r9_r10_attempts_and_admissions_are_counted_apart(a: Script, b: Script) -> None:
+    """Stock counts nothing per child."""
+    a.offers["r"] = [(None, False), (None, False), KV]
+    rig = Rig("kvobs", a, b)
+    rig.add("r")
+    rig.run(3)
+    a.say(0, received="r")
+    rig.run(3)
+    assert len(a.called("get_num_new_matched_tokens")) >= 3
+    assert counted(rig, "kvobs_lookups_total", 0, "pending") == 1, "once a request"
+    assert counted(rig, "kvobs_lookups_total", 0, "hit") == 1
+    assert counted(rig, "kvobs_lookups_total", 0, "miss") == 0
+    assert counted(rig, "kvobs_admitted_tokens_total", 0) == 2 * BLOCK
+    assert counted(rig, "kvobs_loads_total", 0, "async", "ok") == 1
+    assert_nothing_is_left(rig)
+
+
+@both
+def test_r11_the_allocation_may_come_steps_after_the_lookup(router: str, a: Script, b: Script) -> None:
+    b.offers["r"] = KV
+    rig = Rig(router, a, b)
+    request = rig.add("r")
+    rig.connector.get_num_new_matched_tokens(request, 0)
+    rig.connector.build_connector_meta(SchedulerOutput.make_empty())
+    rig.connector.build_connector_meta(SchedulerOutput.make_empty())
+    rig.connector.update_state_after_alloc(request, Blocks([1, 2]), 2 * BLOCK)
+    assert b.called("update_state_after_alloc")[-1][1] == 2 * BLOCK
+
+
+# How loads and saves end
+
+
+def test_a_failure_on_one_rank_is_told_once_by_all(a: Script, b: Script) -> None:
+    a.offers["r"] = [KV, (0, False)]
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r")
+    rig.step()
+    a.say(0, failed="r")
+    a.say(1, received="r")
+    output = rig.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"}), "as with vLLM's own router"
+    assert a.called("update_connector_output")[-1]["failed"] == {"r"}
+    output = rig.step()
+    assert (output.finished_recving, output.failed_recving) == (None, set())
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK, 0], "it is computed again"
+    rig.run(4)
+    assert rig.status("r") == "gone"
+    assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
+    assert_nothing_is_left(rig)
+
+
+def test_a_failed_load_of_an_aborted_request_releases_it_once(a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    b.promises.add("r")
+    rig = Rig("kvobs", a, b)
+    rig.add("r")
+    rig.step()
+    a.say(0, failed="r")
+    rig.step()
+    rig.abort("r")
+    rig.step()
+    assert rig.status("r") == "FINISHED_ABORTED"
+    b.say(0, saved="r")
+    assert rig.step().finished_sending == {"r"}
+    assert_nothing_is_left(rig)
+
+
+def test_policy_fail_ends_the_request_and_releases_its_blocks(a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    rig = Rig("kvobs", a, b, policy="fail")
+    rig.add("r")
+    rig.step()
+    a.say(0, failed="r")
+    rig.run(3)
+    assert_nothing_is_left(rig)
+
+
+def test_bad_blocks_of_the_owner_reach_vllm_with_one_group(a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    rig = Rig("kvobs", a, b)
+    request = rig.add("r")
+    rig.step()
+    second = a.called("update_state_after_alloc")[0][2][0][1]
+    a.bad_blocks[0] = {second}
+    a.say(0, received="r")
+    rig.step()
+    assert request.num_computed_tokens == BLOCK
+    assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
+
+
+def test_a_sync_load_is_counted_when_its_step_is_over(a: Script, b: Script) -> None:
+    b.offers["r"] = SYNC
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r", max_tokens=1)
+    rig.step()
+    assert counted(rig, "kvobs_loads_total", 1, "sync", "ok") == 1
+    assert b.called("update_connector_output")[-1]["received"] == set()
+    assert counted(rig, "kvobs_load_tokens_total", 1) == 2 * BLOCK
+    assert_nothing_is_left(rig)
+
+
+def test_a_child_may_withdraw_a_save_and_complete_it_later(a: Script, b: Script) -> None:
+    """MoRIIO parks acknowledgements there, and reaps those that never came."""
+    rig = Rig("kvobs", a, b)
+    a.promises.add("r")
+    rig.add("r")
+    rig.run(3)
+
+    def withdraw(view: Any) -> None:
+        view.finished_sending = None
+
+    def reap(view: Any) -> None:
+        view.finished_sending = {"r"}
+
+    a.on_output = withdraw
+    a.say(0, saved="r")
+    assert rig.step().finished_sending is None
+    a.on_output = reap
+    assert rig.step().finished_sending == {"r"}
+    a.on_output = None
+    assert_nothing_is_left(rig)

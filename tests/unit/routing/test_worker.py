@@ -1,0 +1,264 @@
+"""What a worker's side says to the scheduler, and what it keeps from vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvobs.routing import worker
+from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.state.transfers import ReportKind
+from kvobs.stats.stats import has_content
+from kvobs.testing import BLOCK, Rig, Script
+
+
+@pytest.fixture
+def scripts() -> tuple[Script, Script]:
+    return Script("a"), Script("b")
+
+
+def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
+    """Return rank 0's side with metadata of these loads bound."""
+    side: worker.WorkerSide = rig.workers[0]._side
+    metadata = rig.scheduler.schedule().kv_connector_metadata.metadata
+    side.bind_connector_metadata(MultiKVConnectorMetadata(metadata=metadata, loads=dict(loads), failed=failed))
+    return side
+
+
+def said(side: worker.WorkerSide) -> list[tuple[ReportKind, str, int]]:
+    meta = side.build_connector_worker_meta()
+    return [] if meta is None else [(r.kind, r.request, r.child) for r in meta.reports]
+
+
+def test_vllm_hears_of_ordered_failures_only(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), failed=("f",))
+    a.say(0, received="r", saved="s")
+    b.say(0, failed="q")
+    results = side.get_transfer_results(set())
+    assert results == KVConnectorTransferResults(finished_recving={"f"}, failed_recving={"f"})
+    assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 0), (ReportKind.FAILED, "q", 1)]
+    assert said(side) == []
+
+
+def test_before_030_vllm_asks_get_finished(scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = scripts
+    rig = Rig("kvobs", a, b)
+    side = side_of(rig)
+    answers = {0: (None, {"r"}), 1: ({"s"}, None)}
+    for child in side.children:
+        monkeypatch.setattr(child.connector, "get_finished", lambda ids, i=child.index: answers[i])
+    monkeypatch.setattr(worker, "KVConnectorTransferResults", None)
+    assert side.get_finished({"x"}) == (None, None)
+    assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 1)]
+
+
+def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), failed=("f",))
+    a.say(0, received="r")
+    assert side.get_finished(set()) == (None, {"f"})
+    assert said(side) == [(ReportKind.RECEIVED, "r", 0)]
+
+
+def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
+    side = side_of(Rig("kvobs", *scripts))
+    assert side._meta is not None
+    side._meta = dataclasses.replace(side._meta, flush=False, has_forward=False)
+    assert side.build_connector_worker_meta() is None
+    assert side.get_kv_connector_stats() is None
+    assert side.get_kv_connector_kv_cache_events() is None
+    assert side.get_handshake_metadata() is None
+
+
+@pytest.mark.parametrize(
+    ("ordered", "has_forward", "reporting", "flushes"),
+    [
+        (True, True, False, True),
+        (True, False, False, True),
+        (False, True, True, False),
+        (False, False, True, True),
+        (False, False, False, False),
+    ],
+)
+def test_numbers_go_when_the_scheduler_says_so_or_when_there_is_something_to_report_and_nothing_else_to_do(
+    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, scripts: tuple[Script, Script]
+) -> None:
+    side = side_of(Rig("kvobs", *scripts))
+    assert side._meta is not None
+    side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
+    if reporting:
+        scripts[0].say(0, saved="r")
+    side.get_transfer_results(set())
+    assert has_content(side.get_kv_connector_stats()) is flushes
+
+
+LOAD = LoadOrder(0, is_async=True, blocks=((1,),))
+
+
+@pytest.mark.parametrize(
+    ("loads", "orphaned", "says", "flushes"),
+    [
+        ((("r", LOAD),), (), {"received": "r"}, False),
+        ((("r", LOAD),), ("r",), {"received": "r"}, True),
+        ((), (), {"received": "r"}, True),
+        ((("r", LOAD),), (), {"failed": "r"}, True),
+        ((("r", LOAD), ("s", LOAD)), ("s",), {"received": "r"}, False),
+        ((("r", LOAD), ("s", LOAD)), ("s",), {"received": "r s"}, True),
+    ],
+    ids=["goes on", "has ended", "unknown", "failed", "another has ended", "one of two has ended"],
+)
+def test_an_arrived_load_is_told_at_once_only_if_nothing_comes_after_it(
+    loads: tuple[tuple[str, LoadOrder], ...],
+    orphaned: tuple[str, ...],
+    says: dict[str, str],
+    flushes: bool,
+    scripts: tuple[Script, Script],
+) -> None:
+    """A request that has its load goes on with a forward, and its first token is not kept waiting by numbers."""
+    side = side_of(Rig("kvobs", *scripts), *loads)
+    meta = side._meta
+    assert meta is not None
+    later = dataclasses.replace(meta, loads={}, orphaned=orphaned, has_forward=False)
+    side.bind_connector_metadata(later)
+    scripts[0].say(0, **says)
+    side.get_transfer_results(set())
+    assert has_content(side.get_kv_connector_stats()) is flushes
+    side.bind_connector_metadata(dataclasses.replace(later, orphaned=(), closed=tuple(r for r, _ in loads)))
+    assert (side._loads, side._orphaned) == ({}, set())
+
+
+def test_a_load_that_is_over_before_its_rank_hears_of_its_requests_end_is_forgotten(
+    scripts: tuple[Script, Script],
+) -> None:
+    side = side_of(Rig("kvobs", *scripts), ("r", LOAD))
+    assert side._meta is not None
+    side.bind_connector_metadata(dataclasses.replace(side._meta, loads={}, orphaned=("r",), closed=("r",)))
+    assert (side._loads, side._orphaned) == ({}, set())
+
+
+def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    loads = [
+        ("good", LoadOrder(0, False, ((1, 2),))),
+        ("bad", LoadOrder(1, False, ((3,),))),
+        ("later", LoadOrder(0, True, ((4,),))),
+    ]
+    side = side_of(Rig("kvobs", a, b), *loads)
+    b.bad_blocks[0] = {3}
+    assert side.get_block_ids_with_load_errors() == {3}
+    assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "passed_on", "kind"),
+    [(1, {4}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
+    ids=["one group", "two groups"],
+)
+def test_bad_blocks_of_an_async_load(
+    groups: int, passed_on: set[int], kind: ReportKind, scripts: tuple[Script, Script]
+) -> None:
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
+    a.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == passed_on
+    assert said(side) == [(kind, "r", 0)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_tell_their_request(
+    groups: int, scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request must not go on with what was never loaded; but not for what another connector loads."""
+    a, b = scripts
+    blocks = ((4, 5),) * groups
+    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, blocks)))
+    a.bad_blocks[0] = {9}
+    b.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == ({9} if groups == 1 else set())
+    assert said(side) == []
+    outcome = "passed on to vLLM" if groups == 1 else "ignored"
+    assert f"'ScriptedConnector' reported load errors of blocks of no open load (such as [9]); {outcome}" in (
+        caplog.text
+    )
+    assert "'ScriptedConnector-2' reported load errors of blocks of another connector's load" in caplog.text
+
+
+def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(
+    scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several children it is added up; of one it is as it was."""
+
+    @dataclasses.dataclass
+    class Newer(KVConnectorTransferResults):
+        parked: set[str] = dataclasses.field(default_factory=set)
+        note: str | None = None
+
+    a, b = scripts
+    side = side_of(Rig("kvobs", a, b), ("r", LoadOrder(0, True, ())))
+    a.reports[0] = Newer(finished_recving={"r"}, parked={"p"}, note="a note")
+    b.reports[0] = Newer(parked={"q"})
+    monkeypatch.setattr(worker, "KVConnectorTransferResults", Newer)
+    monkeypatch.setattr(worker, "UNKNOWN_RESULTS", ("parked", "note"))
+    assert side.get_transfer_results(set()) == Newer(finished_recving={"r"}, parked={"p", "q"}, note="a note")
+    a.reports[0], b.reports[0] = Newer(), Newer()
+    assert side.get_transfer_results(set()) == Newer(), "once"
+
+
+def test_a_load_is_forgotten_when_the_scheduler_says_so_on_ranks_that_never_report(
+    scripts: tuple[Script, Script],
+) -> None:
+    a, b = scripts
+    a.finished_count = 1
+    a.offers["r"] = (BLOCK, True)
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r")
+    rig.step()
+    assert all("r" in w._side._loads for w in rig.workers)
+    a.say(0, received="r")
+    rig.run(2)
+    assert all(w._side._loads == {} for w in rig.workers)
+
+
+def test_a_rank_forgets_what_it_never_reports_when_that_is_over(scripts: tuple[Script, Script]) -> None:
+    """A child may report on one rank for all: the others hear of its loads and saves, too."""
+    a, b = scripts
+    a.finished_count = 1
+    a.offers["r"] = (2 * BLOCK, True)
+    a.promises.add("r")
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r", max_tokens=1)
+    rig.step()
+    assert all(list(w._side._began) == [(0, "r")] for w in rig.workers)
+    a.say(0, received="r")
+    rig.run(3)
+    assert all(list(w._side._began) == [(0, "r")] for w in rig.workers), "the save is promised"
+    a.say(0, saved="r")
+    rig.run(2)
+    assert all(w._side._began == {} for w in rig.workers)
+
+
+def test_a_rank_forgets_a_save_that_another_reports_in_the_step_of_its_promise(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    a.finished_count = 1
+    a.promises.add("r")
+    rig = Rig("kvobs", a, b, ranks=2)
+    rig.add("r", max_tokens=1)
+    a.say(0, saved="r")
+    rig.run(3)
+    assert rig.status("r") == "gone"
+    assert all(w._side._began == {} for w in rig.workers)
+
+
+def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    b.handshake = object()
+    b.events[0] = events = object()
+    side = side_of(Rig("kvobs", a, b))
+    handshakes: Any = side.get_handshake_metadata()
+    assert handshakes.metadata == (None, b.handshake)
+    collected: Any = side.get_kv_connector_kv_cache_events()
+    assert collected.by_child == {1: events}

@@ -1,0 +1,201 @@
+"""What a worker leaves out of a step for an isolated child, and what it lets the scheduler know of its failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvobs.children.child import Child
+from kvobs.children.gate import AT_ANY_TIME, Gate
+from kvobs.children.unbuilt import Unbuilt
+from kvobs.hooks import HOOKS, Cadence
+from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.routing.worker_isolation import WorkerGates
+from kvobs.state.quarantine import FOR_GOOD, IsolationState
+from kvobs.telemetry.recorder import Recorder
+
+STEP = frozenset(name for name, hook in HOOKS.items() if hook.cadence in (Cadence.STEP, Cadence.LAYER))
+SAVING = frozenset({"save_kv_layer", "wait_for_save"})
+OPEN: frozenset[str] = frozenset()
+
+
+class Loader:
+    """Has the one hook that matters here."""
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        self.context = forward_context
+
+
+class Worker:
+    """One worker with an isolated child, and one that is not."""
+
+    def __init__(self, connector: Any = None) -> None:
+        recorder = Recorder(2)
+        self.gate = Gate(0, recorder)
+        self.gates = WorkerGates([
+            Child(0, "best", connector or Loader(), recorder, gate=self.gate),
+            Child(1, "other", Loader(), recorder),
+        ])  # fmt: skip
+
+    def begin(
+        self, epoch: int, *, is_out: bool = False, own: Any = "metadata", sync: str = "", **loads: int
+    ) -> MultiKVConnectorMetadata:
+        orders = {request: LoadOrder(child, True, ()) for request, child in loads.items()}
+        if sync:
+            orders[sync] = LoadOrder(0, False, ((1, 2),))
+        meta = MultiKVConnectorMetadata(
+            metadata=(own, "metadata"),
+            isolated={0: IsolationState(epoch, is_out), 1: IsolationState(0, False)},
+            loads=orders,
+        )
+        self.gates.begin_step(meta)
+        return meta
+
+    def fail(self, hook: str) -> None:
+        def call() -> None:
+            raise OSError
+
+        self.gate.guard(hook, call)()
+
+    def load(self) -> None:
+        self.gate.guard("start_load_kv", lambda: None)()
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+@pytest.mark.parametrize("hook", sorted(STEP - {"bind_connector_metadata"}))
+def test_after_a_failure_it_goes_on_to_be_called(hook: str, is_out: bool) -> None:
+    """N7: its own books need every hook of what it knows."""
+    worker = Worker()
+    worker.begin(1, is_out=is_out)
+    worker.fail(hook)
+    assert worker.gate.closed == OPEN
+    worker.begin(1, is_out=True)
+    assert worker.gate.closed == OPEN
+
+
+def test_a_failure_is_reported_once_with_its_epoch_unless_the_scheduler_knows() -> None:
+    worker = Worker()
+    worker.begin(3)
+    worker.fail("wait_for_save")
+    worker.fail("get_transfer_results")
+    assert worker.gates.take_broken() == {(0, 3)}
+    assert worker.gates.take_broken() == frozenset()
+    worker.begin(4, is_out=True)
+    worker.fail("wait_for_save")
+    assert worker.gates.take_broken() == frozenset(), "the scheduler has known before"
+    worker.begin(4)
+    worker.fail("wait_for_save")
+    assert worker.gates.take_broken() == {(0, 4)}
+
+
+def test_a_child_without_metadata_is_left_out_of_the_step() -> None:
+    """Its hooks assert without."""
+    worker = Worker()
+    worker.begin(0, own=None)
+    assert worker.gate.closed == STEP
+    worker.begin(0)
+    assert worker.gate.closed == OPEN
+
+
+def test_one_that_could_not_be_given_its_metadata_is_left_out_of_the_step() -> None:
+    worker = Worker()
+    worker.begin(0)
+    worker.fail("bind_connector_metadata")
+    assert worker.gate.closed == STEP
+    worker.begin(0)
+    assert worker.gate.closed == OPEN
+
+
+@pytest.mark.parametrize("hook", ["handle_preemptions", "start_load_kv", "wait_for_layer_load"])
+def test_what_a_failed_synchronous_load_leaves_unfilled_is_not_saved(hook: str) -> None:
+    worker = Worker()
+    meta = worker.begin(0, sync="r")
+    worker.load()
+    assert worker.gates.failed_sync_loads(meta) == []
+    worker.fail(hook)
+    assert worker.gate.closed == SAVING
+    assert worker.gates.failed_sync_loads(meta) == [("r", meta.loads["r"])]
+    worker.begin(0)
+    assert worker.gate.closed == OPEN
+
+
+@pytest.mark.parametrize("own", ["metadata", None])
+def test_a_synchronous_load_that_never_began_has_failed(own: Any) -> None:
+    worker = Worker()
+    meta = worker.begin(0, own=own, sync="r")
+    assert worker.gates.failed_sync_loads(meta) == [("r", meta.loads["r"])]
+    assert worker.gates.failed_sync_loads(None) == []
+
+
+def test_asynchronous_loads_that_can_not_have_begun_and_those_that_may_have() -> None:
+    """One that may have begun has failed, and is waited for: it may still be writing."""
+    worker = Worker()
+    meta = worker.begin(0, mine=0, others=1)
+    assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
+    worker.fail("start_load_kv")
+    assert worker.gates.failed_loads(meta) == [(0, "mine", False)]
+    worker.load()
+    assert worker.gates.failed_loads(meta) == []
+    meta = worker.begin(0, mine=0)
+    worker.load()
+    assert worker.gates.failed_loads(meta) == []
+    assert worker.gates.failed_loads(None) == []
+
+
+def test_a_load_of_a_step_that_it_built_no_metadata_for_stays_open() -> None:
+    """The order may come with a later step's, and then something writes into these blocks."""
+    worker = Worker()
+    meta = worker.begin(0, own=None, mine=0)
+    assert worker.gates.failed_loads(meta) == []
+
+
+def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
+    """Its ``start_load_kv`` is empty, so that kvobs does not call it."""
+
+    class Elsewhere:
+        def start_load_kv(self, forward_context: Any) -> None: ...
+
+    worker = Worker(Elsewhere())
+    meta = worker.begin(0, sync="s", mine=0)
+    assert worker.gates.failed_loads(meta) == []
+    assert worker.gates.failed_sync_loads(meta) == []
+
+
+def test_finished_requests_of_steps_that_left_it_out_come_with_the_next() -> None:
+    """LMCache reports a promised save when it is given the request there."""
+    worker = Worker()
+    worker.begin(0, own=None)
+    worker.gates.finished(0, {"r"})
+    worker.begin(0, own=None)
+    worker.gates.finished(0, {"s"})
+    worker.begin(0)
+    assert worker.gates.finished(0, {"t"}) == {"r", "s", "t"}
+    assert worker.gates.finished(0, {"u"}) == {"u"}
+
+
+@pytest.mark.parametrize("hook", ["register_kv_caches", "set_host_xfer_buffer_ops"])
+def test_for_good(hook: str) -> None:
+    worker = Worker()
+    worker.fail(hook)
+    assert worker.gates.take_broken() == {(0, FOR_GOOD)}
+    meta = worker.begin(10**6, mine=0)
+    assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
+    assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
+
+
+def test_one_that_could_not_be_built_is_out_for_good_from_the_start() -> None:
+    worker = Worker(object.__new__(Unbuilt))
+    assert worker.gates.take_broken() == {(0, FOR_GOOD)}
+    worker.begin(0)
+    assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
+
+
+def test_one_that_miscounts_its_saves_after_a_failure_is_not_tried_again() -> None:
+    """SimpleCPUOffloadConnector takes a save that was never begun for done: what it would load later is not there."""
+    connector = type("OfSimple", (type("SimpleCPUOffloadConnector", (Loader,), {}),), {})()
+    worker = Worker(connector)
+    worker.begin(3)
+    worker.fail("wait_for_save")
+    assert worker.gates.take_broken() == {(0, FOR_GOOD)}
+    assert worker.gate.closed == OPEN, "what it holds is given back by its own hooks"

@@ -1,0 +1,75 @@
+"""Which blocks a load fills, what is lost with bad ones, and what a token weighs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from kvobs.state.cache_layout import CacheLayout
+
+
+@pytest.mark.parametrize(
+    ("local", "external", "expected"),
+    [
+        (0, 32, (11, 12)),
+        (16, 16, (12,)),
+        (16, 17, (12, 13)),
+        (8, 8, (11,)),
+        (0, 64, (11, 12, 13)),
+        (48, 16, ()),
+    ],
+)
+def test_the_blocks_of_a_load_are_those_beyond_the_local_tokens(
+    local: int, external: int, expected: tuple[int, ...]
+) -> None:
+    assert CacheLayout((16,)).loaded([[11, 12, 13]], local, external) == (expected,)
+
+
+def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys() -> None:
+    assert CacheLayout((16, 32)).loaded([[1, 2, 3, 4], [0, 9]], 0, 64) == ((1, 2, 3, 4), (9,))
+
+
+def test_without_a_known_geometry_all_blocks_are_taken() -> None:
+    assert CacheLayout(()).loaded([[1, 2]], 16, 16) == ((1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("bad", "lost"), [({12}, 32), ({11}, 48), ({13, 12}, 32), ({13}, 16), (set(), 0), ({99}, 0)], ids=str
+)
+def test_what_comes_before_the_first_bad_block_is_kept(bad: set[int], lost: int) -> None:
+    assert CacheLayout((16,)).lost(((11, 12, 13),), bad, 48) == lost
+
+
+@given(st.integers(1, 8), st.sets(st.integers(0, 9)), st.integers(0, 15))
+def test_never_more_is_lost_than_was_to_be_loaded(blocks: int, bad: set[int], missing: int) -> None:
+    tokens = blocks * 16 - missing
+    lost = CacheLayout((16,)).lost((tuple(range(blocks)),), bad, tokens)
+    assert 0 <= lost <= tokens
+    assert (lost == tokens) is (0 in bad)
+
+
+def spec(block_size: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+PER_TOKEN = 2 * 2 * 64 * 4  # K and V, heads, head size, bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_token_weighs_what_all_layers_of_all_ranks_hold_of_it(ranks: int) -> None:
+    groups = [KVCacheGroupSpec(["a", "b", "c"], spec()), KVCacheGroupSpec(["d"], spec(32))]
+    layout = CacheLayout.of(groups, ranks)
+    assert layout == CacheLayout((16, 32), 4 * PER_TOKEN * ranks)
+
+
+def test_a_group_of_layers_that_differ_has_their_sum_as_its_page() -> None:
+    mixed: Any = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec(), "b": spec()})
+    assert CacheLayout.of([SimpleNamespace(kv_cache_spec=mixed, layer_names=["a", "b"])], 1).bytes_per_token == (
+        2 * PER_TOKEN
+    )

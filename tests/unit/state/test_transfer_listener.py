@@ -1,0 +1,40 @@
+"""Every event reaches every listener, in their order, with the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from kvobs.state.transfer_listener import TransferListener, TransferListeners
+
+EVENTS = [name for name, value in vars(TransferListener).items() if inspect.isfunction(value)]
+
+
+class Told(TransferListener):
+    """Notes each event under its own name."""
+
+    def __init__(self, name: str, told: list[Any]) -> None:
+        for event in EVENTS:
+            setattr(self, event, lambda *args, event=event, **more: told.append((name, event, args, more)))
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_reaches_each_listener_as_it_was_announced(event: str) -> None:
+    told: list[Any] = []
+    listeners = TransferListeners([Told("one", told), Told("two", told)])
+    parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
+    assert list(inspect.signature(getattr(TransferListeners, event)).parameters.values())[1:] == parameters
+    args = tuple(object() for one in parameters if one.kind is not one.KEYWORD_ONLY)
+    more = {one.name: object() for one in parameters if one.kind is one.KEYWORD_ONLY}
+    getattr(listeners, event)(*args, **more)
+    assert told == [(name, event, args, more) for name in ("one", "two")]
+
+
+def test_there_are_events_and_a_listener_need_not_record_any() -> None:
+    assert {"looked_up", "allocated", "admitted", "load_ended", "promised", "saved", "aborted"} < set(EVENTS)
+    for event in EVENTS:
+        parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
+        more = {one.name: None for one in parameters}
+        assert getattr(TransferListener(), event)(**more) is None

@@ -1,0 +1,582 @@
+"""Workers' outputs, combined: against a model, and what is wrong in vLLM's own class, which must fail here."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from vllm.distributed.kv_events import KVConnectorKVEvents, KVEventAggregator
+from vllm.distributed.kv_transfer.kv_connector import utils as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.executor import abstract as executors
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvobs import aggregation, faults, host
+from kvobs.aggregation import (
+    Aggregation,
+    KVOutputAggregator,
+    install,
+    obstacle,
+)
+from kvobs.state import rank_tally
+from kvobs.state.transfers import Stuck
+from tests.unit.routing.test_stock_faults import wrong_in_stock
+from tests.unit.state.test_rank_tally import RANKS, REQUESTS, Told
+
+STUCK_AFTER = 10
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Counts(KVConnectorStats):
+    """Stats that extend lists, as NIXL's."""
+
+    def aggregate(self, other: KVConnectorStats) -> Counts:
+        self.data["n"] += other.data["n"]
+        return self
+
+
+class OtherCounts(KVConnectorStats):
+    """Stats of another type."""
+
+
+class Meta(KVConnectorWorkerMetadata):
+    """Worker metadata: who contributed."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Meta:
+        return Meta(*self.ranks, *other.ranks)
+
+
+class Events(KVConnectorKVEvents):
+    """Events, held as LMCache's connector holds them."""
+
+    def __init__(self, *events: str) -> None:
+        self.of_all = KVEventAggregator(1)
+        self.of_all.add_events(list(events))
+
+    def add_events(self, events: list[Any]) -> None:
+        self.of_all.add_events(events)
+
+    def aggregate(self) -> Events:
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        self.of_all.increment_workers(count)
+
+    def get_all_events(self) -> list[Any]:
+        return self.of_all.get_all_events()
+
+    def get_number_of_workers(self) -> int:
+        return self.of_all.get_number_of_workers()
+
+    def clear_events(self) -> None:
+        self.of_all.clear_events()
+
+
+def said(**fields: Any) -> ModelRunnerOutput:
+    """Return a worker's output."""
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**fields))
+
+
+def silent() -> ModelRunnerOutput:
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+
+def result(aggregator: Any, *outputs: ModelRunnerOutput | None, rank: int = 0) -> KVConnectorOutput:
+    """Return what the scheduler is told."""
+    output = aggregator.aggregate(list(outputs), rank)
+    assert output is outputs[rank]
+    assert output is not None
+    return output.kv_connector_output
+
+
+def build(router: str, expected: int) -> Any:
+    return {"kvobs": KVOutputAggregator, "stock": stock.KVOutputAggregator}[router](expected)
+
+
+def memory_of(aggregator: Any) -> int:
+    """Count the requests that an aggregator remembers, kvobs's or stock's."""
+    if isinstance(aggregator, KVOutputAggregator):
+        return len(aggregator._loads) + len(aggregator._saves) + len(aggregator._failures)
+    counts = (aggregator._recv_remaining_count, aggregator._send_remaining_count, aggregator._failed_recving_pending)
+    return sum(map(len, counts))
+
+
+# Against a model
+
+ids = st.sets(st.sampled_from(REQUESTS))
+one: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict, finished_sending=ids, finished_recving=ids, failed_recving=ids,
+    expected_finished_count=st.sampled_from([0, 0, 0, 1, 2, 3, 4]), invalid_block_ids=st.sets(st.integers(0, 9)),
+)  # fmt: skip
+step = st.fixed_dictionaries(
+    {
+        "outputs": st.lists(st.none() | one, min_size=RANKS, max_size=RANKS),
+        "salvaged": st.lists(one, max_size=1),
+        "rank": st.integers(0, RANKS - 1),
+        "wait": st.integers(0, 7),
+    }
+)
+
+
+class Model:
+    """The aggregator, request by request; twelve steps of at most seven seconds: nothing is old enough to forget."""
+
+    def __init__(self) -> None:
+        self.expected = RANKS
+        self.strangers = RANKS
+        self.told = {kind: {request: Told() for request in REQUESTS} for kind in ("load", "save")}
+        self.failed: dict[str, set[int]] = {}
+        self.done: dict[str, set[str]] = {"load": set(), "save": set()}
+        self.invalid: set[int] = set()
+        self.opened: dict[tuple[str, str], float] = {}
+        self.found: set[tuple[str, str]] = set()
+
+    def hear(self, spoken: list[tuple[int, dict[str, Any]]]) -> None:
+        """Take in what is said in one step, by (reporter, fields); up to each change of what is expected at once."""
+        while spoken:
+            first = spoken[0][1]["expected_finished_count"]
+            self.expected = first or self.expected
+            same = 1
+            while same < len(spoken) and spoken[same][1]["expected_finished_count"] in (0, self.expected):
+                same += 1
+            part, spoken = spoken[:same], spoken[same:]
+            for kind, field in (("load", "finished_recving"), ("save", "finished_sending")):
+                for request in REQUESTS:
+                    reporters: list[object] = [who for who, fields in part if request in fields[field]]
+                    if self.told[kind][request].count(reporters, self.expected):
+                        self.done[kind].add(request)
+                        self.close(kind, request)
+            for who, fields in part:
+                self.invalid |= fields["invalid_block_ids"]
+                for request in fields["failed_recving"]:
+                    self.failed.setdefault(request, set()).add(who)
+
+    def close(self, kind: str, request: str) -> None:
+        self.opened.pop((kind, request), None)
+        self.found.discard((kind, request))
+
+    def note_time(self, now: float) -> set[tuple[str, str]]:
+        """Return (kind, request) of what is found to be stuck at this time."""
+        is_open = {(kind, r) for kind, requests in self.told.items() for r, told in requests.items() if told.heard}
+        is_open |= {("failure", request) for request in self.failed}
+        self.opened = {key: self.opened.get(key, now) for key in is_open}
+        self.found &= is_open
+        stuck = {key for key, at in self.opened.items() if now - at >= STUCK_AFTER} - self.found
+        self.found |= stuck
+        return {key for key in stuck if key[0] != "failure" or ("load", key[1]) not in is_open}
+
+
+@settings(max_examples=300)
+@given(st.lists(step, max_size=12))
+def test_the_scheduler_is_told_what_the_model_says(steps: list[dict[str, Any]]) -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(RANKS, stuck_after_s=STUCK_AFTER, on_stuck=stuck.append, clock=clock)
+    model = Model()
+    salvaged: list[tuple[int, dict[str, Any]]] = []
+    for each in steps:
+        clock.now += each["wait"]
+        aggregator.ft_defer_kv_connector_outputs([None, *(KVConnectorOutput(**fields) for fields in each["salvaged"])])
+        for fields in each["salvaged"]:
+            salvaged.append((model.strangers, fields))
+            model.strangers += 1
+        outputs = [None if fields is None else said(**fields) for fields in each["outputs"]]
+        answer = aggregator.aggregate(outputs, each["rank"])
+        if not any(outputs):
+            assert answer is None
+            continue
+        model.hear(salvaged + [(rank, fields) for rank, fields in enumerate(each["outputs"]) if fields is not None])
+        salvaged = []
+        found = model.note_time(clock.now)
+        assert sorted((told.kind, told.request) for told in stuck) == sorted(found)
+        stuck.clear()
+        assert answer is outputs[each["rank"]]
+        if answer is None:
+            continue
+        failed = model.failed.keys() & model.done["load"]
+        assert answer.kv_connector_output == KVConnectorOutput(
+            finished_sending=model.done["save"] or None,
+            finished_recving=model.done["load"] or None,
+            failed_recving=failed,
+            invalid_block_ids=model.invalid,
+            expected_finished_count=model.expected,
+        )
+        for request in failed:
+            del model.failed[request]
+            model.close("failure", request)
+        model.done, model.invalid = {"load": set(), "save": set()}, set()
+
+
+# What is wrong in stock
+
+
+@wrong_in_stock(AssertionError, "a request that only some ranks report stays for ever")
+def test_what_some_ranks_never_report_is_forgotten(router: str) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, clock=clock) if router == "kvobs" else build(router, 2)
+    result(aggregator, said(finished_recving={"r"}, finished_sending={"s"}), said())
+    assert memory_of(aggregator) == 2
+    for clock.now in (61, 601):
+        result(aggregator, said(), said())
+    assert memory_of(aggregator) == 0
+
+
+@wrong_in_stock(AssertionError, "a failure whose load never completes stays for ever")
+def test_a_failure_without_a_receipt_is_forgotten(router: str) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, clock=clock) if router == "kvobs" else build(router, 2)
+    result(aggregator, said(failed_recving={"r"}), said())
+    assert memory_of(aggregator) == 1
+    for clock.now in (61, 601):
+        result(aggregator, said(), said())
+    assert memory_of(aggregator) == 0
+
+
+@wrong_in_stock(AssertionError, "drops what the others say when the output rank has nothing")
+def test_what_comes_while_the_output_rank_has_nothing_is_told_in_the_next_step(router: str) -> None:
+    aggregator = build(router, 2)
+    assert (
+        aggregator.aggregate([None, said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})]) is None
+    )
+    told = result(aggregator, said(finished_recving={"r"}), said())
+    assert (told.finished_recving, told.failed_recving, told.invalid_block_ids) == ({"r"}, {"r"}, {7})
+
+
+@wrong_in_stock(AssertionError, "finished again with each further rank: the scheduler asserts")
+def test_a_load_that_one_report_completes_is_finished_once(router: str) -> None:
+    aggregator = build(router, 1)
+    finished = [
+        result(aggregator, *(said(finished_recving={"r"} if rank == speaking else None) for rank in range(3)))
+        for speaking in range(3)
+    ]
+    assert [told.finished_recving for told in finished] == [{"r"}, None, None]
+
+
+@wrong_in_stock(AssertionError, "a rank that reports twice stands for two")
+def test_a_rank_counts_once(router: str) -> None:
+    aggregator = build(router, 2)
+    for _ in range(2):
+        assert result(aggregator, said(finished_sending={"r"}), said()).finished_sending is None
+    assert result(aggregator, said(), said(finished_sending={"r"})).finished_sending == {"r"}
+
+
+@wrong_in_stock(AssertionError, "the result's stats are also a worker's")
+def test_the_results_stats_are_nobody_elses(router: str) -> None:
+    outputs = [said(kv_connector_stats=Counts(data={"n": [rank]})) for rank in range(3)]
+    told = result(build(router, 3), *outputs, rank=2)
+    assert told.kv_connector_stats.data == {"n": [0, 1, 2]}
+    for output in outputs[:2]:
+        assert output.kv_connector_output.kv_connector_stats is not told.kv_connector_stats
+
+
+@wrong_in_stock(AssertionError, "stats of different types end the engine")
+@pytest.mark.usefixtures("in_production")
+def test_stats_that_do_not_merge_cost_only_themselves(router: str) -> None:
+    outputs = [
+        said(kv_connector_stats=Counts(data={"n": [0]})),
+        said(kv_connector_stats=OtherCounts(data={}), finished_sending={"r"}),
+        said(kv_connector_stats=Counts(data={})),  # a KeyError
+        said(kv_connector_stats=Counts(data={"n": [3]})),
+    ]
+    told = result(build(router, 1), *outputs)
+    assert told.kv_connector_stats.data == {"n": [0, 3]}
+    assert told.finished_sending == {"r"}
+    assert faults.take() == {"merge": 2}
+
+
+# What is not a matter of requests
+
+
+def test_metadata_is_merged_by_its_own_rule_over_ranks_and_steps() -> None:
+    aggregator = KVOutputAggregator(3)
+    assert aggregator.aggregate([None, said(kv_connector_worker_meta=Meta(1)), None]) is None
+    told = result(aggregator, said(kv_connector_worker_meta=Meta(0)), None, said(kv_connector_worker_meta=Meta(2)))
+    assert told.kv_connector_worker_meta.ranks == (1, 0, 2)
+
+
+def test_metadata_that_does_not_merge_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        KVOutputAggregator(2).aggregate([said(kv_connector_worker_meta=Meta(0)), said(kv_connector_worker_meta="?")])
+
+
+def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([None, said(kv_cache_events=Events("a", "b"))]) is None
+    assert aggregator.aggregate([None, said(kv_cache_events=Events("c"))]) is None
+    told = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
+    assert told.kv_cache_events.get_number_of_workers() == 2
+    assert sorted(told.kv_cache_events.of_all.get_common_events()) == ["a", "c"]
+    assert result(aggregator, said(), said()).kv_cache_events is None
+
+
+def test_events_of_different_types_are_an_error_that_names_both() -> None:
+    outputs = [said(kv_cache_events=Events()), said(kv_cache_events=SimpleNamespace())]
+    with pytest.raises(TypeError, match=r"a SimpleNamespace, of another a Events"):
+        KVOutputAggregator(2).aggregate(outputs)
+
+
+def test_salvaged_outputs_join_the_next_step_without_their_events() -> None:
+    aggregator = KVOutputAggregator(2)
+    salvaged = KVConnectorOutput(
+        finished_recving={"r"}, kv_cache_events=Events("a"), kv_connector_stats=Counts(data={"n": [1]})
+    )
+    aggregator.ft_defer_kv_connector_outputs([None, salvaged])
+    assert aggregator.aggregate([None, None]) is None
+    told = result(aggregator, said(finished_recving={"r"}), said(kv_cache_events=Events("b")))
+    assert told.finished_recving == {"r"}
+    assert told.kv_connector_stats.data == {"n": [1]}
+    assert told.kv_cache_events.get_all_events() == ["b"]
+    assert result(aggregator, said(), said()).finished_recving is None
+
+
+def test_a_worker_may_say_how_many_reports_complete_what_comes_later() -> None:
+    aggregator = KVOutputAggregator(2)
+    told = result(aggregator, said(finished_recving={"r"}), said(finished_recving={"q"}, expected_finished_count=1))
+    assert (told.finished_recving, told.expected_finished_count) == ({"q"}, 1)
+    assert result(aggregator, said(), said(finished_recving={"r"})).finished_recving == {"r"}
+
+
+def test_ranks_without_an_output_are_no_fault() -> None:
+    assert result(KVOutputAggregator(1), None, silent(), rank=1) == KVConnectorOutput(expected_finished_count=1)
+
+
+# Stuck
+
+
+def test_stuck_rounds_are_told_of_once_with_the_ranks_that_are_missing() -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
+    result(aggregator, said(finished_recving={"r"}, failed_recving={"f"}), said(finished_sending={"s"}), said())
+    clock.now = 30
+    result(aggregator, said(finished_recving={"later"}), said(), said(expected_finished_count=1))
+    for clock.now in (59, 60, 61):
+        result(aggregator, said(), said(), said())
+    assert stuck == [Stuck("load", "r", (1, 2)), Stuck("save", "s", (0, 2)), Stuck("failure", "f", (1, 2))]
+    assert result(aggregator, said(), *[said(finished_recving={"r"})] * 2).finished_recving == {"r"}
+    clock.now = 90
+    result(aggregator, said(), said(), said())
+    assert stuck[3:] == [Stuck("load", "later", (1, 2))]
+
+
+def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(2, on_stuck=stuck.append, clock=clock)
+    result(aggregator, said(failed_recving={"r"}), said())
+    clock.now = 50
+    result(aggregator, said(finished_recving={"r"}), said())
+    for clock.now in (115, 605):
+        result(aggregator, said(), said())
+    told = result(aggregator, said(), said(finished_recving={"r"}))
+    assert told.failed_recving == told.finished_recving == {"r"}
+    assert [told.kind for told in stuck] == ["load"], "the load is what is stuck"
+
+
+def test_failures_without_a_receipt_are_bounded_but_those_of_open_loads_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_tally, "MOST", 5)
+    aggregator = KVOutputAggregator(2)
+    result(aggregator, said(finished_recving={"r"}, failed_recving={"r"}), said())
+    for i in range(20):
+        result(aggregator, said(failed_recving={f"f{i}"}), said())
+    assert memory_of(aggregator) == 6
+    assert result(aggregator, said(), said(finished_recving={"r"})).failed_recving == {"r"}
+
+
+def test_without_a_callback_stuck_rounds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(3, clock=clock)
+    result(aggregator, said(finished_sending={"r"}), said(), said())
+    clock.now = 60
+    result(aggregator, said(), said(), said())
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "the save of request 'r' is stuck: not reported by rank 1, 2"
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_callback_that_raises_is_contained() -> None:
+    def fail(_: Stuck) -> None:
+        raise RuntimeError("mine")
+
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, on_stuck=fail, clock=clock)
+    result(aggregator, said(finished_sending={"r", "q"}), said())
+    clock.now = 60
+    assert result(aggregator, said(), said(finished_sending={"r"})).finished_sending == {"r"}
+    assert faults.take() == {"record": 1}
+
+
+# In vLLM
+
+
+@pytest.mark.parametrize("expected", [0, -1, 1.5, None])
+def test_an_expected_number_that_is_none_is_refused(expected: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected_finished_count is .*, must be"):
+        KVOutputAggregator(expected)
+
+
+class Executor:
+    """As much of vLLM's executor as it takes to make an aggregator."""
+
+    parallel_config = SimpleNamespace(world_size=4)
+    kv_output_aggregator: Any = None
+
+    def aggregator_for(self, connector: Any) -> Any:
+        executors.Executor.init_kv_output_aggregator(self, connector)
+        return self.kv_output_aggregator
+
+
+def connector(**attributes: Any) -> Any:
+    return SimpleNamespace(get_finished_count=lambda: None, **attributes)
+
+
+@pytest.fixture
+def _vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put vLLM's class back after the test."""
+    monkeypatch.setattr(executors, "KVOutputAggregator", stock.KVOutputAggregator)
+
+
+def ignore(_: Stuck) -> None:
+    pass
+
+
+ASKS = connector(aggregation=Aggregation(stuck_after_s=5, on_stuck=ignore))
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
+    for _ in range(2):
+        install()
+    ours = Executor().aggregator_for(ASKS)
+    assert type(ours) is KVOutputAggregator
+    assert (ours._expected_finished_count, ours._stuck_after_s, ours._on_stuck) == (4, 5, ignore)
+    for other in (connector(), connector(aggregation=None)):
+        theirs = Executor().aggregator_for(other)
+        assert type(theirs) is stock.KVOutputAggregator
+        assert theirs._expected_finished_count == 4
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_a_connectors_own_number_of_reports_is_taken() -> None:
+    install()
+    asks = SimpleNamespace(get_finished_count=lambda: 2, aggregation=ASKS.aggregation)
+    assert Executor().aggregator_for(asks)._expected_finished_count == 2
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_a_vllm_whose_workers_say_more_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert host.unknown_output_fields() == []
+    newer = {*host.output_fields(), "lost_blocks"}
+    monkeypatch.setattr(host, "output_fields", lambda: newer)
+    assert host.unknown_output_fields() == ["lost_blocks"]
+    for _ in range(2):
+        install()
+    assert type(Executor().aggregator_for(ASKS)) is stock.KVOutputAggregator
+    assert type(KVOutputAggregator.from_connector(ASKS, 4)) is stock.KVOutputAggregator
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "lost_blocks" in line
+
+
+def tomorrows_method(self: Any) -> int:
+    """As a newer vLLM's aggregator could have it: it reads the class's own books."""
+    return len(self._recv_remaining_count)
+
+
+def tomorrows_aggregate(self: Any, outputs: Any, output_rank: int = 0, *, deadline: float | None = None) -> None:
+    """As a newer vLLM's executors could call it."""
+
+
+@pytest.mark.usefixtures("_vllms_own")
+@pytest.mark.parametrize(
+    ("name", "member", "said_so"),
+    [
+        ("pending", tomorrows_method, "it has members that kvobs does not know: pending"),
+        ("is_idle", property(tomorrows_method), "it has members that kvobs does not know: is_idle"),
+        ("quorum", 3, "it has members that kvobs does not know: quorum"),
+        ("aggregate", tomorrows_aggregate, "its methods have parameters that kvobs does not know: aggregate(deadline)"),
+    ],
+)
+def test_a_vllm_whose_aggregator_can_do_more_keeps_its_own(
+    name: str, member: Any, said_so: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert obstacle() is None
+    monkeypatch.setattr(stock.KVOutputAggregator, name, member, raising=False)
+    for _ in range(2):
+        install()
+    assert executors.KVOutputAggregator is stock.KVOutputAggregator
+    assert type(KVOutputAggregator.from_connector(ASKS, 4)) is stock.KVOutputAggregator
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"kvobs's aggregator is not used, vLLM's KVOutputAggregator is: {said_so}"
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stock.KVOutputAggregator.__init__
+
+    def more(self: Any, expected_finished_count: int) -> None:
+        real(self, expected_finished_count)
+        self.history = []
+
+    monkeypatch.setattr(stock.KVOutputAggregator, "__init__", more)
+    assert host.unknown_aggregator_members(stock.KVOutputAggregator) == ["history"]
+    assert host.unknown_aggregator_parameters(stock.KVOutputAggregator, KVOutputAggregator) == []
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_somebody_elses_aggregator_stays_in_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Theirs(stock.KVOutputAggregator):
+        """Of another plugin."""
+
+    monkeypatch.setattr(executors, "KVOutputAggregator", Theirs)
+    install()
+    assert executors.KVOutputAggregator is Theirs
+    assert "has another one, tests.unit.test_aggregation" in caplog.text
+
+
+@pytest.mark.parametrize("router", ["kvobs", "stock"])
+def test_what_is_missing_can_be_looked_up_inside(router: str) -> None:
+    aggregator = build(router, 3)
+    result(aggregator, said(finished_sending={"s"}, finished_recving={"r"}), said(finished_recving={"r"}), silent())
+    assert dict(aggregator._send_remaining_count) == {"s": 2}
+    assert dict(aggregator._recv_remaining_count) == {"r": 1}
+    assert len(aggregator._send_remaining_count) == 1
+
+
+@pytest.mark.usefixtures("_vllms_own")
+def test_a_vllm_that_looks_elsewhere_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(executors, "KVOutputAggregator")
+    install()
+    assert not hasattr(executors, "KVOutputAggregator")
+    assert len(caplog.records) == 1
+
+
+def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregation, "_MISSING_FIELDS", {"failed_recving"})
+    monkeypatch.setattr(aggregation, "KVConnectorOutput", dict)
+    assert "failed_recving" not in result(KVOutputAggregator(1), said(failed_recving={"r"}))
+
+
+def test_what_the_scheduler_gets_can_be_pickled() -> None:
+    told = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
+    assert pickle.loads(pickle.dumps(told)) == told

@@ -1,0 +1,167 @@
+"""The class that vLLM sees: its identity, its roles, and what a newer vLLM's hooks do."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+import kvobs
+from kvobs import host
+from kvobs.hooks import HOOKS
+from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
+from tests.support.rig import child_config
+from tests.support.scripted import Handshake
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig("kvobs", Script("a"), Script("b"))
+
+
+def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
+    cls = KVConnectorFactory.get_connector_class(transfer_config("kvobs", [child_config(Script("a"))]))
+    assert cls is kvobs.MultiConnector
+    assert cls.__name__ == "MultiConnector"
+    assert issubclass(cls, stock.MultiConnector)
+    assert list(inspect.signature(cls.__init__).parameters)[3] == "kv_cache_config"
+
+
+def test_the_start_says_what_is_routed_to(caplog: pytest.LogCaptureFixture) -> None:
+    scripts = Script("a"), Script("b")
+    Rig("kvobs", *scripts, kvobs={"names": ["one", "two"], "load_policy": "longest"})
+    (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
+    assert "one (ScriptedConnector), two (ScriptedConnector); load_policy longest" in line
+
+
+def test_children_are_the_real_objects(rig: Rig) -> None:
+    assert [type(child) for child in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
+    assert rig.connector.sub_connectors == rig.connector._connectors
+
+
+def test_recording_leaves_no_trace_on_the_children(rig: Rig) -> None:
+    rig.add("r")
+    rig.run(3)
+    for wrapper in (rig.connector, *rig.workers):
+        for child in wrapper._connectors:
+            assert not vars(child).keys() & HOOKS.keys()
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_bad_configuration_fails_at_start_in_both_roles(role: KVConnectorRole) -> None:
+    config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"load_policy": "best"}))
+    with pytest.raises(ValueError, match=r"kv_connector_extra_config\.kvobs\.load_policy"):
+        kvobs.MultiConnector(config, role, cache_config())
+
+
+def test_the_layout_question_reads_the_configuration_too() -> None:
+    config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"nmaes": []}))
+    with pytest.raises(ValueError, match="unknown option"):
+        kvobs.MultiConnector.get_required_kvcache_layout(config)
+
+
+def test_metadata_of_another_connector_is_refused_by_name(rig: Rig) -> None:
+    alien: Any = stock.MultiKVConnectorMetadata(metadata=())
+    worker = rig.workers[0]
+    for hook in (worker.bind_connector_metadata, worker.handle_preemptions):
+        with pytest.raises(TypeError, match="metadata of another connector reached kvobs"):
+            hook(alien)
+
+
+def test_worker_metadata_and_handshakes_of_another_connector_are_refused_by_name(rig: Rig) -> None:
+    rig.step()
+    output: Any = rig.output
+    output.kv_connector_worker_meta = stock.MultiKVConnectorWorkerMetadata(metadata=())
+    with pytest.raises(TypeError, match="worker metadata of another connector"):
+        rig.connector.update_connector_output(output)
+    with pytest.raises(TypeError, match="handshake metadata of another connector"):
+        rig.connector.set_xfer_handshake_metadata({0: object()})
+
+
+HANDED_BACK: tuple[str, Any] = ("set_xfer_handshake_metadata", {})
+
+
+@pytest.mark.parametrize("router", ["kvobs", "stock"])
+def test_children_of_workers_without_handshakes_are_told_that_there_are_none(router: str) -> None:
+    """vLLM's engine hands over what it has got, which is nothing then; a child alone hears of it."""
+    a, b = Script("a"), Script("b")
+    rig = Rig(router, a, b)
+    assert [worker.get_handshake_metadata() for worker in rig.workers] == [None]
+    rig.connector.set_xfer_handshake_metadata_pp_aware({})
+    assert [HANDED_BACK in script.calls for script in (a, b)] == [True, True]
+
+
+def test_a_child_without_handshakes_is_told_that_there_are_none_for_it() -> None:
+    """vLLM's own router tells it its sibling's (W10)."""
+    a, b = Script("a"), Script("b")
+    a.handshake = Handshake("a")
+    rig = Rig("kvobs", a, b)
+    rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rig.workers[0].get_handshake_metadata()})
+    assert ("set_xfer_handshake_metadata", {0: a.handshake}) in a.calls
+    assert HANDED_BACK in b.calls
+
+
+def test_the_wrapper_and_the_children_have_metadata_bound_during_a_step_only(rig: Rig) -> None:
+    worker = rig.workers[0]
+    assert not worker.has_connector_metadata()
+    worker.bind_connector_metadata(rig.scheduler.schedule().kv_connector_metadata)
+    assert worker.has_connector_metadata()
+    assert all(child.has_connector_metadata() for child in worker._connectors)
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
+    assert not any(child.has_connector_metadata() for child in worker._connectors)
+
+
+def test_inherited_code_sees_which_child_loads_a_request(rig: Rig) -> None:
+    choices = rig.connector._requests_to_connector
+    assert (dict(choices), len(choices), choices.get("r")) == ({}, 0, None)
+    rig.connector._side.ledger.propose("r", (1, True))
+    rig.connector._side.ledger.arrive("q")
+    assert (dict(choices), len(choices)) == ({"r": 1}, 1)
+
+
+def test_this_vllm_has_no_hook_that_kvobs_does_not_know() -> None:
+    assert host.unknown_hooks() == []
+
+
+def test_a_hook_of_a_newer_vllm_reaches_the_children_and_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = []
+
+    def broadcast(self: Any, word: str) -> None:
+        for child in self._connectors:
+            child.hook_of_tomorrow(word)
+
+    monkeypatch.setattr(KVConnectorBase_V1, "hook_of_tomorrow", lambda self, word: heard.append(word), raising=False)
+    monkeypatch.setattr(stock.MultiConnector, "hook_of_tomorrow", broadcast, raising=False)
+    rig = Rig("kvobs", Script("a"), Script("b"))
+    rig.connector.hook_of_tomorrow("hello")
+    assert heard == ["hello", "hello"]
+    assert "hooks that kvobs does not know: hook_of_tomorrow" in caplog.text
+
+
+def test_hit_sources_and_groups_are_those_of_the_child_that_loads() -> None:
+    a, b = Script("a"), Script("b")
+    b.offers["r"] = (16, True)
+    b.answers["get_loaded_kv_cache_group_ids"] = (7,)
+    rig = Rig("kvobs", a, b)
+    request = rig.add("r")
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == (16, True)
+    assert rig.connector.get_loaded_kv_cache_group_ids(request) == (7,)
+    rig.step()
+    assert sum(rig.connector.get_external_cache_hit_sources(request, 16).values()) == 16
+    assert rig.connector.get_loaded_kv_cache_group_ids(request) == (7,)
+
+
+@pytest.mark.parametrize(("rank", "own"), [(0, 0), (1, 1), (2, 0), (5, 1)])
+def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
+    """An external launcher counts ranks on through all data parallel engines."""
+    transfer = transfer_config("kvobs", [child_config(a)])
+    cls = KVConnectorFactory.get_connector_class(transfer)
+    worker: Any = cls(engine_config(transfer, 2, rank), KVConnectorRole.WORKER, cache_config())
+    assert worker._side._rank == own

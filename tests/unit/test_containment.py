@@ -1,0 +1,334 @@
+"""Faults in every seam of the telemetry: vLLM and the children see what they see without them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+
+from kvobs import faults
+from kvobs.demo.server import claim_port
+from kvobs.signals import INTERNAL_ERRORS
+from kvobs.state.transfers import Stuck
+from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.taken import nothing
+from kvobs.testing import BLOCK, Script
+from kvobs.testing.scripted import SCRIPTS
+from tests.engine import seams
+from tests.engine.sabotage import Breaker, Writes, jumping
+from tests.unit.test_observed import NAMES
+from tests.unit.test_traced import SAMPLED, Traced
+
+pytestmark = pytest.mark.usefixtures("in_production")
+
+KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
+AT_START = {
+    "telemetry.flight:begin",
+    "telemetry.telemetry:_trace",
+    "exporting.prometheus:MultiKVConnectorPromMetrics._define_own",
+    "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter",
+}
+"""Seams that are passed once, while the objects are made."""
+IN_ENGINE = {
+    "connector:_feed",
+    "children.collector:divert",
+    "exporting.feed:Feed._run",
+    "exporting.feed:Feed._say_goodbye",
+}
+"""Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
+OPTIONS: dict[str, Any] = {"level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6, "stuck_after_s": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _timeline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    OPTIONS["timeline"] = {"dir": str(tmp_path_factory.mktemp("of") / "timeline"), "mib": 1}
+
+
+class Late(dict[int, Callable[[], list[int]]]):
+    """Bad blocks, by rank, of a load that has not begun when a test names them."""
+
+    def pop(self, rank: int, default: set[int]) -> set[int]:  # type: ignore[override]
+        return set(super().pop(rank)()) if rank in self else default
+
+
+class Story:
+    """An engine with two ranks to which all happens that the telemetry tells of, and what vLLM and the children saw."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        SCRIPTS.clear()
+        self.one, self.two = Script("a"), Script("b")
+        self.one.offers |= dict.fromkeys(("load", "aborted", "failed", "holed", "late"), KV)
+        self.two.offers |= {"sync": SYNC, "pending": [(None, False), SYNC]}
+        self.one.promises = {"saved", "sync"}
+        self.one.params = {"saved": {"key": 1}}
+        self.seen: list[Any] = []
+        self.engine = Traced(patch, self.one, self.two, **OPTIONS)
+        self.rig = self.engine.rig
+        self._no_record = KvobsStats.of(dict.fromkeys(NAMES, "m:C"), nothing()._replace(spans=[["no record"]]))  # type: ignore[list-item]
+
+    def happen(self) -> list[Any]:
+        for request in ("load", "sync", "saved", "failed", "holed", "aborted", "pending", "late"):
+            self.rig.add(request, trace_headers=SAMPLED)
+        self._step(3)
+        self.one.say(0, received="load late", failed="failed", saved="stranger")
+        self._step()
+        self.rig.abort("aborted")
+        self.one.say(1, received="load aborted holed", failed="failed")
+        self.one.bad_blocks = {1: set(self._blocks("holed"))}
+        self._step(2)
+        self.one.say(0, received="aborted holed", saved="saved sync")
+        self._step(4)
+        self.one.say(1, received="late", saved="saved sync")
+        self._step(4)
+        self.two.offers["torn"] = SYNC
+        self.two.bad_blocks = Late({1: lambda: self._blocks("torn")[:2]})  # type: ignore[assignment]
+        self.rig.add("torn", trace_headers=SAMPLED)
+        self._step(4)
+        assert self.rig.scheduler.requests == {}
+        assert self.rig.free_blocks == self.rig.scheduler.kv_cache_config.num_blocks - 1
+        self._copy_blocks()
+        self._fail()
+        calls = [[(hook, _plain(detail)) for hook, detail in script.calls] for script in (self.one, self.two)]
+        return [*self.seen, *calls]
+
+    def _step(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.engine.step()
+            live = {
+                name: (request.status.name, list(request.output_token_ids), request.num_computed_tokens)
+                for name, request in self.rig.scheduler.requests.items()
+            }
+            output = self.rig.output
+            assert output is not None
+            self.seen.append((live, self.rig.free_blocks, output.finished_recving, output.finished_sending))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Do what vLLM's log and API server do with the payloads."""
+        for payload in self.rig.stats:
+            built = type(self.rig.connector).build_kv_connector_stats(payload)
+            built.aggregate(type(self.rig.connector).build_kv_connector_stats(payload)).reduce()
+        self.engine._deliver()
+
+    def _blocks(self, request: str) -> list[int]:
+        (blocks,) = self.rig.scheduler.kv_cache_manager.get_block_ids(request)
+        return list(blocks)
+
+    def _copy_blocks(self) -> None:
+        caches, buffers = {"layer.0": torch.arange(8).reshape(4, 2)}, {"layer.0": torch.zeros(4, 2, dtype=torch.int64)}
+        worker = self.rig.workers[0]
+        worker.set_host_xfer_buffer_ops(copy_kv_blocks)
+        worker._connectors[0].copy_blocks(caches, buffers, [1], [2], "d2h")
+        self.seen.append(buffers["layer.0"].tolist())
+
+    def _fail(self) -> None:
+        """Let children raise where vLLM hears of it, and be stuck in vLLM's own aggregation."""
+        self.two.raises = {"reset_cache": TimeoutError("cache")}
+        with pytest.raises(TimeoutError, match="cache"):
+            self.rig.connector.reset_cache()
+        self.rig.aggregator._tell(Stuck("failure", "load", (1,)))
+        self.engine.front.metrics.observe({"kvobs": self._no_record.data})
+        self.two.raises = {"wait_for_layer_load": TimeoutError("layer")}
+        with pytest.raises(TimeoutError, match="layer"):
+            self.rig.workers[0].wait_for_layer_load("layer.0")
+        self.two.raises = {}
+
+    def faults(self) -> set[str]:
+        """Return the places whose faults are on /metrics, or will be."""
+        self.rig.add("last")
+        self._step(4)
+        told = self.engine.series("kvobs_internal_errors_total")
+        return {where for (where,) in told} | set(faults.take())
+
+
+def _plain(detail: Any) -> str:
+    """Return it in a form that compares; the addresses of objects are none of it."""
+    return "" if " object at " in str(detail) else str(detail)
+
+
+@contextmanager
+def instrumented(point: seams.Point) -> Iterator[None]:
+    undo = seams.instrument(point)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "is_under_pytest", lambda: False)
+        return Story(patch).happen()
+
+
+def test_the_story_is_the_same_each_time_and_passes_every_seam(
+    monkeypatch: pytest.MonkeyPatch, expected: list[Any]
+) -> None:
+    passed: set[str] = set()
+    with instrumented(lambda seam, _: passed.add(seam)):
+        assert Story(monkeypatch).happen() == expected
+    assert passed == _of_story()
+    assert len(passed) == 67, "a module that moves keeps its seams"
+    assert set(seams.find()) >= IN_ENGINE
+    assert faults.take() == {}
+
+
+def _of_story() -> set[str]:
+    """Return the seams that are passed without the exporter."""
+    return {seam for seam in seams.find() if seam not in IN_ENGINE and not seam.startswith("exporter.")}
+
+
+@pytest.mark.parametrize("seam", sorted(IN_ENGINE))
+def test_a_fault_on_the_way_to_the_exporter_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, expected: list[Any], seam: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(OPTIONS, "exporter", {"port": claim_port(0)})
+    breaker = Breaker(lambda one, _number: one == seam, sys.maxsize)
+    with instrumented(breaker):
+        story = Story(monkeypatch)
+        assert story.happen() == expected
+        assert story.rig.connector is not None
+        story.rig.connector.shutdown()
+    assert breaker.hit == {seam}
+    assert "internal error in kvobs's telemetry (flush)" in caplog.text
+    faults.take()
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_faults_in_all_seams_from_the_start_on_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, expected: list[Any], every: int
+) -> None:
+    breaker = Breaker(lambda _seam, _number: True, every)
+    with instrumented(breaker):
+        assert Story(monkeypatch).happen() == expected
+    assert breaker.hit >= AT_START
+    assert len(breaker.hit) > 20
+
+
+def test_a_fault_in_each_seam_is_contained_logged_and_counted(
+    monkeypatch: pytest.MonkeyPatch, expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once when each is left: at its begin it would keep the seams within it from being reached."""
+    places = {seam: where for seam, where in seams.find().items() if seam in _of_story()}
+    breaker = Breaker(lambda seam, number: number == seams.LEFT and seam not in AT_START, sys.maxsize)
+    with instrumented(breaker):
+        story = Story(monkeypatch)
+        assert story.happen() == expected
+    found = story.faults()
+    assert breaker.hit == set(places) - AT_START
+    assert found == set(places.values()) == set(INTERNAL_ERRORS.labels["where"]) - {"version"}
+    lines = [r.getMessage() for r in caplog.records if "internal error in kvobs's telemetry" in r.getMessage()]
+    assert len(lines) == len(found)
+
+
+def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+    """By an hour, forward and back, from one reading to the next."""
+    readings = 0
+
+    def is_on() -> bool:
+        nonlocal readings
+        readings += 1
+        return True
+
+    clock = jumping(is_on)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvobs.") and hasattr(module, "perf_counter_ns"):
+            monkeypatch.setattr(module, "perf_counter_ns", clock)
+    assert Story(monkeypatch).happen() == expected
+    assert readings > 1000
+
+
+@pytest.mark.parametrize(
+    ("opener", "flags", "is_noted"),
+    [
+        ("kvobs.stats.stats", os.O_WRONLY, True),
+        ("kvobs.stats.stats", os.O_RDONLY, False),
+        ("vllm.logger", os.O_WRONLY, False),
+    ],
+)
+def test_a_file_that_kvobs_opens_for_writing_is_noted(opener: str, flags: int, is_noted: bool) -> None:
+    noted: list[str] = []
+    scope: dict[str, Any] = {"__name__": opener, "hook": Writes(noted.append)}
+    library: dict[str, Any] = {"__name__": "json", "hook": scope["hook"]}
+    exec("def write(flags):\n    hook('open', ('/tmp/x', 'w', flags))", library)
+    scope["write"] = library["write"]
+    exec(f"write({flags})", scope)
+    assert noted == ([f"{opener} /tmp/x"] if is_noted else [])
+
+
+# Modules that are there for the telemetry alone: all that they do belongs into a seam.
+PACKAGES = ("telemetry", "stats", "exporting")
+MODULES = {"log", "signals", "spans", *(f"children.{name}" for name in ("collector", "layer_calls", "stalls")),
+           "routing.open_transfers", "routing.outcomes"}  # fmt: skip
+"""The telemetry: all of these packages, and these modules."""
+
+
+def is_telemetry(module: str) -> bool:
+    return module in MODULES or module.partition(".")[0] in PACKAGES
+
+
+BINDING = "once for each hook of a child, when it is first called: it works always or never"
+FRONT = "calls what is contained, and children"
+EXPOSED = {
+    "telemetry.trace_context:activated": BINDING,
+    "telemetry.trace_context:activated.<locals>.active": "sets what a seam has made",
+    "telemetry.flight:pack": BINDING,
+    "exporting.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
+    "telemetry.recorder:Recorder.tally": BINDING,
+    "telemetry.recorder:Recorder.traces_all": BINDING,
+    "telemetry.recorder:_first": BINDING,
+    "signals:hook_label": BINDING,
+    "signals:is_timed": BINDING,
+    "signals:place": BINDING,
+    "signals:slot": BINDING,
+    "stats.payload:KvobsStats.is_empty": "within _is_empty, which contains what children's stats raise",
+    "children.collector:Collector.collect": FRONT,
+    "stats.stats:MultiKVConnectorStats.is_empty": FRONT,
+    "stats.stats:_is_empty": FRONT,
+    "telemetry.request_traces:Traces.activated": BINDING,
+    "telemetry.request_traces:Traces.begin_step": FRONT,
+}
+"""What may run outside of a seam, and why."""
+
+
+class Exposed:
+    """A profiler that notes which functions of the telemetry run outside of every seam."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._depth = 0
+        self._thread = get_ident()
+        self._seams = {seam.partition(".<locals>")[0] for seam in seams.find()}
+
+    def point(self, seam: str, number: int) -> None:
+        if get_ident() == self._thread and number in (0, seams.LEFT):
+            self._depth += 1 if number == 0 else -1
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        module = str(frame.f_globals.get("__name__", "")).removeprefix("kvobs.")
+        if event == "call" and self._depth == 0 and is_telemetry(module):
+            name = f"{module}:{frame.f_code.co_qualname}"
+            if name.partition(".<locals>")[0] not in self._seams:
+                self.found.add(name)
+
+
+def test_what_runs_outside_of_every_seam_is_known(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+    exposed = Exposed()
+    with instrumented(exposed.point):
+        story = Story(monkeypatch)
+        sys.setprofile(exposed.profile)
+        try:
+            assert story.happen() == expected
+        finally:
+            sys.setprofile(None)
+    found = {name for name in exposed.found if not name.endswith(">")}  # comprehensions are their function's
+    assert found == set(EXPOSED)

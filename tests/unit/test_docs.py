@@ -1,0 +1,247 @@
+"""The pages say what is: README and docs/ are compared with the code, the commands, the files and each other."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from docs.__main__ import generated, main
+from docs.pages import FOLDER, ROOT, fill, pages, parts, table, write
+from docs.tables import TABLES
+from kvobs.cli import app
+from kvobs.signals import SIGNALS
+
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+ALL = "\n".join(TEXTS.values())
+LONGEST_README = 200  # lines: read in three minutes
+
+
+class Place(NamedTuple):
+    """Something that a page names."""
+
+    page: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.what}"
+
+
+def every(pattern: str) -> list[Place]:
+    """Return what a pattern's group finds in each page, each once."""
+    found = {Place(page, what) for page, text in TEXTS.items() for what in re.findall(pattern, text, re.MULTILINE)}
+    assert found, f"nothing in the pages is like {pattern}"
+    return sorted(found)
+
+
+# --- what is generated
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == generated(page), "run `make docs`"
+
+
+def test_every_table_is_in_a_page() -> None:
+    assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
+
+
+def test_measurements_have_their_place() -> None:
+    assert parts(TEXTS["docs/performance.md"], "run") == ["bench"]
+    assert parts(TEXTS["docs/reliability.md"], "run") == ["soak"]
+
+
+PART = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter\n"
+
+
+def test_a_part_is_filled_and_nothing_else_is_changed() -> None:
+    new = fill(PART, "table", "x", "| new |\n")
+    assert new == "before\n<!-- table: x -->\n| new |\n<!-- end -->\nafter\n"
+    assert fill(new, "table", "x", "| new |\n") == new
+    assert parts(new) == ["x"]
+    assert parts(new, "run") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "name"), [(PART, "table", "y"), (PART, "run", "x"), (PART[:30], "table", "x")]
+)
+def test_a_part_that_is_not_there_is_an_error(text: str, kind: str, name: str) -> None:
+    with pytest.raises(ValueError, match="the page has no part"):
+        fill(text, kind, name, "new")
+
+
+def test_a_part_is_written_into_its_file(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PART.replace("table", "run"))
+    write(page, "run", "x", "| measured |")
+    assert page.read_text() == "before\n<!-- run: x -->\n| measured |\n<!-- end -->\nafter\n"
+
+
+def test_cells_cannot_break_a_table() -> None:
+    assert table(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
+
+
+def test_the_check_names_pages_that_differ_and_writes_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--check"]) == 0
+    monkeypatch.setitem(TABLES, "versions", lambda: "| other |")
+    assert main(["--check"]) == 1
+    assert capsys.readouterr().out == "docs/compatibility.md: differs from what make docs writes\n"
+    assert (FOLDER / "compatibility.md").read_text(encoding="utf-8") == TEXTS["docs/compatibility.md"]
+
+
+# --- links
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("link", [link for link in every(r"\]\(([^)\s]+)\)") if "://" not in link.what], ids=str)
+def test_every_link_leads_somewhere(link: Place) -> None:
+    path, _, anchor = link.what.partition("#")
+    target = (ROOT / link.page).parent / path if path else ROOT / link.page
+    assert target.exists()
+    if anchor:
+        assert anchor in anchors(target.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", sorted(TEXTS.keys() - {"README.md", "docs/README.md"}))
+def test_every_page_is_in_the_index_and_opens_with_a_sentence(page: str) -> None:
+    assert f"]({Path(page).name})" in TEXTS["docs/README.md"]
+    heading, opening = TEXTS[page].split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", heading)
+    assert re.match(r"[\w`]", opening)
+    assert opening.endswith((".", ":"))
+
+
+# --- commands, paths and names
+
+
+@pytest.mark.parametrize("target", every(r"(?:^ {4}|`)(?:\S+=\S+ )*make ([a-z][a-z-]*)\b"), ids=str)
+def test_every_make_target_exists(target: Place) -> None:
+    assert re.search(rf"^{target.what}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def command_lines() -> list[Place]:
+    """Return the calls of the command, but not the headings that it prints."""
+    found = every(r"(?:^ {4}(?:\$ )?|`|\$\()kvobs ([a-z][^`\n#|)]*)")
+    return [line for line in found if "   the last" not in line.what]
+
+
+def test_all_commands_are_described() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert {line.what.split()[0] for line in command_lines()} == set(commands)
+
+
+@pytest.mark.parametrize("line", command_lines(), ids=str)
+def test_every_command_and_its_options_exist(line: Place) -> None:
+    command: Any = get_command(app)
+    words = line.what.split()
+    while hasattr(command, "commands") and words:
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("-") and word != "-"} <= known
+
+
+@pytest.mark.parametrize("path", every(r"`((?:tests|docs|dashboards|kvobs)/[\w./-]*?)`"), ids=str)
+def test_every_path_exists(path: Place) -> None:
+    assert (ROOT / path.what).exists()
+
+
+@pytest.mark.parametrize("module", every(r"python -m ((?:tests|docs|dashboards)[\w.]*)"), ids=str)
+def test_every_module_that_is_run_exists(module: Place) -> None:
+    path = ROOT / module.what.replace(".", "/")
+    assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+@pytest.mark.parametrize("name", every(r"\b(kvobs_[a-z_]+[a-z])\b"), ids=str)
+def test_every_metric_exists(name: Place) -> None:
+    known = {signal.name for signal in SIGNALS} | {"kvobs_version"}  # a field of `kvobs top --json`
+    assert name.what in known or re.sub(r"_(bucket|count|sum)$", "", name.what) in known
+
+
+# --- configurations
+
+
+def configurations(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every --kv-transfer-config within what a block of JSON or YAML holds."""
+    if isinstance(value, str) and value.strip().startswith('{"kv_connector"'):
+        yield json.loads(value)
+    elif isinstance(value, dict) and "kv_connector" in value:
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from configurations(item)
+
+
+def blocks() -> Iterator[tuple[str, dict[str, Any]]]:
+    for page, text in TEXTS.items():
+        for number, (kind, block) in enumerate(
+            re.findall(r"^```(json|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        ):
+            parsed = json.loads(block) if kind == "json" else yaml.safe_load(block)
+            for config in configurations(parsed):
+                yield f"{page}, block {number}", config
+
+
+BLOCKS = list(blocks())
+
+
+@cache
+def checked(config: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["check", config, "--json"])
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_configurations_are_found() -> None:
+    assert {name.partition(",")[0] for name, _ in BLOCKS} >= {"README.md", "docs/isolation.md", "docs/deployment.md"}
+
+
+@pytest.mark.parametrize(("name", "config"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_every_configuration_is_right(name: str, config: dict[str, Any]) -> None:
+    found = checked(json.dumps(config))
+    assert found["mistakes"] == []
+    assert found["warnings"] == []
+    assert config["kv_connector_module_path"] == "kvobs"
+
+
+# --- what is shown
+
+
+def test_who_reads_from_whom_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = r"^    \$ kvobs (topology .*)\n((?:    .*\n|\n)+)"
+    ((command, shown),) = re.findall(pattern, TEXTS["docs/topology.md"], re.MULTILINE)
+    app(command.split(), standalone_mode=False)
+    printed = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
+    assert printed == [line.removeprefix("    ") for line in shown.rstrip().splitlines()]
+
+
+# --- for readers
+
+CODE = r"^```.*?^```|^    .*?$|<!-- table.*?<!-- end -->|`[^`]*`"
+
+
+@pytest.mark.parametrize("page", sorted(TEXTS))
+def test_a_configured_connector_is_called_connector(page: str) -> None:
+    prose = re.sub(CODE, "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r".*\bchild(?:ren)?\b.*", prose)
+
+
+def test_the_readme_is_short_and_starts_with_the_demo_and_the_tests() -> None:
+    readme = TEXTS["README.md"]
+    assert len(readme.splitlines()) <= LONGEST_README
+    assert re.findall(r"^    (\S.*)$", readme, re.MULTILINE)[0] == "make demo"
+    commands = re.findall(r"^    (make \S+)$", readme, re.MULTILINE)
+    assert commands == ["make demo", "make test"]

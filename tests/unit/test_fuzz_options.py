@@ -1,0 +1,151 @@
+"""Whatever JSON stands in the configuration: it is a configuration, or a ``ConfigError`` of bounded length."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from vllm.config import KVTransferConfig
+
+from kvobs.children.configured import read_specs
+from kvobs.config import ConfigError, Configuration, Options, TracingOptions, read
+from kvobs.telemetry.trace_context import KEY
+from tests.support.contexts import json_values
+
+SECRET = "s3cr3t-" + "key" * 9
+CHILD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+# Long keys and very many have tests of their own.
+names_of_options = st.sampled_from([*Options.model_fields, *TracingOptions.model_fields])
+keys = names_of_options | st.text(max_size=9)
+anything = st.recursive(
+    json_values | st.floats() | st.integers(-(10**400), 10**400) | names_of_options,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=10,
+)
+of_options: dict[str, Any] = dict.fromkeys(Options.model_fields, anything)
+of_options["tracing"] = anything | st.dictionaries(st.sampled_from(sorted(TracingOptions.model_fields)), anything)
+of_options["slow_call_ms_by_hook"] = anything | st.dictionaries(st.sampled_from(["wait_for_save", "x"]), anything)
+connectors = st.lists(
+    anything
+    | st.fixed_dictionaries(
+        {"kv_connector": st.just("OffloadingConnector") | anything}, optional={"kv_role": anything}
+    ),
+    max_size=4,
+)
+configurations = st.fixed_dictionaries(
+    {},
+    optional={
+        "connectors": anything | connectors | st.just([CHILD, CHILD]),
+        KEY: anything | st.fixed_dictionaries({}, optional=of_options) | st.dictionaries(keys, anything, max_size=3),
+        "else": anything,
+    },
+)
+
+
+def outcome(extra: dict[str, Any]) -> Configuration | ConfigError:
+    try:
+        return read(extra)
+    except ConfigError as error:
+        return error
+
+
+@settings(max_examples=300)
+@given(configurations)
+def test_any_json_is_a_configuration_or_its_mistakes_are_named(extra: dict[str, Any]) -> None:
+    found = outcome(extra)
+    if isinstance(found, ConfigError):
+        assert len(found.mistakes) > 0
+        assert all(mistake.path.startswith("kv_connector_extra_config") for mistake in found.mistakes)
+        assert max(len(str(mistake)) for mistake in found.mistakes) < 2000
+    else:
+        assert len(found.names) == len(extra["connectors"]) == len(set(found.names))
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from(["kv_connector", "kv_role", "engine_id", "kv_port", "x"]), anything))
+def test_any_json_in_a_childs_place_is_a_child_or_named(entry: dict[str, Any]) -> None:
+    extra = {"connectors": [CHILD, {**CHILD, **entry}]}
+    parent = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    try:
+        assert len(read_specs(parent)) == 2
+    except ConfigError as error:
+        assert all("connectors[1]" in mistake.path for mistake in error.mistakes)
+
+
+def test_a_configuration_that_json_can_just_nest_is_read() -> None:
+    """Deeper than this, Python's JSON does not read it either."""
+    depth = 900
+    for deep in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        for name in Options.model_fields:
+            assert isinstance(outcome({"connectors": [CHILD], KEY: {name: json.loads(deep)}}), ConfigError)
+        assert isinstance(outcome({"connectors": json.loads(deep)}), ConfigError)
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "a value": {"load_policy": "x" * 10**6},
+    "a name": {"names": ["x" * 10**6]},
+    "a number": {"slow_call_ms": -(10**4000)},
+    "an option": {"x" * 10**6: 1},
+    "an option of tracing": {"tracing": {"x" * 10**6: 1}},
+    "a hook": {"slow_call_ms_by_hook": {"x" * 10**6: 1}},
+}
+MANY: dict[str, dict[str, Any]] = {
+    "values": {"names": list(range(10**4))},
+    "options": {str(i): 1 for i in range(10**4)},
+    "hooks": {"slow_call_ms_by_hook": {str(i): 1 for i in range(10**4)}},
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a value",
+        "a name",
+        "a number",
+        "an option",
+        "an option of tracing",
+        "a hook",
+    ],
+)
+def test_a_message_is_short_whatever_is_long(what: str) -> None:
+    found = outcome({"connectors": [CHILD], KEY: LONG[what]})
+    assert isinstance(found, ConfigError)
+    assert len(str(found)) < 2000
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_message_is_short_however_many_mistakes_there_are(what: str) -> None:
+    found = outcome({"connectors": [CHILD], KEY: MANY[what]})
+    assert isinstance(found, ConfigError)
+    assert len(str(found)) < 20_000
+
+
+# --- a child's own configuration may hold credentials
+
+WITH_SECRET: dict[str, Any] = {
+    "good": [{**CHILD, "kv_connector_extra_config": {"access_key": SECRET}}],
+    "a class that nobody has": [{"kv_connector": "Nothing", "kv_connector_extra_config": {"access_key": SECRET}}],
+    "a wrong role": [{**CHILD, "kv_role": "x", "kv_connector_extra_config": {"access_key": SECRET}}],
+    "no class": [{"kv_connector_extra_config": {"access_key": SECRET}}],
+    "no list": {**CHILD, "kv_connector_extra_config": {"access_key": SECRET}},
+    "no list, and the secret first": {"kv_connector_extra_config": {"access_key": SECRET}},
+    "a list too many": [[{"access_key": SECRET}]],
+    "a misspelt key": [{**CHILD, "kv_conector_extra_config": {"access_key": SECRET}}],
+    "no object": [{**CHILD, "kv_connector_extra_config": SECRET}],
+}
+
+
+@pytest.mark.parametrize("how", WITH_SECRET)
+def test_no_message_shows_what_is_configured_for_a_child(how: str) -> None:
+    extra = {"connectors": WITH_SECRET[how]}
+    parent = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    try:
+        read_specs(parent)
+    except ConfigError as error:
+        assert "s3cr3t" not in str(error)
+    else:
+        assert how == "good"

@@ -1,0 +1,20 @@
+import logging
+
+import pytest
+
+from kvobs import log
+
+
+def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert log.once("k", logging.WARNING, "said %d", 1) is True
+    assert log.once("k", logging.WARNING, "said %d", 2) is False
+    assert [record.getMessage() for record in caplog.records] == ["said 1"]
+
+
+def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that names ever new things does not keep what others have to say out of the log."""
+    for key, times in {"k{}": 128, "kind:{}": 128, "kind:{}:more": 128, "kind:{:0300}": 1}.items():
+        log.forget()
+        assert sum(log.once(key.format(i), logging.DEBUG, "again") for i in range(5000)) == times
+        assert log.once("other:1", logging.DEBUG, "heard")
+    assert max(len(key) for said in log._said.values() for key in said) <= 256

@@ -1,0 +1,118 @@
+"""``KVOBS_ENABLE`` puts kvobs behind the registered name; anything but a clear yes leaves vLLM as it is."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+
+import kvobs
+from kvobs import plugin
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    before = dict(KVConnectorFactory._registry)
+    yield
+    KVConnectorFactory._registry.clear()
+    KVConnectorFactory._registry.update(before)
+
+
+def registered() -> object:
+    return KVConnectorFactory.get_connector_class_by_name("MultiConnector")
+
+
+@pytest.mark.parametrize("value", ["1", "true", " YES ", "on"])
+def test_a_yes_replaces_the_class(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, value)
+    plugin.register()
+    plugin.register()
+    assert registered() is kvobs.MultiConnector
+    assert issubclass(kvobs.MultiConnector, stock.MultiConnector)
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "off", "no"])
+def test_a_no_leaves_vllm_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, value)
+    plugin.register()
+    assert registered() is stock.MultiConnector
+    assert not caplog.records
+
+
+def test_anything_else_is_a_no_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "maybe")
+    plugin.register()
+    assert registered() is stock.MultiConnector
+    assert "KVOBS_ENABLE is 'maybe'" in caplog.text
+
+
+class TheirConnector(stock.MultiConnector):
+    """A class that another plugin has for the name."""
+
+
+def register_theirs() -> None:
+    """Register it as vllm-ascend does: vLLM's own is taken out first."""
+    KVConnectorFactory._registry.pop("MultiConnector")
+    KVConnectorFactory.register_connector("MultiConnector", __name__, "TheirConnector")
+
+
+def test_another_plugins_class_stays_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    register_theirs()
+    plugin.register()
+    assert registered() is TheirConnector
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"another plugin has registered {__name__}.TheirConnector as MultiConnector" in line
+    assert '"kv_connector_module_path": "kvobs"' in line
+
+
+def test_another_plugins_class_that_comes_later_stays_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    plugin.register()
+    assert not caplog.records
+    register_theirs()
+    assert registered() is TheirConnector
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "another plugin has replaced its class as MultiConnector" in line
+    assert '"kv_connector_module_path": "kvobs"' in line
+
+
+@pytest.mark.parametrize(
+    "loader", [lambda: TheirConnector, partial(getattr, stock, "MultiConnector")], ids=["lambda", "partial"]
+)
+def test_a_loader_that_does_not_say_what_it_loads_is_somebody_elses(
+    loader: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    KVConnectorFactory._registry["MultiConnector"] = loader
+    plugin.register()
+    assert KVConnectorFactory._registry["MultiConnector"] is loader
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "1"], ids=["stock", "kvobs"])
+def test_a_plugin_that_takes_nothing_out_is_refused_by_vllm_with_kvobs_and_without(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, value)
+    plugin.register()
+    before = registered()
+    with pytest.raises(ValueError, match="'MultiConnector' is already registered"):
+        KVConnectorFactory.register_connector("MultiConnector", __name__, "TheirConnector")
+    assert registered() is before
+
+
+def test_vllm_finds_the_plugin() -> None:
+    (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "kvobs"]
+    assert entry.load() is plugin.register

@@ -1,0 +1,358 @@
+"""Nothing is unpickled, imported or run at a peer's word; what clients send is bounded; nothing secret gets out."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from opentelemetry import trace as otel
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+import kvobs
+import tests.support.scripted
+from kvobs.exporting import span_export
+from kvobs.exporting.span_export import SpanCutter
+from kvobs.signals import OPEN, SIGNALS
+from kvobs.spans import ATTRIBUTES, Record
+from kvobs.stats import stats
+from kvobs.stats.payload import KvobsStats
+from kvobs.stats.stats import RawStats, _class_at, class_path, rebuild
+from kvobs.stats.wire import VERSION
+from kvobs.telemetry import trace_context
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.trace_context import MalformedContextError, as_otel, into_params, of_headers, of_params, parse
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.contexts import SAMPLED, no_otel_variables, record
+from tests.support.rig import child_config
+from tests.support.scripted import MeteredConnector, Stats
+from tests.unit.exporting.test_prometheus import Front
+
+PACKAGE = Path(kvobs.__file__).parent
+SECRET = "s3cr3t-" + "0123456789" * 3
+
+# --- what the code can do at all
+
+UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "jsonpickle", "torch.load"}
+RUNS = {"eval", "exec", "__import__", "import_module", "run_module", "run_path", "system", "popen"}
+WRITES = {"write_text", "write_bytes", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "mkdir", "dump"}
+TALKS = {"socket", "socketserver", "http", "urllib", "requests", "subprocess", "zmq"}
+
+
+def in_production() -> Iterator[tuple[str, ast.AST]]:
+    """Yield the file and each node of what a server or a command may import: all but the demo and what tests use."""
+    for path in PACKAGE.rglob("*.py"):
+        if not {"demo", "testing"} & set(path.relative_to(PACKAGE).parts):
+            for node in ast.walk(ast.parse(path.read_text())):
+                yield path.name, node
+
+
+def imports(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.split(".")[0] for alias in node.names}
+    return {str(node.module).split(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+def called(node: ast.AST) -> str:
+    """Return the name of what is called, if anything is."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -> None:
+    found = [(name, imported) for name, node in in_production() for imported in imports(node)]
+    assert len(found) > 100, "the test finds imports"
+    talking = {name for name, imported in found if imported in UNPICKLES | TALKS}
+    assert talking == {
+        "servers.py",  # the command kvobs top, which reads the /metrics that it is given
+        "port.py",  # the command kvobs check, which looks whether the exporter's port is free
+        "feed.py",  # starts the exporter, over a socket without address
+        *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
+    }
+    assert {imported for name, imported in found if name in talking}.isdisjoint(UNPICKLES)
+    importers = {name for name, imported in found if imported == "importlib"}
+    # Commands, which ask whether vLLM is there, and in which package a child is.
+    assert importers == {"commands.py", "check.py", "facts.py"}
+    loads = {name: ast.unparse(node) for name, node in in_production() if called(node) == "loads"}
+    assert loads == {
+        "topology.py": "json.loads(path.read_bytes())",  # a model's config.json, for the command kvobs topology
+        "command.py": "json.loads(text)",  # the configuration, for the command kvobs check
+        "wire.py": "json.loads(line)",  # what EngineCore and its exporter send each other
+        "process.py": "json.loads(error.read(READ))",  # /healthz of an exporter that has the port
+        "ring.py": "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))",  # for the command kvobs timeline
+    }
+
+
+def test_nothing_is_run_but_the_fan_out_of_the_layer_hooks() -> None:
+    found = [(name, called(node)) for name, node in in_production()]
+    assert [one for one in found if one[1] in RUNS] == [("layer_calls.py", "exec")]
+
+
+def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> None:
+    found = [(name, node) for name, node in in_production() if called(node) in WRITES | {"open", "fdopen"}]
+    spans = {"self.open(request_id)", "self._traces.open(request_id)"}
+    found = [one for one in found if ast.unparse(one[1]) not in spans]
+    of_timeline = {
+        "process.py": 1,  # /dev/null in the place of the engine's stderr
+        "ring_files.py": 4,  # the folder and files of kvobs.timeline.dir; to look whether one is still written
+        "recordings.py": 2,  # to read them
+        "chrome_trace.py": 2,  # what the command kvobs timeline is told to write
+    }
+    of_commands = {"dashboards.py": 2}  # kvobs dashboards
+    assert Counter(name for name, _ in found) == of_timeline | of_commands
+
+
+# --- what a payload can make the API server do
+
+
+class Trap:
+    """Is no connector, and says when it is used."""
+
+    used: ClassVar[list[str]] = []
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Any = None) -> Any:
+        cls.used.append("called")
+
+    def __init__(self) -> None:
+        self.used.append("made")
+
+
+class Looked:
+    """Notices whoever looks into it."""
+
+    def __getattr__(self, name: str) -> Any:
+        Trap.used.append(name)
+        raise AttributeError(name)
+
+
+class Outer:
+    class Inner(KVConnectorBase_V1):
+        @classmethod
+        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+            return Stats(data=data or {})
+
+
+LOOKED = Looked()
+
+
+def told(path: Any) -> Any:
+    return rebuild({"a": {"n": 1}, "kvobs": {"v": VERSION, "children": {"a": path}}})["a"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Trap", "LOOKED", "LOOKED.x", "Trap.build_kv_connector_stats", "KVConnectorBase_V1.__subclasses__", "sys"],
+)
+def test_what_is_no_connector_is_not_touched(name: str) -> None:
+    Trap.used.clear()  # pytest looks into everything here
+    assert isinstance(told(f"{__name__}:{name}"), RawStats)
+    assert Trap.used == []
+
+
+@pytest.mark.parametrize("path", ["os:system", "builtins:exec", "sys:modules", "subprocess:Popen", "os:path.join", ":"])
+def test_no_name_leads_out_of_the_connectors(path: str) -> None:
+    assert isinstance(told(path), RawStats)
+
+
+def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "not_configured_here.py").write_text(f"open({str(ran)!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("not_configured_here:C", "not_configured_here.more:C", "antigravity:C"):
+        assert isinstance(told(path), RawStats)
+    assert not ran.exists()
+    assert not {"not_configured_here", "antigravity"} & set(sys.modules)
+
+
+def test_a_connector_that_is_imported_is_found_by_its_path_also_inside_another_class() -> None:
+    assert isinstance(told(class_path(Outer.Inner)), Stats)
+
+
+def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM always makes its Prometheus logger, and that the connectors' metrics; the log may come without one."""
+    path = class_path(MeteredConnector)
+    monkeypatch.setattr(
+        tests.support, "scripted", tests.support.scripted
+    )  # importing it again sets it, beside the entry there
+    monkeypatch.delitem(sys.modules, "tests.support.scripted")
+    monkeypatch.setattr(stats, "_found", {})
+    assert _class_at(path) is None
+    Front(child_config(Script("a"), "MeteredConnector"))
+    assert class_path(_class_at(path)) == path
+
+
+# --- what clients send
+
+
+@pytest.mark.parametrize("part", ["0", "00-", "-", "a" * 32 + "-", "00-" + "a" * 32 + "-" + "b" * 16 + "-01-"])
+def test_what_is_too_long_is_not_even_matched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def match(value: str) -> None:
+        assert len(value) <= 512
+
+    assert parse("01" + SAMPLED.traceparent[2:] + "-x") is not None
+    monkeypatch.setattr(trace_context, "_PATTERN", SimpleNamespace(fullmatch=match))
+    for size in (500, 513, 10**7):
+        assert parse((part * size)[:size]) is None
+
+
+class Counting(dict[str, Any]):
+    """Counts how often something is asked of it."""
+
+    asked = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked += 1
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked += 1
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all of it is read")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("junk", [0, 100_000])
+def test_of_many_headers_and_params_only_ours_are_looked_at(junk: int) -> None:
+    more = {f"k{i}": SECRET for i in range(junk)}
+    headers = Counting({**more, "traceparent": SAMPLED.traceparent})
+    own = Counting({**more, "traceparent": SAMPLED.traceparent})
+    params = Counting({**more, "kvobs": own})
+    assert of_headers(headers) == of_params(params) == SAMPLED
+    assert max(headers.asked, own.asked, params.asked) <= 3
+
+
+@pytest.mark.parametrize("value", [b"00-", SAMPLED.traceparent.encode(), 7, 1e9, [SAMPLED.traceparent], {"a": 1}, True])
+def test_what_is_no_string_is_malformed_and_not_converted(value: Any) -> None:
+    deep: Any = value
+    for _ in range(10_000):
+        deep = {"kvobs": deep}
+    for read, sent in ((of_headers, {"traceparent": value}), (of_params, {"kvobs": {"traceparent": value}})):
+        with pytest.raises(MalformedContextError):
+            read(sent)
+    with pytest.raises(MalformedContextError):
+        of_params(deep)
+
+
+@pytest.mark.parametrize("digits", ["\u0660", "\uff10", "\u0131", "A", "\x00", " "])
+def test_only_ascii_digits_in_lower_case_are_hex(digits: str) -> None:
+    for at in (0, 3, 36, 53):
+        assert parse(SAMPLED.traceparent[:at] + digits + SAMPLED.traceparent[at + 1 :]) is None
+
+
+def test_of_a_clients_context_nothing_but_ids_and_the_flag_is_handed_on() -> None:
+    """No tracestate, no baggage: neither to a decode engine, nor to children, nor to the collector."""
+    sent = {"traceparent": "01" + SAMPLED.traceparent[2:] + "-" + SECRET, "tracestate": SECRET, "baggage": SECRET}
+    read = of_headers(sent)
+    assert read == SAMPLED
+    assert SECRET not in json.dumps(into_params({}, read))
+    assert not otel.get_current_span(as_otel(SAMPLED)).get_span_context().trace_state
+    assert len(as_otel(SAMPLED)) == 1
+
+
+# --- what gets out
+
+
+def test_no_signal_and_no_attribute_is_about_content() -> None:
+    """A new label or attribute is looked at by someone before it is in here."""
+    labels = {label for signal in SIGNALS for label, values in signal.labels.items() if values is OPEN}
+    assert labels == {
+        "class", "error_type", "failure_policy", "hook", "index", "load_policy", "rank", "role", "version",
+        "vllm_version",
+    }  # fmt: skip
+    assert not {"prompt", "token_ids", "params", "headers", "message", "config"} & {
+        part for attribute in ATTRIBUTES for part in attribute.split(".")
+    }
+
+
+def test_of_an_exception_only_its_class_is_told() -> None:
+    recorder = Recorder(1)
+    recorder.failed(0, "save_kv_layer", 0, 1, RuntimeError(SECRET, SECRET))
+    taken = recorder.take()
+    assert taken.opened == [["kvobs_call_errors_total", 0, "save_kv_layer", "RuntimeError", 1]]
+    assert SECRET not in repr(taken)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attributes": {"kv_transfer.connector": "x" * 1025}},
+        {"attributes": {"x" * 1025: 1}},
+        {"attributes": {"kv_transfer.tokens": 2**63}},
+        {"attributes": {str(i): 1 for i in range(65)}},
+        {"links": (SAMPLED.traceparent,) * 65},
+    ],
+    ids=["long value", "long key", "large number", "many attributes", "many links"],
+)
+def test_what_a_record_may_hold_is_bounded_and_costs_no_other_span(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exporter loses a whole batch with one value that it can't encode."""
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr(span_export, "CLOSING_S", 0.1)
+    memory, lost = InMemorySpanExporter(), {}
+    cutter = SpanCutter(memory, {}, lambda where, n: lost.update({where: n}))
+    assert Record.read(record(**changes)) is None
+    assert len(cutter.cut([[record(**changes)], [record()]], 0)) == 1
+    cutter._processor.force_flush()
+    (span,) = encode_spans(memory.get_finished_spans()).resource_spans[0].scope_spans[0].spans
+    assert (span.trace_state, lost) == ("", {"malformed": 1})
+    cutter.close()
+
+
+def test_nothing_of_prompts_params_headers_or_configurations_leaves_an_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in payloads and spans, not in metrics, not in kvobs's lines of the log."""
+    a, b = Script("a"), Script("b")
+    connectors = [child_config(s, "MeteredConnector") for s in (a, b)]
+    for connector in connectors:
+        connector["kv_connector_extra_config"]["access_key"] = SECRET
+    options = {"names": ["one", "two"], "tracing": {"level": "calls", "layers": True}, "slow_call_ms": 1e-6}
+    with monkeypatch.context() as patch:
+        no_otel_variables(patch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+        rig = Rig("kvobs", a, b, ranks=2, kvobs=options, connectors=connectors)
+    no_otel_variables(monkeypatch)
+    a.offers |= {"async": (BLOCK, True), "failed": (2 * BLOCK, True), "sync": (BLOCK, False)}
+    b.promises.add("saved")
+    b.params["saved"] = {"remote_key": SECRET}
+    headers = {"traceparent": SAMPLED.traceparent, "tracestate": SECRET, "baggage": SECRET, "authorization": SECRET}
+    prompts = []
+    for i, name in enumerate(("async", "failed", "sync", "saved", "plain")):
+        sent = {**headers, "traceparent": SECRET} if i == 4 else headers
+        request = rig.add(name, trace_headers=sent, secret=SECRET, kvobs={"traceparent": SECRET, SECRET: SECRET})
+        prompts.append(list(request.prompt_token_ids))
+    rig.run(2)
+    for rank in range(2):
+        a.say(rank, received="async nobody", failed="failed")
+        b.say(rank, saved="saved")
+    rig.run(6)
+    text = json.dumps(rig.stats)
+    assert "kv.load" in text
+    assert "kv.call" in text
+    assert len(rig.stats) > 2
+    front = Front(*connectors, names=["one", "two"])
+    for payload in rig.stats:
+        front.metrics.observe(KvobsStats(data=payload).data)
+    metrics = repr([family.samples for family in front.registry.collect()])
+    assert "kvobs_loads_total" in metrics
+    said = "\n".join(line.getMessage() for line in caplog.records if line.name.startswith("vllm.kvobs"))
+    assert "slow_call_ms" in said
+    for out in (text, metrics, said):
+        assert "s3cr3t" not in out
+        for prompt in prompts:
+            assert json.dumps(prompt[:8])[1:-1] not in out
+    assert "s3cr3t" in repr(request.kv_transfer_params), "it was there"

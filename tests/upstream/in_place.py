@@ -1,0 +1,48 @@
+"""A pytest plugin for vLLM's own tests: it puts kvobs's classes where the tests import vLLM's from.
+
+pytest imports it by this file's name (``-p in_place``), as ``tests`` is the name of vLLM's package there. What is put
+in place is in ``REPLACED``; without ``KVOBS_IN_PLACE=1`` nothing is, which gives the baseline.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+
+REPLACED: dict[str, dict[str, str]] = {
+    f"{_CONNECTORS}.v1.multi_connector": {
+        "MultiConnector": "kvobs.connector",
+        "MultiKVConnectorMetadata": "kvobs.routing.metadata",
+        "MultiKVConnectorWorkerMetadata": "kvobs.routing.metadata",
+        "MultiKVConnectorStats": "kvobs.stats.stats",
+        "MultiKVConnectorPromMetrics": "kvobs.exporting.prometheus",
+    },
+    f"{_CONNECTORS}.utils": {
+        "KVOutputAggregator": "kvobs.aggregation",
+        "TransferTopology": "kvobs.topology",
+        "get_kv_connector_cache_layout": "kvobs.connector",
+    },
+}
+"""vLLM's module -> name in it -> kvobs's module that has its replacement."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace vLLM's classes before any test module imports them."""
+    if os.environ.get("KVOBS_IN_PLACE") == "1":
+        replace()
+
+
+def replace() -> None:
+    """Put kvobs's classes in place; what kvobs itself needs of vLLM's is bound first."""
+    found: list[tuple[Any, str, Any]] = []
+    for module, names in REPLACED.items():
+        for name, ours in names.items():
+            found.append((importlib.import_module(module), name, getattr(importlib.import_module(ours), name)))
+    for module, name, ours in found:
+        setattr(module, name, ours)
