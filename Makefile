@@ -9,6 +9,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_TEST := tests/engine/test_demo.py::test_the_demo_shows_both_connectors_loading
 
+# Two files of tests at a time: an engine mostly waits for one core, when it starts and when it is asked.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
@@ -27,13 +30,14 @@ test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's ow
 	$(BIN)/python -m pytest $(DEMO_TEST)
 
 test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and those under other vLLM versions
-	$(BIN)/python -m pytest -m "(engine or contract) and not slow and not connectors" --deselect $(DEMO_TEST) tests $(TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not slow and not connectors" --deselect $(DEMO_TEST) tests $(TESTS)
 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
-	$(BIN)/python -m pytest -m slow tests $(TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
 
 test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; ten minutes
-	$(BIN)/python -m pytest -rP -m "connectors and not ray" tests/connectors $(TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
+	$(BIN)/python -m pytest -rP -m "connectors and not ray" tests/connectors/servers $(TESTS)
 
 test-ray: $(INSTALLED) packages ## Run engines under Ray, with both of vLLM's executors for it; five minutes
 	$(BIN)/python -m pytest -rP -m ray tests/connectors $(TESTS)

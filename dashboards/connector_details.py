@@ -337,7 +337,7 @@ def _silence() -> Panel:
             "Age of the last numbers that the exporter got from its engine: the ten highest.",
             "Near zero under load; it rises while the engine is idle, or hangs.",
             "If it rises while requests wait: see the engine's log, and Transfers in progress on this board.",
-            "No data without the exporter. An idle engine sends nothing: a high value alone does not indicate an error.",
+            "No data without the exporter. An idle engine sends nothing: a high value alone is no error.",
         ),
         Query(f"topk(10, time() - {SELECTION.gauge(signals.LAST_PAYLOAD, *_OF_ENGINE, how='max')})", _ENGINE),
         unit="s",

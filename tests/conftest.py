@@ -12,6 +12,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
+# Tests on real engines that run side by side have their ranks on different cores.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    available = sorted(os.sched_getaffinity(0))
+    os.environ["KVOBS_DEMO_FIRST_CORE"] = str(available[int(worker.removeprefix("gw")) % len(available)])
+
 import pytest
 from hypothesis import settings
 

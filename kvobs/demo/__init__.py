@@ -4,7 +4,7 @@ model.py          a tiny Llama with random weights and one token per byte
 host_offload.py   lets vLLM's OffloadingConnector keep KV blocks in the memory of a machine without a GPU
 serve.py          `vllm serve` for every package name of vLLM
 server.py         start it, wait for it, send requests, end it with all its processes
-processes.py      find and end every process of a session
+processes.py      find and end every process of a process group
 serverlog.py      the newest message in vLLM's log, and the exception behind a failure
 load.py           questions about a few documents, in rounds that make each child serve
 collector.py      receive OpenTelemetry spans, over HTTP or gRPC

@@ -1,4 +1,4 @@
-"""Find and end all processes of a session; keep this process off a core."""
+"""Find and end all processes of a process group; keep this process off a core."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def session_members(session: int) -> list[int]:
-    """Return the running processes of a session, without zombies."""
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and in_session(int(entry), session)]
+def group_members(group: int) -> list[int]:
+    """Return the running processes of a process group, without zombies."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and in_group(int(entry), group)]
 
 
-def in_session(pid: int, session: int) -> bool:
-    """Return whether a process runs in a session; False if it has ended."""
+def in_group(pid: int, group: int) -> bool:
+    """Return whether a process runs in a process group; False if it has ended."""
     with suppress(OSError, ValueError):
-        state, _parent, _group, sid = stat(pid)[1][:4]
-        return int(sid) == session and state not in "ZX"
+        state, _parent, found = stat(pid)[1][:3]
+        return int(found) == group and state not in "ZX"
     return False
 
 
@@ -29,22 +29,22 @@ def stat(pid: int) -> tuple[str, list[str]]:
     return name, fields.split()
 
 
-def end_session(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Terminate the leader of a session, and kill the rest of the session after `grace` seconds."""
+def end_group(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Terminate the leader of a process group, and kill the rest of the group after `grace` seconds."""
     try:
         process.terminate()
         deadline = time.monotonic() + grace
-        while session_members(process.pid) and time.monotonic() < deadline:
+        while group_members(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
-        kill_session(process.pid)
+        kill_group(process.pid)
         process.wait()
 
 
-def kill_session(session: int) -> None:
-    """Kill every process of a session that we made, and wait up to five seconds until none is left."""
+def kill_group(group: int) -> None:
+    """Kill every process of a process group that we made, and wait up to five seconds until none is left."""
     deadline = time.monotonic() + 5
-    while (members := session_members(session)) and time.monotonic() < deadline:
+    while (members := group_members(group)) and time.monotonic() < deadline:
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -60,8 +60,8 @@ def exit_text(code: int) -> str:
 def keeping_off(core: int) -> Iterator[None]:
     """Keep all threads of this process, and the processes they start, off a core inside the ``with`` block.
 
-    Unless it is the only one. On Linux 6.18 a process beside two ranks that yield one core to each other, in a session
-    of theirs, was seen to get no CPU for 25 s, and once not for as long as their load went on.
+    Unless it is the only one. On Linux 6.18 a process beside two ranks that yield one core to each other, in another
+    session than its own, was seen to get no CPU for 25 s, and once not for as long as their load went on.
     """
     ours = os.sched_getaffinity(0)
     set_affinity(os.getpid(), ours - {core} or ours)

@@ -22,10 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import end_session, exit_text
+from kvobs.demo.processes import end_group, exit_text
 from kvobs.demo.server_log import COLOUR, newest_message, root_cause
 
 HOST = "127.0.0.1"
+FIRST_CORE = "KVOBS_DEMO_FIRST_CORE"
+"""Environment variable with the core that a server's first rank runs on."""
 TAIL = 25
 """Lines of the log's end that an error shows."""
 
@@ -112,7 +114,7 @@ class Server:
         return [*line, *self.args]
 
     def start(self) -> None:
-        """Start the process, in a session of its own: a Ctrl-C in the terminal reaches us, and only us."""
+        """Start the process, in a process group of its own: a Ctrl-C in the terminal reaches us, and only us."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvobs-"))
         ours = {"KVOBS_DEMO_PARENT": str(os.getpid()), "TMPDIR": str(self.scratch)}
@@ -123,7 +125,9 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(self.tensor_parallel) | dict(self.env) | ours,
-                start_new_session=True,
+                # No session of its own: Linux shares CPU time out between sessions, and ranks that wait for each
+                # other on one core were seen to leave none to the processes of other sessions.
+                process_group=0,
             )
 
     def wait_until_ready(self) -> None:
@@ -155,12 +159,12 @@ class Server:
     def stop(self) -> None:
         """End the server and every process it started; return when they are gone.
 
-        Asks first, so that shared memory is cleaned up, then kills the whole session: vLLM 0.32 can hang for ever
+        Asks first, so that shared memory is cleaned up, then kills the whole process group: vLLM 0.32 can hang for ever
         when it is asked to end while its engine starts. A second Ctrl-C in here skips the asking.
         """
         try:
             if self.process is not None:
-                end_session(self.process, grace=15 if self.ready else 3)
+                end_group(self.process, grace=15 if self.ready else 3)
         finally:
             if self.scratch is not None:
                 remove_scratch(self.scratch)
@@ -277,8 +281,13 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
 
 
 def cores(count: int) -> list[int]:
-    """Return one core for each rank, out of those that this process may use; they repeat where there are too few."""
+    """Return one core for each rank, out of those that this process may use; they repeat where there are too few.
+
+    The first is `KVOBS_DEMO_FIRST_CORE`, where it is set: servers that run side by side begin with different ones.
+    """
     ours = sorted(os.sched_getaffinity(0))
+    if (first := os.environ.get(FIRST_CORE, "")).isdigit() and int(first) in ours:
+        ours = ours[ours.index(int(first)) :] + ours[: ours.index(int(first))]
     return [ours[rank % len(ours)] for rank in range(count)]
 
 

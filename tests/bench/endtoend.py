@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import keeping_off, session_members, set_affinity, stat
+from kvobs.demo.processes import group_members, keeping_off, set_affinity, stat
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, cores
 from tests.bench.report import Budget, Line, Part
@@ -122,7 +122,7 @@ def running(
 def keep_off_too(server: Server) -> None:
     """Keep a server, but its worker, where we are: off the worker's core."""
     assert server.process
-    for pid in session_members(server.process.pid):
+    for pid in group_members(server.process.pid):
         if "Worker" not in stat(pid)[0]:
             set_affinity(pid, os.sched_getaffinity(0))
 

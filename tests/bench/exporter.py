@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvobs.demo.processes import session_members, set_affinity, stat
+from kvobs.demo.processes import group_members, set_affinity, stat
 from kvobs.demo.server import Server, ServerError, claim_port
 from tests.bench import traced
 from tests.bench.endtoend import Say, compare, in_turn, running
@@ -96,7 +96,7 @@ def take_turn(server: Server, exporter: int | None) -> Turn:
 def used(server: Server, exporter: int | None) -> tuple[float, float, float]:
     """Return the seconds of CPU time that API server, EngineCore and exporter have used."""
     assert server.process is not None
-    cores = [fields for name, fields in map(stat, session_members(server.process.pid)) if ENGINE_CORE in name]
+    cores = [fields for name, fields in map(stat, group_members(server.process.pid)) if ENGINE_CORE in name]
     if len(cores) != 1:
         raise ServerError(f"{len(cores)} processes are called {ENGINE_CORE}: EngineCore's CPU time can't be read.")
     exported = seconds(stat(exporter)[1]) if exporter is not None else 0.0

@@ -45,9 +45,9 @@ class Receiver:
 def receiving() -> Iterator[Receiver]:
     """Run a receiver; it ends when it has no one to ask it."""
     command = [sys.executable, "-m", __name__]
-    # In a session of its own: a Ctrl-C in the terminal reaches us, and only us.
+    # In a process group of its own: a Ctrl-C in the terminal reaches us, and only us.
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     ) as process:
         yield Receiver(process)
 

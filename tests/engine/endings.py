@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import session_members, stat
+from kvobs.demo.processes import group_members, stat
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, of_tests, prompt, serve, stock
@@ -65,7 +65,7 @@ def kill(part: str) -> Callable[[Server], None]:
 
     def end(server: Server) -> None:
         assert server.process is not None
-        found = [pid for pid in session_members(server.process.pid) if part in name_of(pid)]
+        found = [pid for pid in group_members(server.process.pid) if part in name_of(pid)]
         assert found, f"no process of the server is called {part}"
         # A process that one of them started, as compilers are, has its name at first.
         os.kill(max(pid for pid in found if parent_of(pid) not in found), signal.SIGKILL)
@@ -235,8 +235,8 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
         in_flight = underway.outcomes(moment)
         assert in_flight, "no long request was in flight"
         clients.outcomes(moment)
-        eventually(lambda: not session_members(process.pid), 10)
-        left = tuple(sorted(name_of(pid) for pid in session_members(process.pid)))
+        eventually(lambda: not group_members(process.pid), 10)
+        left = tuple(sorted(name_of(pid) for pid in group_members(process.pid)))
         shared = set(os.listdir(SHARED_MEMORY)) - shared_before - _in_use()
         files = {str(path.relative_to(scratch)) for path in scratch.rglob("*") if not path.is_dir()}
         assert scraper.counts == sorted(scraper.counts), "what /metrics said went back"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import keeping_off, session_members, stat
+from kvobs.demo.processes import group_members, keeping_off, stat
 from kvobs.demo.run import child, on_one_core
 from kvobs.demo.server import HOST, Server, cores
 
@@ -52,7 +52,7 @@ def states(server: Server) -> list[str]:
     """Return what each of a server's processes does: its state and the CPU time it has had."""
     assert server.process is not None
     found = []
-    for pid in session_members(server.process.pid):
+    for pid in group_members(server.process.pid):
         with suppress(OSError):
             name, (state, *rest) = stat(pid)
             found.append(f"{name}: {state}, {(int(rest[10]) + int(rest[11])) / os.sysconf('SC_CLK_TCK'):.1f} s of CPU")
@@ -103,7 +103,7 @@ def resident(server: Server, part: str = "") -> int:
     """Return the memory, in bytes, of the API server, or of the processes whose name has this part, as EngineCore's."""
     assert server.process is not None
     found = 0
-    for pid in session_members(server.process.pid) if part else [server.process.pid]:
+    for pid in group_members(server.process.pid) if part else [server.process.pid]:
         status = Path(f"/proc/{pid}/status").read_text()
         if part in re.findall(r"Name:\s+(.*)", status)[0]:
             found += int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024

@@ -193,7 +193,7 @@ def scrape(url: str) -> list[tuple[tuple[str, frozenset[tuple[str, str]]], float
     ids=["ctrl-c while it starts", "ctrl-c during the load", "kill while it starts"],
 )
 def test_nothing_is_left_running_after_an_interruption(when: str, patience: float, number: signal.Signals) -> None:
-    """Exit code 130, no process of any of its sessions, no file, and one plain sentence."""
+    """Exit code 130, no process of any of its groups, no file, and one plain sentence."""
     with demo("--requests", "4000") as run:
         run.wait_for(when, patience)
         time.sleep(2)  # into the start of the engine, or into the first round

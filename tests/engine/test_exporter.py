@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from docs.pages import FOLDER
 from kvobs.demo.collector import Collector
-from kvobs.demo.processes import session_members, stat
+from kvobs.demo.processes import group_members, stat
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import claim_port, environment, parse_metrics
 from tests.engine.exported import OPENMETRICS, Exported, with_exporter
@@ -105,7 +105,7 @@ def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends
         pass
     lookups = sum(s.value for s in kvobs_samples(server) if s.name == "kvobs_lookups_total")
     assert server.server.process is not None
-    (core,) = [p for p in session_members(server.server.process.pid) if stat(p)[0].startswith("VLLM::EngineCor")]
+    (core,) = [p for p in group_members(server.server.process.pid) if stat(p)[0].startswith("VLLM::EngineCor")]
     os.kill(core, signal.SIGKILL)
     assert eventually(lambda: server.health()["engine"] == "gone", 10)
     samples = parse_metrics(server.get("/metrics"))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvobs.demo.processes import end_session, stat
+from kvobs.demo.processes import end_group, stat
 from kvobs.demo.server import claim_port, environment
 from tests.connectors.packages import importing
 from tests.connectors.servers.stores import listens
@@ -81,7 +81,7 @@ def cluster(**env: str) -> Iterator[Cluster]:
         "--disable-usage-stats", "--temp-dir", str(folder), "--object-store-memory", str(OBJECTS),
     ]  # fmt: skip
     with (folder / "start.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
     try:
         assert eventually(lambda: _is_up(process, folder, port), 180), "Ray is not up"
         yield Cluster(folder, f"{NODE}:{port}", {**variables, "RAY_ADDRESS": f"{NODE}:{port}"})
@@ -89,7 +89,7 @@ def cluster(**env: str) -> Iterator[Cluster]:
         print(f"{time.strftime('%H:%M:%S')}, Ray:", (folder / "start.log").read_text(), _marked(folder), sep="\n")
         raise
     finally:
-        end_session(process, grace=ASKED_S)
+        end_group(process, grace=ASKED_S)
         _kill_the_rest(folder)
         shutil.rmtree(folder, ignore_errors=True)
 

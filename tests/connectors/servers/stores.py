@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.processes import end_session, keeping_off, kill_session
+from kvobs.demo.processes import end_group, keeping_off, kill_group
 from kvobs.demo.run import child
 from kvobs.demo.server import HOST, claim_port, parse_metrics
 from tests.connectors.packages import importing
@@ -55,7 +55,7 @@ class Store:
         """
         env = os.environ | self.env | {"PYTHONFAULTHANDLER": "1"}
         with self.log.open("ab") as log, keeping_off(THE_CORE):
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=env, start_new_session=True)
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=env, process_group=0)
         if not eventually(self.is_up, 120):
             self.process.send_signal(signal.SIGABRT)  # Python then prints where each thread is
             self.process.wait(10)
@@ -70,7 +70,7 @@ class Store:
     def kill(self) -> None:
         """Kill it, and all processes that it started."""
         assert self.process is not None
-        kill_session(self.process.pid)
+        kill_group(self.process.pid)
         self.process.wait()
 
     @contextmanager
@@ -88,7 +88,7 @@ class Store:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGCONT)
-            end_session(self.process, grace=5)
+            end_group(self.process, grace=5)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples, of its own /metrics."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.processes import end_session, exit_text, keeping_off, session_members
+from kvobs.demo.processes import end_group, exit_text, group_members, keeping_off
 from kvobs.demo.run import files, folder, host_memory, multi_connector
 from kvobs.demo.server import (
+    FIRST_CORE,
     TAIL,
     Server,
     ServerError,
@@ -75,12 +76,23 @@ def test_the_command_line_carries_every_setting() -> None:
     assert "--kv-transfer-config" not in Server(Path("m"), Path("l")).command()
 
 
-def test_each_rank_gets_a_core_that_we_may_use() -> None:
+def test_each_rank_gets_a_core_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the environment says so in vLLM's notation."""
+    monkeypatch.delenv(FIRST_CORE, raising=False)
     ours = sorted(os.sched_getaffinity(0))
     assert cores(1) == ours[:1]
     assert cores(len(ours) + 1) == [*ours, ours[0]]
     assert environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == f"{cores(2)[0]}|{cores(2)[1]}"
+
+
+@pytest.mark.parametrize("first", ["", "x", "100000"])
+def test_servers_side_by_side_begin_with_different_cores(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the one that the environment names, if this process may use it."""
+    ours = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv(FIRST_CORE, str(ours[-1]))
+    assert cores(len(ours) + 1) == [ours[-1], *ours[:-1], ours[-1]]
+    monkeypatch.setenv(FIRST_CORE, first)
+    assert cores(len(ours)) == ours
 
 
 def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
@@ -150,7 +162,7 @@ if mode == "dies":
 if mode == "hangs":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("INFO 11-20 14:04:31 [a.py:1] still thinking", flush=True)
-    subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgid(0, 0); time.sleep(600)", sys.argv[2]])
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)", sys.argv[2]])
     time.sleep(600)
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -212,7 +224,7 @@ def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: P
 
 
 def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
-    """Though it ignores the request to end, and a child of it left its process group."""
+    """Though both ignore the request to end."""
     heard: list[tuple[float, str]] = []
     server = stand_in(tmp_path, "hangs", timeout=1.0, on_progress=lambda *what: heard.append(what))
     with pytest.raises(ServerError, match=r"was not ready after 1 s\.") as error, server:
@@ -224,17 +236,17 @@ def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: 
 
 def test_any_exception_inside_the_block_ends_the_server(tmp_path: Path) -> None:
     """Ctrl-C is one of them."""
-    sessions: list[int] = []
+    group: list[int] = []
 
     def interrupted(server: Server) -> None:
         assert server.process is not None
-        sessions.extend(session_members(server.process.pid))
+        group.extend(group_members(server.process.pid))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:
         interrupted(server)
-    assert sessions
-    assert session_members(sessions[0]) == []
+    assert group
+    assert group_members(group[0]) == []
     assert server.scratch is None
 
 
@@ -259,9 +271,9 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     begin = time.monotonic()
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        end_session(process, grace=30)
+        end_group(process, grace=30)
     assert time.monotonic() - begin < 10
-    assert session_members(process.pid) == []
+    assert group_members(process.pid) == []
     server.stop()
 
 
