@@ -96,14 +96,18 @@ _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
 _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
 
-# 4 us to 4 s in steps of four: calls differ by orders of magnitude, and there is one such histogram per hook.
-_CALL_BOUNDS = tuple(range(12, 34, 2))
-# 1 ms to 1 s in steps of two, then to 17 s in steps of four.
-_TRANSFER_BOUNDS = (*range(20, 31), 32, 34)
+# In steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
+_SLOW = (30, 31, 32, 33)
+# 66 us, 1 ms, and on: most calls are shorter, and there is one such histogram per hook.
+_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW)
+# 1 ms to 17 s, in steps of two.
+_TRANSFER_BOUNDS = tuple(range(20, 35))
 # 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
 _STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
-# In steps of four, where the order of magnitude is enough: 1 ms to 4 s, 256 us to 4 s, 256 us to 67 ms.
-_DELAY_BOUNDS, _SKEW_BOUNDS, _COPY_BOUNDS = (tuple(range(*ends, 2)) for ends in ((20, 34), (18, 34), (18, 28)))
+# From 1 ms; 256 us to 4 s.
+_DELAY_BOUNDS, _SKEW_BOUNDS = (*range(20, 30, 2), *_SLOW), tuple(range(18, 34, 2))
+# 256 us to 67 ms.
+_COPY_BOUNDS = tuple(range(18, 28, 2))
 
 CALL_DURATION = Signal(
     "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
@@ -149,6 +153,12 @@ LOAD_DURATION = Signal(
     Kind.HISTOGRAM,
     _TRANSFER_BOUNDS,
 )
+LOAD_RESUME_DELAY = Signal(
+    "kvobs_load_resume_delay_seconds",
+    "Time from the end of an async load on all ranks to the step that schedules its request.",
+    kind=Kind.HISTOGRAM,
+    bounds=_DELAY_BOUNDS,
+)
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
 LOAD_BYTES = Signal(
     "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
@@ -184,10 +194,21 @@ SAVE_STALL = Signal(
     kind=Kind.HISTOGRAM,
     bounds=_STALL_BOUNDS,
 )
-IN_FLIGHT = Signal("kvobs_in_flight", "Loads and promised saves in progress.", {"kind": _TRANSFERS}, Kind.GAUGE)
+IN_FLIGHT = Signal(
+    "kvobs_in_flight",
+    "Lookups that requests wait for, loads and promised saves in progress.",
+    {"kind": ("lookup", *_TRANSFERS)},
+    Kind.GAUGE,
+)
 OLDEST_IN_FLIGHT = Signal(
     "kvobs_oldest_in_flight_timestamp_seconds",
-    "Start of the oldest load or promised save in progress, as Unix time; NaN without one.",
+    "Start of the oldest of these, as Unix time (a lookup's is its first 'not yet'); NaN without one.",
+    {"kind": ("lookup", *_TRANSFERS)},
+    Kind.GAUGE,
+)
+HELD_TOKENS = Signal(
+    "kvobs_held_tokens",
+    "Tokens whose KV cache blocks loads and promised saves in progress hold (tokens).",
     {"kind": _TRANSFERS},
     Kind.GAUGE,
 )

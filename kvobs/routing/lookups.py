@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +12,8 @@ from kvobs.children.child import Child
 from kvobs.config import Options
 from kvobs.log import once
 from kvobs.routing.isolation import Isolation
-from kvobs.telemetry.recorder import Recorder
+from kvobs.state.in_progress import InProgress
+from kvobs.telemetry.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -67,7 +67,7 @@ class Offers:
         recorder: this process's numbers.
         isolation: which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
-        clock: a monotonic time in ns.
+        clock: the time in ns since the epoch, monotonic.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Offers:
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = wall_ns,
     ) -> None:
         self._lookups = [child.get_num_new_matched_tokens for child in children]
         self._names = [child.name for child in children]
@@ -90,6 +90,8 @@ class Offers:
         self._recorder = recorder
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
+        self.waited_for = tuple(InProgress() for _ in children)
+        """The lookups that requests wait for, by the child that has not answered yet."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -117,7 +119,7 @@ class Offers:
                 continue
             tokens = max(0, tokens)  # ExampleConnector may answer less than vLLM has itself
             offer = Offer(child, tokens, bool(is_async and tokens))
-            self._count_answer(asked, offer)
+            self._count_answer(request.request_id, asked, offer)
             if child in asked.banned or self._is_discarded(child, request.request_id):
                 continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
             asked.offers.append(offer)
@@ -138,9 +140,10 @@ class Offers:
         left_open, asked.left_open = asked.left_open, set()
         return left_open
 
-    def _count_answer(self, asked: _Asked, offer: Offer) -> None:
+    def _count_answer(self, request_id: str, asked: _Asked, offer: Offer) -> None:
         since = asked.pending_since.pop(offer.child, None)
         if since is not None:
+            self.waited_for[offer.child].end(request_id)
             self._recorder.observe(offer.child, signals.LOOKUP_DELAY, self._clock() - since)
         self._count(asked, offer.child, _HIT if offer.tokens else _MISS)
 
@@ -170,7 +173,9 @@ class Offers:
         if self._timeout_ns is not None and now - since >= self._timeout_ns:
             self._count(asked, child, _TIMEOUT)
         elif (self._waits_for_all or not has_hit) and not self._is_discarded(child, request_id):
+            self.waited_for[child].begin(request_id, since)
             return True
+        self.waited_for[child].end(request_id)
         asked.left_open.add(child)
         return False
 
@@ -204,4 +209,6 @@ class Offers:
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self._asked.pop(request_id, None)
+        asked = self._asked.pop(request_id, None)
+        for child in asked.pending_since if asked is not None else ():
+            self.waited_for[child].end(request_id)

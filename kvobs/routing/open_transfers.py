@@ -1,4 +1,4 @@
-"""Watch loads and saves in progress: their number, their age, and those stuck because a rank does not report."""
+"""Watch lookups, loads and saves in progress: their number and age, and those stuck because a rank does not report."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from kvobs import signals
 from kvobs.faults import contained
 from kvobs.log import line, log
+from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Stuck
 from kvobs.telemetry.recorder import Recorder, wall_ns
 
-_GAUGES = tuple(
-    (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
+_GAUGES = {
+    kind: (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
     for kind in signals.IN_FLIGHT.labels["kind"]
-)
+}
+_HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
 _UNKNOWN_RANK = "unknown"
 _NAMED_AT_MOST = 4  # requests in a log line
 
@@ -40,12 +42,16 @@ class OpenTransfers:
         self._stuck_after_s = stuck_after_s
 
     @contained("record")
-    def measure(self) -> None:
-        """Set the gauges."""
+    def measure(self, lookups: Sequence[InProgress]) -> None:
+        """Set the gauges; ``lookups`` are those that requests wait for, by child."""
         for child in range(len(self._names)):
-            for transfers, (in_flight, oldest) in zip(self._ledger.in_flight(child), _GAUGES, strict=True):
-                self._recorder.set_gauge(child, in_flight, len(transfers))
-                self._recorder.set_gauge(child, oldest, next(iter(transfers.values()), 0))
+            loads, saves = self._ledger.in_flight(child)
+            for kind, found in (("lookup", lookups[child]), ("load", loads), ("save", saves)):
+                in_flight, oldest = _GAUGES[kind]
+                self._recorder.set_gauge(child, in_flight, len(found))
+                self._recorder.set_gauge(child, oldest, found.oldest_ns)
+            self._recorder.set_gauge(child, _HELD["load"], loads.tokens)
+            self._recorder.set_gauge(child, _HELD["save"], saves.tokens)
 
     @contained("record")
     def look_for_stuck(self) -> None:

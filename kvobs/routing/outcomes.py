@@ -10,7 +10,7 @@ from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load, Save, Slowest, Stray
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recorder import Recorder, wall_ns
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -35,6 +35,20 @@ class Outcomes(TransferListener):
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
         self._recorder = recorder
+        self._loaded: dict[str, tuple[int, int]] = {}  # request that vLLM may resume -> child, time
+
+    @contained("record")
+    def allocated(
+        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
+    ) -> None:
+        """Record how long a loaded request has waited for the step that schedules it."""
+        if (loaded := self._loaded.pop(request_id, None)) is not None:
+            child, since_ns = loaded
+            self._recorder.observe(child, signals.LOAD_RESUME_DELAY, wall_ns() - since_ns)
+
+    @contained("record")
+    def request_ended(self, request_id: str) -> None:
+        self._loaded.pop(request_id, None)
 
     @contained("record")
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
@@ -60,6 +74,8 @@ class Outcomes(TransferListener):
         if load.aborted:  # counted when its request ended
             return
         count(load.child, _LOADS[mode, "ok"])
+        if load.is_async:
+            self._loaded[request_id] = load.child, wall_ns()
         self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
         self._compare_ranks(load.child, load.slowest, "load")
 

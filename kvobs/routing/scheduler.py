@@ -324,7 +324,7 @@ class SchedulerSide:
         promised, params = finish_all(shown, request, block_ids, all_support_hma=self._all_support_hma)
         promised = promised | self.ledger.tails(request_id)
         promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
-        finished = self.ledger.finish(request_id, promises, wall_ns())
+        finished = self.ledger.finish(request_id, promises, wall_ns(), request.num_computed_tokens)
         self._pending.promised += [(index, request_id) for index in finished.promised]
         if finished.promised or finished.early:
             self._listener.promised(request_id, finished.promised, finished.early)
@@ -374,7 +374,7 @@ class SchedulerSide:
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
         if self._flush_is_due:
-            self.open_transfers.measure()
+            self.open_transfers.measure(self._offers.waited_for)
         stats = self._collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
         return stats

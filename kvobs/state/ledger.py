@@ -14,9 +14,11 @@ Between ``take_loads_in`` or ``take_saves_in`` and the closing, the connectors s
 may withdraw its own report (``reopen_save``; a load is simply not closed), or add one that no rank made.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvobs.state.in_progress import InProgress
 from kvobs.state.transfers import Finished, IncompleteTransfers, Load, Report, ReportKind, Save, Stray
 
 # Enum members are slow to access, and there is a report for each load and rank.
@@ -52,8 +54,8 @@ class Ledger:
         self._failures: list[str] = []
         self._received: set[str] = set()
         self._sent: set[str] = set()
-        self._open_loads: dict[int, dict[str, int]] = {}  # child -> request -> start, the oldest first
-        self._open_saves: dict[int, dict[str, int]] = {}
+        self._open_loads: defaultdict[int, InProgress] = defaultdict(InProgress)  # by child
+        self._open_saves: defaultdict[int, InProgress] = defaultdict(InProgress)
         self.incomplete = IncompleteTransfers()
 
     def __len__(self) -> int:
@@ -94,7 +96,7 @@ class Ledger:
         if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
             self._not_open(request, entry.load)
         entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
-        self._open_loads.setdefault(child, {})[request] = now_ns
+        self._open_loads[child].begin(request, now_ns, tokens)
         return entry.load
 
     def load(self, request: str) -> Load | None:
@@ -206,10 +208,7 @@ class Ledger:
 
     def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
         """Fail the loads and complete the saves of ``child`` that were open before a time; return how many of each."""
-        loads, saves = (
-            [request for request, since in transfers.items() if since <= before_ns]
-            for transfers in self.in_flight(child)
-        )
+        loads, saves = (list(transfers.begun_before(before_ns)) for transfers in self.in_flight(child))
         failed = sum(self.fail(request, now_ns) for request in loads)
         for request in saves:
             entry = self._entries[request]
@@ -296,7 +295,7 @@ class Ledger:
         if save is None or save.done:
             return None
         was_over, save.done = save.is_over, True
-        self._open_saves[child].pop(request, None)
+        self._open_saves[child].end(request)
         self.incomplete.forget("save", child, request)
         if not was_over and not entry.is_settled:
             self._note_save_over(request, entry)
@@ -310,14 +309,14 @@ class Ledger:
         closed = {child: save for child, save in entry.saves.items() if not save.done}
         for child, save in closed.items():
             save.done = True
-            del self._open_saves[child][request]
+            self._open_saves[child].end(request)
             self.incomplete.forget("save", child, request)
         self._settle(request, entry)
         return closed
 
-    def in_flight(self, child: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Return the open loads and the open promised saves of ``child``: request -> start, the oldest first."""
-        return self._open_loads.get(child, {}), self._open_saves.get(child, {})
+    def in_flight(self, child: int) -> tuple[InProgress, InProgress]:
+        """Return the open loads and the open promised saves of ``child``."""
+        return self._open_loads[child], self._open_saves[child]
 
     # The end of a request
 
@@ -335,13 +334,14 @@ class Ledger:
         entry = self._entries.get(request)
         return frozenset(entry.tails) if entry else frozenset()
 
-    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0) -> Finished:
+    def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0, tokens: int = 0) -> Finished:
         """Note that vLLM has finished a request.
 
         Args:
             request: its id.
             promises: (child, number of ranks that report) of every child that promised a save.
             now_ns: the time, for the length of the hold.
+            tokens: tokens whose KV blocks are held for the promised saves.
         """
         entry = self._entries.pop(request, None) or Entry()
         entry.finished, entry.candidate = True, None
@@ -359,7 +359,7 @@ class Ledger:
                 early[child] = save
             else:
                 promised[child] = save
-                self._open_saves.setdefault(child, {})[request] = now_ns
+                self._open_saves[child].begin(request, now_ns, tokens)
                 if save.arrived:
                     self.incomplete.note("save", child, request, save, now_ns)
         stray = [Stray(child, "save", request) for child, save in entry.saves.items() if not save.promised]
@@ -382,7 +382,7 @@ class Ledger:
         return sent
 
     def _not_open(self, request: str, load: Load) -> None:
-        del self._open_loads[load.child][request]
+        self._open_loads[load.child].end(request)
         self.incomplete.forget("load", load.child, request)
 
     def _settle(self, request: str, entry: Entry) -> None:

@@ -247,3 +247,36 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     assert len(asker.offers) == 0
     assert asker.offers.settle("r", None, 0) == (0, [])
+
+
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> None:
+    clock = Clock()
+    asker = Asker((16, True), (None, False), clock=clock, load_policy=policy)
+    waited_for = asker.offers.waited_for
+    for clock.now_ms in (3, 5):
+        asker.ask()
+        assert [len(lookups) for lookups in waited_for] == [0, 1]
+        assert waited_for[1].oldest_ns == 3_000_000
+    asker.answers[1] = (0, False)
+    asker.ask()
+    assert [len(lookups) for lookups in waited_for] == [0, 0]
+
+
+def test_a_lookup_that_no_request_waits_for_is_not_in_progress() -> None:
+    """An earlier hit, a time limit, or the request's end."""
+    clock = Clock()
+    asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    asker.ask()
+    assert len(asker.offers.waited_for[0]) == 1
+    clock.now_ms = 50
+    asker.ask()
+    assert len(asker.offers.waited_for[0]) == 0
+    asker = Asker((None, False))
+    asker.ask()
+    asker.offers.forget("r")
+    asker.offers.forget("r")
+    assert len(asker.offers.waited_for[0]) == 0
+    asker = Asker((16, True), (None, False), wait_for="earlier")
+    asker.ask()
+    assert len(asker.offers.waited_for[1]) == 0

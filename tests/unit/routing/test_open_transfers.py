@@ -6,17 +6,19 @@ import pytest
 
 from kvobs import signals
 from kvobs.routing.open_transfers import OpenTransfers
+from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stuck
 from kvobs.telemetry.recorder import Recorder, wall_ns
 
 RANKS = 2
+TOKENS = 16
 
 
 def half_loaded(ledger: Ledger, requests: int, expected: int = RANKS) -> None:
     for i in range(requests):
         ledger.propose(f"r{i}", (1, True))
-        ledger.admit(f"r{i}", 16, expected)
+        ledger.admit(f"r{i}", TOKENS, expected)
         ledger.record(Report(0, ReportKind.RECEIVED, f"r{i}", 1, 0), now_ns=1)
 
 
@@ -82,6 +84,25 @@ def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest
 def test_the_gauges_follow_the_ledger() -> None:
     ledger, recorder = Ledger(), Recorder(2)
     half_loaded(ledger, 3)
-    watched(ledger, recorder).measure()
-    place = signals.PROCESS_WIDTH + signals.CHILD_WIDTH + signals.slot(signals.IN_FLIGHT, "load")
-    assert recorder.take().gauges == {place: 3}
+    lookups = (InProgress(), InProgress())
+    lookups[1].begin("r9", 7)
+    transfers = watched(ledger, recorder)
+    transfers.measure(lookups)
+    gauges = {
+        signals.slot(signals.IN_FLIGHT, "load"): 3,
+        signals.slot(signals.HELD_TOKENS, "load"): 3 * TOKENS,
+        signals.slot(signals.IN_FLIGHT, "lookup"): 1,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 7,
+    }
+    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    lookups[1].end("r9")
+    ledger.finish("r9", [(1, 2)], 8, 100)
+    transfers.measure(lookups)
+    gauges = {
+        signals.slot(signals.IN_FLIGHT, "lookup"): 0,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 0,
+        signals.slot(signals.IN_FLIGHT, "save"): 1,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 8,
+        signals.slot(signals.HELD_TOKENS, "save"): 100,
+    }
+    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}

@@ -141,3 +141,22 @@ def test_a_failed_sync_load_names_who_may_have_saved_and_whose_cache_was_reset(
     )
     assert "The cache of two was reset" in second
     assert counted.counts() == {(0, "kvobs_failed_sync_loads_total"): 3}
+
+
+def test_a_loaded_request_waits_until_it_is_scheduled() -> None:
+    """Once for each load, and for none that is synchronous, failed, or of a request that has ended."""
+    counted = Counted(2)
+    for request, load in {
+        "async": Load(1, 32, True, 1, arrived={0: 1}),
+        "sync": Load(1, 32, False, 1, arrived={0: 1}),
+        "failed": Load(1, 32, True, 1, failed_on={0}, arrived={0: 1}),
+        "ended": Load(1, 32, True, 1, arrived={0: 1}),
+    }.items():
+        counted.outcomes.load_ended(request, load)
+    counted.outcomes.request_ended("ended")
+    counted.counts()
+    for request in ("async", "sync", "failed", "ended", "async"):
+        counted.outcomes.allocated(request, [], 0, None, 0)
+    ((key, waited),) = counted.counts().items()
+    assert key == (1, "kvobs_load_resume_delay_seconds")
+    assert 0 < waited < 10**10
