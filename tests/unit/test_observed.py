@@ -38,7 +38,7 @@ class Engine:
         self.scripts = scripts
         self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
-        for module in ("scheduler", "worker", "open_transfers"):
+        for module in ("scheduler", "worker", "open_transfers", "outcomes"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: int(self.now * 1e9))
         kvobs = {"names": NAMES, **kvobs}
         self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)
@@ -149,7 +149,13 @@ def test_lookups(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     with patch.context() as clocks:
         clocks.setattr(engine.rig.connector._side._offers, "_clock", lambda: int(engine.now * 1e9))
         engine.rig.add("r")
-        engine.step(3)
+        engine.step(2)
+        assert engine.value("kvobs_in_flight", kind="lookup") == 1
+        began = engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup")
+        assert began == pytest.approx(engine.now - STEP_S)
+        engine.step()
+    assert engine.value("kvobs_in_flight", kind="lookup") == 0
+    assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup"))
     outcomes = {outcome: engine.value("kvobs_lookups_total", outcome=outcome) for outcome in ("pending", "miss")}
     assert outcomes == {"pending": 1, "miss": 1}, "a request counts once, however often it is looked up"
     assert engine.value("kvobs_lookups_total", "two", outcome="hit") == 1
@@ -188,6 +194,7 @@ def test_an_async_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     started = engine.now
     assert engine.value("kvobs_in_flight", kind="load") == 1
     assert engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load") == pytest.approx(started)
+    assert engine.value("kvobs_held_tokens", kind="load") == 2 * BLOCK
     a.say(0, received="r")
     engine.step(2)
     assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 0
@@ -205,7 +212,10 @@ def test_an_async_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert engine.value("kvobs_rank_skew_seconds_sum", kind="load") == pytest.approx(2 * STEP_S + 0.05)
     assert engine.series("kvobs_slowest_rank_total") == {("one", "1"): 1}
     assert engine.value("kvobs_in_flight", kind="load") == 0
+    assert engine.value("kvobs_held_tokens", kind="load") == 0
     assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load"))
+    assert engine.value("kvobs_load_resume_delay_seconds_count") == 1
+    assert engine.value("kvobs_load_resume_delay_seconds_sum") == pytest.approx(STEP_S)
     assert {child for child, *_ in engine.series("kvobs_load_duration_seconds_count")} == {"one"}
 
 
@@ -382,6 +392,7 @@ def test_a_promised_save(patch: pytest.MonkeyPatch, a: Script, b: Script) -> Non
     promised = engine.now - STEP_S
     assert engine.value("kvobs_in_flight", "two", kind="save") == 1
     assert engine.value("kvobs_oldest_in_flight_timestamp_seconds", "two", kind="save") == pytest.approx(promised)
+    assert engine.value("kvobs_held_tokens", "two", kind="save") == 4 * BLOCK + 1
     b.say(0, saved="r")
     engine.step()
     b.say(1, saved="r")
