@@ -96,18 +96,16 @@ _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
 _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
 
-# In steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
+# Steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
 _SLOW = (30, 31, 32, 33)
-# 66 us, 1 ms, and on: most calls are shorter, and there is one such histogram per hook.
+# 66 us, 1 ms, and on: there is one such histogram per hook.
 _CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW)
 # 1 ms to 17 s, in steps of two.
 _TRANSFER_BOUNDS = tuple(range(20, 35))
 # 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
 _STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
-# From 1 ms; 256 us to 4 s.
-_DELAY_BOUNDS, _SKEW_BOUNDS = (*range(20, 30, 2), *_SLOW), tuple(range(18, 34, 2))
-# 256 us to 67 ms.
-_COPY_BOUNDS = tuple(range(18, 28, 2))
+_DELAY_BOUNDS = (*range(20, 30, 2), *_SLOW)
+_SKEW_BOUNDS, _COPY_BOUNDS = tuple(range(18, 34, 2)), tuple(range(18, 28, 2))
 
 CALL_DURATION = Signal(
     "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
@@ -297,6 +295,13 @@ LAST_PAYLOAD = Signal(
     "kvobs_last_payload_timestamp_seconds",
     "Time of the engine's last numbers, as Unix time; an idle engine has none. Of the exporter only.",
     kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+CALL_IN_PROGRESS = Signal(
+    "kvobs_call_in_progress_timestamp_seconds",
+    "Start of a call into a connector in which EngineCore is for over a second, as Unix time. Of the exporter only.",
+    {"connector": OPEN, "hook": OPEN},
+    Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
 SPANS_QUEUED = Signal(

@@ -115,6 +115,9 @@ class Exporter:
         if message.get("bye"):
             self._said_goodbye = True
             return
+        if "call" in message:
+            self._totals.set_call(message["call"])
+            return
         begin = time.perf_counter_ns()
         if not wire.is_ours(message):
             once("version", logging.ERROR, "the engine runs another version of kvobs: its numbers are not recorded")

@@ -10,10 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from math import nan
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvobs import signals
-from kvobs.signals import OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Scope, Series, Signal
+from kvobs.hooks import HOOKS
+from kvobs.signals import (
+    CALL_IN_PROGRESS,
+    OTHER_VALUE,
+    SERIES_AT_MOST,
+    SIGNALS,
+    Kind,
+    Scope,
+    Series,
+    Signal,
+    hook_label,
+)
 from kvobs.spans import CONNECTOR, Record, observed_in
 from kvobs.stats.hello import Engine
 from kvobs.telemetry.taken import Taken
@@ -58,7 +69,7 @@ class Totals:
         self._gauges: dict[_Key, int] = {}
         self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
         self._marks: dict[_Key, dict[int, Mark]] = {}
-        self._own: dict[Signal, float] = {}
+        self._own: dict[Signal, Point] = {}
         self.version = 0
         """Grows with every change."""
 
@@ -102,9 +113,24 @@ class Totals:
 
     def set_own(self, signal: Signal, value: float) -> None:
         """Set a gauge of the exporter."""
+        self._set(signal, Point(self._labels, value))
+
+    def set_call(self, call: Any) -> None:
+        """Set the call that the engine waits for: connector's position, hook, beginning in ns; None: there is none."""
+        match call:
+            case [int(child), str(hook), int(began_ns)] if 0 <= child < len(self._names) and hook in HOOKS:
+                values = (*self._labels, self._names[child], hook_label(hook))
+                self._set(CALL_IN_PROGRESS, Point(values, began_ns * CALL_IN_PROGRESS.unit))
+            case _:
+                self._set(CALL_IN_PROGRESS, None)
+
+    def _set(self, signal: Signal, point: Point | None) -> None:
         with self._lock:
             self.version += 1
-            self._own[signal] = value
+            if point is None:
+                self._own.pop(signal, None)
+            else:
+                self._own[signal] = point
 
     def series(self) -> Iterator[tuple[Signal, list[Point]]]:
         """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
@@ -120,7 +146,7 @@ class Totals:
                 for (child, values), n in opened.items():
                     points[signal].append(Point(self._values(child, values), n * signal.unit))
             for signal, own in self._own.items():
-                points[signal].append(Point(self._labels, own))
+                points[signal].append(own)
         self._introduce(points)
         yield from points.items()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread, get_native_id
+from threading import Thread, get_ident, get_native_id
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -25,6 +25,7 @@ import vllm
 import kvobs
 from kvobs import faults, host, signals
 from kvobs.config import ExporterOptions, Options
+from kvobs.exporting.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.stats import wire
 from kvobs.stats.hello import Connector, Engine
@@ -44,6 +45,8 @@ WELL_AFTER_S = 120.0
 """An exporter that has run so long is started again without delay."""
 IDLE_S, BUSY_S = 1.0, 0.05
 """Between looks at the exporter: while there is nothing to send, and while it does not take what there is."""
+LONG_S = 1.0
+"""A call that has been in progress for longer is shown; also the time between looks."""
 CLOSING_S = 1.0
 START_S = 60.0
 READ = 1 << 16  # bytes
@@ -99,6 +102,9 @@ class Feed:
         self._start_at = 0.0
         self._is_over = False
         self._ends_well = True
+        self._engines_thread = get_ident()
+        self._call: CurrentCall | None = None  # the last one sent
+        self._look_at = 0.0
         self._cores = _cores_of_parent()
         self._thread = Thread(target=self._run, name="kvobs-feed", daemon=True)
         self._thread.start()
@@ -141,6 +147,7 @@ class Feed:
             try:
                 self._take_in()
                 self._keep_running()
+                self._look_at_call()
                 self._send()
             except Exception:
                 self._stop()
@@ -182,6 +189,20 @@ class Feed:
             self._stop()
             self._announce(f"kvobs's exporter{pid} has ended")
 
+    def _look_at_call(self) -> None:
+        """Send the call into a connector that the engine's thread has been in for long, and that it has ended."""
+        now = time.monotonic()
+        if self._exporter is None or now < self._look_at:
+            return
+        self._look_at = now + LONG_S
+        call = current_call(self._engines_thread)
+        if call is not None and time.time_ns() - call.began_ns < LONG_S * 1e9:
+            call = None
+        if call != self._call:
+            self._call = call
+            self._exporter.add(wire.to_line({"call": call}))
+            self._exporter.write()  # at once, so that payloads don't wait behind it
+
     def _announce(self, what: str) -> None:
         """Log the end of an exporter, while it is started again quickly."""
         if self._starts <= len(BACK_OFF_S):
@@ -195,6 +216,7 @@ class Feed:
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
+        self._call = None
         self._exporter.add(wire.to_line(self._engine.message()))
         if not self._sent.is_empty():
             self._exporter.add(wire.to_line({**self._sent.to_dict(), "is_total": True}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,6 +36,8 @@ API_SERVER_KIB = 4.0
 """What vLLM's API server grows by with each request when no connector is configured."""
 WORKERS_MIB = 128
 """What the workers may still grow by when warm: with vLLM's own MultiConnector they grow as with kvobs."""
+WORKERS_FILLED = 20_000
+"""Requests after which the workers have used all of their caches once; over fewer ones their memory says nothing."""
 
 
 class Client:
@@ -68,7 +71,10 @@ class Client:
 
 def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: bool = False) -> Result:
     """Serve ``requests`` random orders, and compare what the server, or its exporter, counted with what was ordered."""
-    own = {"API server": API_SERVER_KIB * requests / 1024, "workers": WORKERS_MIB}
+    own = {
+        "API server": API_SERVER_KIB * requests / 1024,
+        "workers": WORKERS_MIB if requests >= WORKERS_FILLED else math.inf,
+    }
     result = Result(
         "On a server with the exporter" if has_exporter else "On a server",
         budget_mib=5,

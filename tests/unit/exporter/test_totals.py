@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from kvobs import signals, spans
@@ -135,3 +137,16 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
     totals.add(nothing())
     assert totals.version == before + 2
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
+
+
+@pytest.mark.parametrize(
+    "call", [None, [0, "no_hook", 5], [99, "wait_for_save", 5], [-1, "wait_for_save", 5], ["0", "wait_for_save"], 7, {}]
+)
+def test_a_call_in_progress_is_shown_until_it_is_over(call: Any) -> None:
+    """Whatever else comes is no call."""
+    totals = Totals(engine())
+    totals.set_call([1, "get_num_new_matched_tokens", 5_000_000_000])
+    (point,) = points(totals, signals.CALL_IN_PROGRESS)
+    assert point == Point(("tiny", "0", CONNECTORS[1], "get_num_new_matched_tokens"), pytest.approx(5))
+    totals.set_call(call)
+    assert points(totals, signals.CALL_IN_PROGRESS) == []
