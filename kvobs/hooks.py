@@ -109,6 +109,11 @@ HOOKS: dict[str, Hook] = {
     for hook in rows
 }
 
+SCHEDULER_HOOKS = tuple(
+    hook.name for hook in HOOKS.values() if hook.side is Side.SCHEDULER and hook.cadence is not Cadence.ONCE
+)
+"""Hooks that are called within the engine's loop, again and again."""
+
 INHERITED: dict[str, str] = {
     "role": "a fact about the wrapper itself, set by the base class's constructor",
     "has_connector_metadata": "asks whether the wrapper's own metadata is bound, which bind_connector_metadata does",

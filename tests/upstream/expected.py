@@ -59,11 +59,6 @@ EXPECTED_IN_PLACE: dict[str, str] = {
 """Test -> why kvobs's answer is another one; a name without its parameters stands for all of them."""
 
 EXPECTED_AROUND: dict[str, str] = {
-    f"{UNIT}/test_kv_load_failure_recovery.py::test_failed_receive_completion_honors_failure_policy": (
-        "the test looks at the scheduler in the step in which a worker says that a load has failed. vLLM reads that "
-        "before it asks the connector; kvobs, which counts reports on the scheduler's side (W2), has its workers "
-        "report the failure in the next step. What becomes of the request is the same"
-    ),
     f"{UNIT}/test_remote_prefill_lifecycle.py::test_deferred_lookup_does_not_block_parked_load": (
         "the test patches a hook of a connector that was built before; kvobs binds a hook once, as its recorded call"
     ),

@@ -8,10 +8,12 @@ from typing import Any
 
 from kvobs import signals
 from kvobs.cli.top.scrapes import Scrape
+from kvobs.hooks import SCHEDULER_HOOKS
 from kvobs.stats.scrapes import Numbers, by_owner, change
 
 RATES = (
-    "lookups", "loads", "load_tokens", "load_stall_s", "save_stall_s", "failed_loads", "exceptions", "telemetry_s"
+    "lookups", "loads", "load_tokens", "scheduler_s", "load_stall_s", "save_stall_s", "failed_loads", "exceptions",
+    "telemetry_s",
 )  # fmt: skip
 """Fields that are rates per second, unless counted since the server's start."""
 
@@ -35,6 +37,8 @@ class ConnectorRow:
     load_tokens: float | None
     load_p50_s: float | None
     load_p99_s: float | None
+    scheduler_s: float | None
+    """Time that the scheduler spent in it."""
     load_stall_s: float | None
     """Summed over ranks, as that of saves."""
     save_stall_s: float | None
@@ -47,7 +51,7 @@ class ConnectorRow:
     loads_open: int
     saves_held: int
     oldest_s: float | None
-    """Age of the oldest open load or promised save."""
+    """Age of the oldest lookup, load or promised save in progress."""
     quarantined: bool
 
     @property
@@ -127,6 +131,7 @@ def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s:
         load_tokens=numbers.total(signals.LOAD_TOKENS) / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
+        scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS) / seconds,
         load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
         failed_loads=numbers.total(signals.LOADS, outcome="failed") / seconds,

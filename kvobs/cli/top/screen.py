@@ -50,6 +50,9 @@ def columns(*, since_start: bool) -> list[Column]:
     def stall(child: ConnectorRow) -> str:
         return duration(child.stall_s) if since_start or child.stall_s is None else amount(1e3 * child.stall_s)
 
+    def scheduler(child: ConnectorRow) -> str:
+        return duration(child.scheduler_s) if since_start else percent(child.scheduler_s)
+
     per_s, ms_per_s = ("", "") if since_start else ("/s", "ms/s")
     return [
         Column("hits", "", "hit_share", lambda c: percent(c.hit_share), 5),
@@ -58,6 +61,7 @@ def columns(*, since_start: bool) -> list[Column]:
         Column("loads", per_s, "loads", lambda c: amount(c.loads), 5),
         Column("load", "p50", "load_p50_s", lambda c: duration(c.load_p50_s)),
         Column("load", "p99", "load_p99_s", lambda c: duration(c.load_p99_s)),
+        Column("sched", "" if since_start else "busy", "scheduler_s", scheduler),
         Column("stall", ms_per_s, "stall_s", stall),
         Column("loads", "open", "loads_open", lambda c: whole(c.loads_open), 5),
         Column("saves", "held", "saves_held", lambda c: whole(c.saves_held), 5, "saves held {}"),

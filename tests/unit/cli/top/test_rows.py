@@ -27,7 +27,7 @@ COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 CHILDREN = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS,
-    AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS,
+    SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS,
     AMOUNTS, st.booleans(),
 )  # fmt: skip
 SERVERS = st.lists(
@@ -47,6 +47,8 @@ def busy(recorder: Recorder) -> None:
     count(recorder, 0, signals.LOAD_TOKENS, 2048)
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")
+    for hook in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "reset_cache"):
+        recorder.add_call(0, hook, 100 * MS)  # two in the engine's loop, one in a worker's, one that is no part of it
     recorder.observe(0, signals.LOAD_STALL, 10 * MS)
     recorder.observe(0, signals.SAVE_STALL, 30 * MS)
     recorder.observe(0, signals.RANK_SKEW, 3 * MS, "load")
@@ -89,6 +91,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
     assert (cpu.load_stall_s, cpu.save_stall_s) == (about(0.005), about(0.015))
     assert cpu.stall_s == about(0.020)
+    assert (cpu.scheduler_s, disk.scheduler_s) == (about(0.1), 0)
     assert 0.001 < (cpu.skew_p99_s or 0) < 0.0042
     assert (cpu.slowest_rank, cpu.slowest_rank_share) == ("1", 0.75)
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, cpu.quarantined) == (2, 3, TEN, False)
@@ -104,7 +107,7 @@ def test_the_first_scrape_says_what_happened_since_the_start() -> None:
     server = server_row("here", None, engines.scrape())
     assert server.seconds is None
     cpu, disk = server.children
-    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (8, 2048, about(0.040))
+    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s, cpu.scheduler_s) == (8, 2048, about(0.040), about(0.2))
     assert disk.exceptions == 4
 
 
@@ -113,7 +116,9 @@ def test_where_others_have_two_scrapes_one_tells_how_things_stand_only() -> None
     engines.tell(busy, GAUGES)
     cpu, disk = without_measures(server_row("here", None, engines.scrape(unix_s=1000))).children
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, disk.quarantined) == (2, 3, TEN, True)
-    assert {cpu.lookups, cpu.hit_share, cpu.load_tokens, cpu.load_p50_s, cpu.stall_s, cpu.errors} == {None}
+    assert {cpu.lookups, cpu.hit_share, cpu.load_tokens, cpu.load_p50_s, cpu.stall_s, cpu.scheduler_s, cpu.errors} == {
+        None
+    }
 
 
 def test_a_restarted_server_has_no_past() -> None:
@@ -185,7 +190,8 @@ def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
         for child, of_child in zip(server.children, told["children"], strict=True):
             assert set(of_child) == {
                 "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
-                "load_tokens_per_s", "load_p50_s", "load_p99_s", "load_stall_s_per_s", "save_stall_s_per_s",
+                "load_tokens_per_s", "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
+                "save_stall_s_per_s",
                 "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
                 "loads_open", "saves_held", "oldest_s", "quarantined",
             }  # fmt: skip

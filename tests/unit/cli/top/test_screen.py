@@ -75,7 +75,8 @@ def test_no_line_is_too_long_and_no_child_is_lost(servers: list[Server], view: V
 
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_p50_s=0.03,
-    load_p99_s=0.067, load_stall_s=0.001, save_stall_s=0.0004, failed_loads=0, exceptions=0, skew_p99_s=0.12,
+    load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, failed_loads=0, exceptions=0,
+    skew_p99_s=0.12,
     slowest_rank="3", slowest_rank_share=0.92, loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False,
 )  # fmt: skip
 DISK = replace(
@@ -97,11 +98,11 @@ def test_at_80_columns_a_second_line_has_the_rest() -> None:
         "server          model vLLM     kvobs   telemetry kvobs errors\n"
         "localhost:8000  tiny  0.32.0   0.1.0    300 us/s            0\n"
         "\n"
-        "connector  hits tokens   load   load  stall loads saves oldest   skew errors\n"
-        "                    /s    p50    p99   ms/s  open  held           p99     /s\n"
-        "cpu        25 %   7.2k  30 ms  67 ms    1.4     2     3  1.2 s 120 ms      0\n"
-        "  slowest rank 3 (92 %)\n"
-        "disk       25 %   7.2k  30 ms  67 ms    1.4     2     0  1.2 s      -    2.0\n"
+        "connector  hits tokens   load   load  sched  stall loads saves oldest errors\n"
+        "                    /s    p50    p99   busy   ms/s  open  held            /s\n"
+        "cpu        25 %   7.2k  30 ms  67 ms    4 %    1.4     2     3  1.2 s      0\n"
+        "  slowest rank 3 (92 %), skew p99 120 ms\n"
+        "disk       25 %   7.2k  30 ms  67 ms    4 %    1.4     2     0  1.2 s    2.0\n"
         "  in quarantine\n"
     )
 
@@ -109,10 +110,10 @@ def test_at_80_columns_a_second_line_has_the_rest() -> None:
 def test_with_room_all_is_in_columns() -> None:
     lines = shown([SERVER], 140).splitlines()
     assert lines[5].split() == [
-        "connector", "hits", "lookups", "tokens", "loads", "load", "load", "stall", "loads", "saves", "oldest", "skew",
-        "slowest", "errors",
+        "connector", "hits", "lookups", "tokens", "loads", "load", "load", "sched", "stall", "loads", "saves", "oldest",
+        "skew", "slowest", "errors",
     ]  # fmt: skip
-    numbers = "cpu 25 % 20 7.2k 5.0 30 ms 67 ms 1.4 2 3 1.2 s 120 ms 3 (92 %) 0"
+    numbers = "cpu 25 % 20 7.2k 5.0 30 ms 67 ms 4 % 1.4 2 3 1.2 s 120 ms 3 (92 %) 0"
     assert " ".join(lines[7].split()) == numbers
     assert lines[9].split() == ["in", "quarantine"]
 
