@@ -162,7 +162,8 @@ if mode == "dies":
 if mode == "hangs":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("INFO 11-20 14:04:31 [a.py:1] still thinking", flush=True)
-    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)", sys.argv[2]])
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", deaf, sys.argv[2]])
     time.sleep(600)
 
 class Handler(http.server.BaseHTTPRequestHandler):
