@@ -20,7 +20,11 @@ STOCK = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "connectors": [
-            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+            },
             {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         ]
     },
