@@ -39,8 +39,7 @@ ELSEWHERE = {
             "MooncakeHybridConnector",
             "MooncakeLayerwiseConnector",
         ),
-        "it belongs to vllm-ascend, vLLM's plugin for Ascend NPUs: install vllm-ascend in this environment, or check on "
-        "the machine that has it",
+        "install vllm-ascend, vLLM's plugin for Ascend NPUs, in this environment, or check on the machine that has it",
     ),
     "LMCacheConnectorV1Dynamic": "set kv_connector_module_path to 'lmcache.integration.vllm.lmcache_connector_v1'",
     "DynamoConnector": "set kv_connector_module_path to 'kvbm.vllm_integration.connector'",
@@ -120,6 +119,9 @@ def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
     return "", "use one of them, or set kv_connector_module_path to the module of its class"
 
 
+_SHORTEST = 3  # letters that can be taken for a name
+
+
 def nearest(name: str, registered: Collection[str]) -> str | None:
     """Return the registered name that was probably meant: the word that all of them share counts for nothing."""
     shortest_first = sorted(registered, key=lambda known: (len(known), known))
@@ -129,7 +131,7 @@ def nearest(name: str, registered: Collection[str]) -> str | None:
         stems.setdefault(_stem(known), known)
     if close := difflib.get_close_matches(name.lower(), whole, 1, cutoff=0.91):
         return whole[close[0]]
-    if len(_stem(name)) > 2 and (close := difflib.get_close_matches(_stem(name), stems, 1, cutoff=0.8)):
+    if len(_stem(name)) >= _SHORTEST and (close := difflib.get_close_matches(_stem(name), stems, 1, cutoff=0.8)):
         return stems[close[0]]
     return None
 

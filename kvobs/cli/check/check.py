@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from kvobs.children.validation import (
     transfer_config,
     validate,
 )
-from kvobs.cli.check import entries, kept, port, vllm_source
-from kvobs.cli.check.ask import Asking, NoAnswerError, Question, here
-from kvobs.cli.check.facts import Answer, Facts, has_hisparse, library_of
+from kvobs.cli.check import entries, port, vllm_source
+from kvobs.cli.check.asker import Ask, ask_here, questions_of
+from kvobs.cli.check.asking import NoAnswerError
+from kvobs.cli.check.facts import Answer, Facts, library_of
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
 from kvobs.config import PATH, Options
 from kvobs.exporting import destinations
@@ -102,22 +103,16 @@ class Checked:
         return {name: layout for name, layout in needs.items() if layout not in (None, "unknown")}
 
 
-Ask = Callable[[Sequence[Question]], "list[Answer]"]
-"""Returns what vLLM says of each entry, or raises ``NoAnswerError``."""
-
-
-def ask_here(questions: Sequence[Question]) -> list[Answer]:
-    """Ask vLLM in this process, which imports it."""
-    return [answer for answer, _ in here(questions)]
-
-
-def check(config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = ask_here) -> Checked:
+def check(
+    config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = ask_here, *, is_for_here: bool = True
+) -> Checked:
     """Check a parsed configuration; one without kvobs as ``rewrite`` would change it.
 
     Args:
         config: the configuration.
         flags: further options of vLLM's start.
         ask: what asks vLLM's classes; None: the text alone is checked.
+        is_for_here: whether the engine is to run in this environment, so that libraries must be in it.
     """
     router = router_of(config)
     by_variable = not config.get("kv_connector_module_path") and plugin.is_enabled(os.environ.get(plugin.VARIABLE, ""))
@@ -132,7 +127,7 @@ def check(config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = a
     checked.mistakes += transfer_config(whole, "", host.transfer_class)[1]
     policy = whole.get("kv_load_failure_policy", checked.failure_policy)
     checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
-    refused, ignored = entries.findings(whole, router, has_vllm=checked.vllm is not None)
+    refused, ignored = entries.findings(whole, router, has_vllm=is_for_here and checked.vllm is not None)
     extra = whole.get(PATH, {})
     if isinstance(extra, Mapping):
         validated = validate(extra, policy, host)
@@ -157,23 +152,6 @@ def check(config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = a
     return checked
 
 
-def questions_of(config: Mapping[str, Any]) -> list[Question]:
-    """Return what vLLM is asked about a configuration."""
-    return [question for _, question in _questions(rewrite(config))]
-
-
-def _questions(whole: Mapping[str, Any]) -> list[tuple[int, Question]]:
-    extra = whole.get(PATH)
-    listed = extra.get("connectors") if isinstance(extra, Mapping) else None
-    listed = listed if isinstance(listed, list | tuple) else ()
-    is_there = has_hisparse(listed)
-    return [
-        (i, (entry, is_there))
-        for i, entry in enumerate(listed)
-        if isinstance(entry, Mapping) and isinstance(entry.get("kv_connector"), str) and entry["kv_connector"]
-    ]
-
-
 def _answers(checked: Checked, whole: Mapping[str, Any], ask: Ask | None) -> dict[int, Answer] | None:
     """Return vLLM's answers by the position of the entry; None, and why, if it was not asked."""
     if checked.vllm is None:
@@ -181,7 +159,7 @@ def _answers(checked: Checked, whole: Mapping[str, Any], ask: Ask | None) -> dic
     elif ask is None:
         checked.off["classes"] = "not asked yet"
     else:
-        asked = _questions(whole)
+        asked = questions_of(whole)
         try:
             return dict(zip((i for i, _ in asked), ask([question for _, question in asked]), strict=True))
         except NoAnswerError as error:
@@ -199,7 +177,7 @@ def transfer_class() -> type[Any]:
 
 def _class_of(whole: Mapping[str, Any], answers: Mapping[int, Answer]) -> Callable[[str, Any], type]:
     """Return the function that finds an entry's class: a stand-in of the same names, from vLLM's answers."""
-    found = {_class_key(entry): answers[i] for i, (entry, _) in _questions(whole) if i in answers}
+    found = {_class_key(entry): answers[i] for i, (entry, _) in questions_of(whole) if i in answers}
 
     def class_of(name: str, module: Any) -> type:
         answer = found[_class_key({"kv_connector": name, "kv_connector_module_path": module})]
@@ -212,42 +190,6 @@ def _class_of(whole: Mapping[str, Any], answers: Mapping[int, Answer]) -> Callab
 
 def _class_key(entry: Mapping[str, Any]) -> tuple[str, str]:
     return entry["kv_connector"], repr(entry.get("kv_connector_module_path"))
-
-
-class Asker:
-    """Asks about a configuration: what is known from earlier at once, all else in a process that imports vLLM.
-
-    That process starts with this object, so that it works while other things are printed.
-    """
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._known: dict[int, Answer] = {}
-        self._questions = questions_of(config) if vllm_source.folder() is not None else []
-        for i, (entry, is_there) in enumerate(self._questions):
-            if (answer := kept.read(entry, has_hisparse=is_there)) is not None:
-                self._known[i] = answer
-        self._open = [i for i in range(len(self._questions)) if i not in self._known]
-        self._asking = Asking([self._questions[i] for i in self._open]) if self._open else None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether vLLM has to be imported."""
-        return self._asking is not None
-
-    def answers(self, _: Sequence[Question]) -> list[Answer]:
-        """Return the answers, waiting for those that are missing; ``NoAnswerError`` if there are none."""
-        if self._asking is not None:
-            asking, self._asking = self._asking, None
-            for i, (answer, files) in zip(self._open, asking.answers(), strict=True):
-                entry, is_there = self._questions[i]
-                kept.keep(entry, answer, files, has_hisparse=is_there)
-                self._known[i] = answer
-        return [self._known[i] for i in range(len(self._questions))]
-
-    def stop(self) -> None:
-        """End the process, if it runs."""
-        if self._asking is not None:
-            self._asking.stop()
 
 
 def _takes_no_part(config: Mapping[str, Any], router: Router) -> Finding:

@@ -23,7 +23,7 @@ import kvobs
 from kvobs.children import known
 from kvobs.cli.check import port
 from kvobs.cli.check.check import Checked, Flags, check
-from kvobs.cli.check.report import as_dict, lay_out
+from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.cli.check.rewrite import Router
 from kvobs.config import PATH, ConfigError, Options, read
 from kvobs.connector import get_kv_connector_cache_layout
@@ -373,7 +373,8 @@ def test_whatever_is_given_it_has_an_answer(config: dict[str, Any], connector: A
     """And that can be printed, and sent as JSON."""
     checked = check({**config, "kv_connector": connector})
     json.dumps(as_dict(checked))
-    Console(file=io.StringIO()).print(lay_out(checked))
+    parts = [lay_out_text(checked), lay_out_classes(checked), *lines(checked.warnings, checked.mistakes)]
+    Console(file=io.StringIO()).print(*parts)
     assert checked.mistakes or starts({**config, "kv_connector": connector})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from kvobs.cli.check.facts import Answer, as_dict, from_dict
 from kvobs.cli.check.kept import Stamp, stamps
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvobs.cli.check.ask import main; main()"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvobs.cli.check.asking import main; main()"
 Question = tuple[Mapping[str, Any], bool]
 """An entry, and whether a HiSparseConnector is beside it."""
 
@@ -52,7 +52,9 @@ class Asking:
             stderr=self._said,
             env=environment,
         )
-        self._input = json.dumps(list(questions)).encode()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as entries:  # what was wrong is known by the answer
+            entries.write(json.dumps(list(questions)).encode())
 
     def answers(self) -> list[tuple[Answer, dict[str, Stamp]]]:
         """Wait for the answers.
@@ -61,7 +63,11 @@ class Asking:
             NoAnswerError: the process failed; with the last line that it printed.
         """
         try:
-            output, _ = self._process.communicate(self._input)
+            assert self._process.stdout is not None
+            output = self._process.stdout.read()
+            self._process.wait()
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").split("\n")
         finally:
             self.stop()
         with suppress(ValueError, KeyError, TypeError):
@@ -70,8 +76,6 @@ class Asking:
                     (from_dict(answer), {path: Stamp(*stamp) for path, stamp in files.items()})
                     for answer, files in json.loads(output)
                 ]
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
         raise NoAnswerError(f"{last[:300]} (exit status {self._process.returncode})")
 
@@ -80,6 +84,9 @@ class Asking:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        for file in (self._process.stdout, self._said):
+            if file is not None:
+                file.close()
 
 
 def main() -> None:
