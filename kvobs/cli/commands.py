@@ -119,7 +119,7 @@ BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block."
     short_help="Print which ranks read from which.",
     epilog=_examples(
         "kvobs topology --prefill-tp 4 --decode-tp 2 --kv-heads 8",
-        "kvobs topology --prefill-tp 8 --decode-tp 2 --model /models/DeepSeek-V3 --json",
+        "kvobs topology --prefill-tp 8 --decode-tp 2 --model ./DeepSeek-V3",
     ),
 )
 def topology(
@@ -221,19 +221,25 @@ def timeline(
         "timeline.json.gz"
     ),
     all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
     """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
     from kvobs.cli.timeline import recordings
     from kvobs.cli.timeline.chrome_trace import lay_out, not_ended, write
 
+    if output.exists() and not force:
+        raise _fail(f"{output} exists; --force overwrites it, -o names another file")
+    problems: list[str] = []
     try:
-        processes = recordings.load(folder, all_runs=all_runs)
+        processes = recordings.load(folder, all_runs=all_runs, problems=problems)
         events = write(processes, output)
     except ValueError as error:
         raise _fail(str(error)) from None
     except OSError as error:
         raise _fail(f"{output} can't be written: {error.strerror}") from None
-    console = Console()
+    console, errors = Console(), Console(stderr=True)
+    for problem in problems:
+        errors.print(f"warning: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(lay_out(processes))
     for line in not_ended(processes):
         console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
