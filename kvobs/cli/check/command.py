@@ -15,18 +15,24 @@ from rich.console import Console
 from kvobs.cli.check import check as checking
 from kvobs.cli.check.asker import Asker
 from kvobs.cli.check.check import Checked, Flags
-from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines, verdict
+from kvobs.cli.check.live import Looked, look
+from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
 from kvobs.cli.check.rewrite import Router, rewrite
 from kvobs.cli.check.source import read
+from kvobs.cli.top.servers import url_of
 from kvobs.cli.topology import read_model
 from kvobs.findings import Finding
 from kvobs.topology import Engine
 
+_PROMETHEUS_PORT = 9090
 _WIDE = 1000  # columns of a pipe: tables take what they need
 
 Config = Annotated[
-    str,
-    typer.Argument(help="The JSON, a vllm serve line, a file with either or vLLM's YAML file, or - for stdin."),
+    str | None,
+    typer.Argument(
+        show_default=False,
+        help="The JSON, a vllm serve line, a file with either or vLLM's YAML file, or - for stdin.",
+    ),
 ]
 TpSize = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, max=1024, help="As given to vLLM.")]
 OtherTp = Annotated[
@@ -58,12 +64,21 @@ Examples:
   kvobs check start-server.sh
   kvobs check vllm.yaml --json
   kvobs check "vllm serve MODEL --kv-transfer-config '{...}'"
-  kvobs check --rewrite stock.json"""
+  kvobs check --rewrite stock.json
+  kvobs check --server localhost:9464 --prometheus localhost:9090"""
 
 
 def check(
-    config: Config,
+    config: Config = None,
     *,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Look at a running server or its exporter instead.", show_default=False),
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Look at this Prometheus: jobs, rules, exemplars.", show_default=False),
+    ] = None,
     should_rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Print only the configuration, changed to use kvobs.")
     ] = False,
@@ -81,7 +96,14 @@ def check(
     mla: Mla = False,
     model: ModelDir = None,
 ) -> None:
-    """Check a --kv-transfer-config: what it builds and every mistake in it. Exit status 1 if there is a mistake."""
+    """Check a --kv-transfer-config: what it builds and every mistake in it; or running servers and their Prometheus.
+
+    Exit status 1 if there is a mistake.
+    """
+    if (config is None) == (not server and prometheus is None):
+        raise typer.BadParameter("give either the configuration, or --server and/or --prometheus", param_hint="CONFIG")
+    if config is None:
+        _look(server or [], prometheus, as_json=as_json)
     heads, is_mla = _model(kv_heads, mla, model, is_needed=remote_tp is not None)
     try:
         source = read(config)
@@ -123,6 +145,24 @@ def check(
     raise typer.Exit(1 if checked.mistakes else 0)
 
 
+def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoReturn:
+    """Look at what runs, and print what was seen."""
+    try:
+        urls = list(dict.fromkeys(map(url_of, servers)))
+        of_prometheus = None if prometheus is None else url_of(prometheus, _PROMETHEUS_PORT).removesuffix("/metrics")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="URL") from None
+    looked = look(urls, of_prometheus)
+    if as_json:
+        typer.echo(json.dumps(looked.as_dict()))
+    else:
+        out = _console()
+        out.print(lay_out_live(looked))
+        _print_lines(out, looked)
+        out.print(verdict(looked))
+    raise typer.Exit(1 if looked.mistakes else 0)
+
+
 def _report(config: Mapping[str, Any], flags: Flags, asker: Asker) -> Checked:
     """Print what the text says at once, then what the classes say, then the verdict; return the whole result."""
     out = _console()
@@ -155,7 +195,7 @@ def _rewrite(config: Mapping[str, Any], flags: Flags) -> NoReturn:
     raise typer.Exit(1 if checked.mistakes else 0)
 
 
-def _print_lines(out: Console, checked: Checked, before: Checked | None = None) -> None:
+def _print_lines(out: Console, checked: Checked | Looked, before: Checked | None = None) -> None:
     """Print each finding in one line, also in a pipe; those that were printed before are left out."""
     warnings, mistakes = checked.warnings, checked.mistakes
     if before is not None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from kvobs.cli import topology
 from kvobs.cli.check.check import Checked, CheckedConnector
 from kvobs.cli.check.facts import Facts
+from kvobs.cli.check.live import Looked
 from kvobs.cli.check.rewrite import Router
 from kvobs.findings import Finding
 from kvobs.hooks import HOOKS, Cadence
@@ -56,13 +57,20 @@ def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[
             yield text
 
 
-def verdict(checked: Checked) -> Text:
+def lay_out_live(looked: Looked) -> Group:
+    """Return what was seen of running servers, and of Prometheus."""
+    return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
+
+
+def verdict(checked: Checked | Looked) -> Text:
     """Return the last line: how many mistakes and warnings there are, and whether all could be checked."""
     mistakes, warnings = len(checked.mistakes), len(checked.warnings)
     parts = [f"{mistakes} mistake{'' if mistakes == 1 else 's'}" if mistakes else "no mistakes"]
     if warnings:
         parts.append(f"{warnings} warning{'' if warnings == 1 else 's'}")
-    unseen = "" if checked.has_classes else "; the connectors' classes were not checked"
+    unseen = (
+        "" if not isinstance(checked, Checked) or checked.has_classes else "; the connectors' classes were not checked"
+    )
     return Text(", ".join(parts) + unseen, style="bold red" if mistakes else "bold green")
 
 

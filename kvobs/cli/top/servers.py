@@ -33,7 +33,7 @@ class NoScrapeError(Exception):
     """A server can't be read; the text is the reason, without its address."""
 
 
-def url_of(text: str) -> str:
+def url_of(text: str, default_port: int = VLLM_PORT) -> str:
     """Return the URL of a server's metrics: ``localhost`` is ``http://localhost:8000/metrics``, at vLLM's port.
 
     Raises:
@@ -49,7 +49,7 @@ def url_of(text: str) -> str:
     if parts.scheme not in ("http", "https") or not host or host.isdecimal() or not plain:
         raise ValueError(f"{text!r} is not a server address; {allowed}")
     path = parts.path if parts.path.strip("/") else "/metrics"
-    netloc = parts.netloc if "://" in text or port is not None else f"{parts.netloc.removesuffix(':')}:{VLLM_PORT}"
+    netloc = parts.netloc if "://" in text or port is not None else f"{parts.netloc.removesuffix(':')}:{default_port}"
     return parts._replace(netloc=netloc, path=path, fragment="").geturl()
 
 
