@@ -512,3 +512,21 @@ def test_nothing_of_what_may_be_a_secret_is_told() -> None:
     checked = check(bad)
     assert len(checked.mistakes) == 4
     assert secret not in repr(checked)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_one"),
+    [
+        ("http://collector:4317", True),
+        ("collector:4317", True),
+        ("grpc://collector", True),
+        ("dns:collector:4317", True),
+        ("[::1]:4317", True),
+        ("nonsense", False),
+        ("", False),
+        ("http://", False),
+    ],
+)
+def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
+    told = [w.path for w in check(config_of(), Flags(otlp_traces_endpoint=endpoint), ask=None).warnings]
+    assert told == ([] if is_one else ["--otlp-traces-endpoint"])
