@@ -257,7 +257,7 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
     connectors = extra_config.get("connectors")
     if not isinstance(connectors, list | tuple) or not connectors:
         found = "is missing" if "connectors" not in extra_config else f"found {_kind(connectors)}"
-        example = '[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]'
+        example = '[{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]'
         allowed = f"a list with at least one connector, such as {example}"
         mistakes.append(Finding(path, found, allowed, "list the connectors as objects"))
         return []

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 
 from kvobs.hooks import HOOKS, INHERITED
 
@@ -254,13 +254,26 @@ class TransferConfig(BaseModel):
     kv_role: Literal["kv_producer", "kv_both", "kv_consumer"] | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     kv_buffer_device: str = ""
-    kv_buffer_size: float = 1e9  # this one and the next three before 0.31 only
+    kv_buffer_size: float = 1e9
     kv_rank: int | None = None
     kv_parallel_size: int = 1
     kv_ip: str = ""
     kv_port: int = 14579
     enable_permute_local_kv: bool = False
     kv_connector_extra_config: dict[str, Any] = {}
+
+
+def transfer_config_with(keys: Collection[str]) -> type[BaseModel]:
+    """Return ``TransferConfig`` with the keys of one vLLM; what it has beyond those of kvobs may be anything."""
+    known = TransferConfig.model_fields
+    fields: dict[str, Any] = {
+        key: (known[key].annotation, known[key]) if key in known else (Any, None) for key in sorted(keys)
+    }
+    return create_model("TransferConfig", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+RETIRED = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")
+"""The keys that vLLM has before 0.31 only."""
 
 
 def model_name(vllm_config: Any) -> str:

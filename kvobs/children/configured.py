@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvobs.children import known
 from kvobs.children.specs import ChildSpec
 from kvobs.children.unbuilt import Unbuilt
 from kvobs.children.validation import Host, NotUsableError, Validated, clashing_layouts, validate
@@ -55,17 +55,28 @@ def class_of(name: str, module: Any) -> type:
     except (Exception, SystemExit) as error:
         registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
         if module is None and name not in registered:
-            close = difflib.get_close_matches(name, registered, 1)
-            raise NotUsableError(
-                f"found {show(name)}, which this vLLM does not have",
-                ", ".join(registered),
-                fix=f"use {close[0]!r}" if close else "set kv_connector_module_path to the module of its class",
-            ) from error
-        fix = "correct kv_connector_module_path, or install the missing package in this environment"
-        raise NotUsableError(f"found {show(name)}, whose class can't be imported: {named(error)}", fix=fix) from error
+            says, fix = known.cure(name, registered)
+            found = f"found {show(name)}, which this vLLM does not have" + (f": {says}" if says else "")
+            raise NotUsableError(found, ", ".join(registered), fix=fix) from error
+        found = f"found {show(name)}, whose class can't be imported: {named(error)}"
+        raise NotUsableError(found, fix=_fix_of_import(name, module, error)) from error
     if not inspect.isclass(found):
         raise NotUsableError(f"found {show(name)}, which is not a class", fix="name the class of a KV connector")
     return found
+
+
+def _fix_of_import(name: str, module: Any, error: BaseException) -> str:
+    """Return what to do about a class that can't be imported."""
+    if module in known.OURS:
+        return f"use {known.ROUTER!r}, the class of kv_connector_module_path {module!r}"
+    if lacking := known.missing_libraries(name) if module is None else []:
+        return "; ".join(f"{need.modules[0]}: {need.install}" for need in lacking)
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if isinstance(module, str) and missing and f"{module}.".startswith(f"{missing}."):
+        return f"correct kv_connector_module_path, or install the package that has the module {missing!r}"
+    if missing:
+        return f"install the package that has the module {missing!r} in this environment"
+    return "correct kv_connector_module_path, or the class's own module, as the error says"
 
 
 def named(error: BaseException) -> str:

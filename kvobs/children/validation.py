@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from kvobs import config
 from kvobs.children.specs import ChildSpec, async_only, is_kvobs, offers_sync_only, why_not_isolated
-from kvobs.config import PATH, Configuration
+from kvobs.config import PATH, Configuration, Options
 from kvobs.findings import Finding, cut, unknown
+from kvobs.host import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"
@@ -156,13 +157,36 @@ def transfer_config(
             key = cut(str(detail["loc"][0])) if detail["loc"] else ""
             where = _join(path, key)
             if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-                otherwise = f"remove it; options of the connector itself belong in its {PATH}"
-                found.append(unknown("key", where, key, _keys(transfer_class), otherwise))
+                found.append(_unknown_key(where, key, _keys(transfer_class)))
             else:
                 problem, allowed = config.explain(detail["type"], detail["msg"])
                 fix = "use an allowed value" if detail["type"] == "literal_error" else "correct the value or remove it"
                 found.append(Finding(where, _found(entry, key) + problem, allowed, fix))
     return (None if found else transfer), found
+
+
+def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
+    """Return the mistake of an unknown key; one that belongs elsewhere is not taken for a misspelt one."""
+    if key in ("connectors", "kvobs"):
+        return Finding(where, "is at the wrong place", fix=f"move it into {PATH}")
+    if key in Options.model_fields:
+        return Finding(where, "found an option of kvobs at the wrong place", fix=f"move it into {PATH}.kvobs")
+    if key in RETIRED and key in TransferConfig.model_fields:
+        return Finding(where, "found a key that this vLLM no longer has", fix="remove it")
+    return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
+
+
+def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
+    """Return a warning for each key of an entry that is within its extra configuration, where vLLM ignores it."""
+    extra = entry.get(PATH)
+    if not isinstance(extra, Mapping):
+        return []
+    found = "has no effect here: vLLM reads it one level up only"
+    return [
+        Finding(_join(path, f"{PATH}.{key}"), found, fix=f"move it out of {PATH}, beside kv_connector")
+        for key in extra
+        if key.startswith("kv_") and key in TransferConfig.model_fields
+    ]
 
 
 def isolation_mistakes(isolate: Iterable[str], policy: object) -> list[Finding]:

@@ -1,7 +1,9 @@
 """The command `kvobs`."""
 
+import io
 import json
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -10,8 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
 from kvobs.demo.scenarios import FAULTS
+from kvobs.version import __version__
 
 app = typer.Typer(
     name="kvobs",
@@ -19,19 +23,45 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes cut the names of options at 80 columns
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-dashboards = typer.Typer(no_args_is_help=True, help="Export dashboards, alerts and their runbook.")
+dashboards = typer.Typer(
+    no_args_is_help=True, help="Export dashboards, alerts and their runbook.", rich_markup_mode=None
+)
 app.add_typer(dashboards, name="dashboards")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvobs {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    *,
+    version: Annotated[  # noqa: ARG001 its callback ends the command
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """See which KV connector served a vLLM request, and why a load was slow."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may have ASCII only
 
 
-@app.command()
+def _examples(*commands: str) -> str:
+    """Return the end of a command's help, which is not wrapped."""
+    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
+
+
+@app.command(
+    short_help="Run a demonstration on this CPU.",
+    epilog=_examples("kvobs demo", "kvobs demo --keep --repeat --port 8000 --fault failing-connector"),
+)
 def demo(
     *,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 picks a free one.")] = 0,
@@ -85,7 +115,13 @@ TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")]
 
 
-@app.command()
+@app.command(
+    short_help="Print which ranks read from which.",
+    epilog=_examples(
+        "kvobs topology --prefill-tp 4 --decode-tp 2 --kv-heads 8",
+        "kvobs topology --prefill-tp 8 --decode-tp 2 --model ./DeepSeek-V3",
+    ),
+)
 def topology(
     *,
     prefill_tp: TpSize,
@@ -127,7 +163,14 @@ def topology(
         Console().print(topology.lay_out(prefill, decode, heads, is_mla=is_mla))
 
 
-@app.command()
+@app.command(
+    short_help="Show the connectors of running servers, live.",
+    epilog=_examples(
+        "kvobs top localhost                  a vLLM server at its port 8000",
+        "kvobs top gpu-1:9464 gpu-2:9464      two exporters",
+        "kvobs top localhost --once --json    for scripts",
+    ),
+)
 def top(
     urls: Annotated[
         list[str],
@@ -163,10 +206,13 @@ def top(
         raise typer.Exit(130 if once else 0) from None
 
 
-app.command()(check)
+app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=CHECK_EXAMPLES)(check)
 
 
-@app.command()
+@app.command(
+    short_help="Write recorded calls as a trace for Perfetto.",
+    epilog=_examples("kvobs timeline /dev/shm/kvobs", "kvobs timeline /dev/shm/kvobs --all -o all.json.gz --force"),
+)
 def timeline(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).", show_default=False)
@@ -175,26 +221,32 @@ def timeline(
         "timeline.json.gz"
     ),
     all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
     """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
     from kvobs.cli.timeline import recordings
     from kvobs.cli.timeline.chrome_trace import lay_out, not_ended, write
 
+    if output.exists() and not force:
+        raise _fail(f"{output} exists; --force overwrites it, -o names another file")
+    problems: list[str] = []
     try:
-        processes = recordings.load(folder, all_runs=all_runs)
+        processes = recordings.load(folder, all_runs=all_runs, problems=problems)
         events = write(processes, output)
     except ValueError as error:
         raise _fail(str(error)) from None
     except OSError as error:
         raise _fail(f"{output} can't be written: {error.strerror}") from None
-    console = Console()
+    console, errors = Console(), Console(stderr=True)
+    for problem in problems:
+        errors.print(f"warning: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(lay_out(processes))
     for line in not_ended(processes):
         console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
 
 
-@dashboards.command("export")
+@dashboards.command("export", epilog=_examples("kvobs dashboards export ./kvobs-dashboards"))
 def export_dashboards(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,

@@ -72,24 +72,36 @@ def called(node: ast.AST) -> str:
 def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -> None:
     found = [(name, imported) for name, node in in_production() for imported in imports(node)]
     assert len(found) > 100, "the test finds imports"
-    talking = {name for name, imported in found if imported in UNPICKLES | TALKS}
+    talking = {name for name, imported in found if imported in TALKS}
     assert talking == {
         "servers.py",  # the command kvobs top, which reads the /metrics that it is given
         "port.py",  # the command kvobs check, which looks whether the exporter's port is free
+        "live.py",  # the same with --server and --prometheus, which reads what it is given
+        "asking.py",  # the same, which asks vLLM's classes in a process of its own
         "feed.py",  # starts the exporter, over a socket without address
         *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
     }
-    assert {imported for name, imported in found if name in talking}.isdisjoint(UNPICKLES)
+    # A configuration in YAML, for the command kvobs check; it makes no objects.
+    assert [one for one in found if one[1] in UNPICKLES] == [("source.py", "yaml")]
+    of_yaml = [ast.unparse(node) for name, node in in_production() if name == "source.py" and called(node)]
+    assert [call for call in of_yaml if call.startswith("yaml.")] == ["yaml.safe_load(text)"]
     importers = {name for name, imported in found if imported == "importlib"}
-    # Commands, which ask whether vLLM is there, and in which package a child is.
-    assert importers == {"commands.py", "check.py", "facts.py"}
-    loads = {name: ast.unparse(node) for name, node in in_production() if called(node) == "loads"}
+    # Commands, which ask whether vLLM and a connector's library are there, and in which package a child is.
+    of_check = {"facts.py", "class_facts.py", "kept.py", "vllm_source.py", "known.py"}
+    assert importers == {"commands.py", *of_check}
+    loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
-        "topology.py": "json.loads(path.read_bytes())",  # a model's config.json, for the command kvobs topology
-        "command.py": "json.loads(text)",  # the configuration, for the command kvobs check
-        "wire.py": "json.loads(line)",  # what EngineCore and its exporter send each other
-        "process.py": "json.loads(error.read(READ))",  # /healthz of an exporter that has the port
-        "ring.py": "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))",  # for the command kvobs timeline
+        ("topology.py", "json.loads(path.read_bytes())"),  # a model's config.json, for the command kvobs topology
+        ("source.py", "json.loads(text)"),  # the configuration, for the command kvobs check
+        ("source.py", "json.loads(mended)"),
+        ("source.py", "json.loads(value or '')"),
+        ("source.py", "json.loads(json.dumps(config, default=str))"),
+        ("asking.py", "json.loads(output)"),  # what vLLM's classes say, from the process that asks them
+        ("kept.py", "json.loads(_place(entry, has_hisparse=has_hisparse).read_text(encoding='utf-8'))"),  # and earlier
+        ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
+        ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
+        ("process.py", "json.loads(error.read(READ))"),  # /healthz of an exporter that has the port
+        ("ring.py", "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))"),  # for the command kvobs timeline
     }
 
 
@@ -108,7 +120,11 @@ def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> No
         "recordings.py": 2,  # to read them
         "chrome_trace.py": 2,  # what the command kvobs timeline is told to write
     }
-    of_commands = {"dashboards.py": 2}  # kvobs dashboards
+    of_commands = {
+        "dashboards.py": 2,  # kvobs dashboards
+        "asking.py": 3,  # kvobs check: what vLLM prints while it is asked goes to a file that has no name
+        "kept.py": 3,  # and what its classes said to the user's cache folder
+    }
     assert Counter(name for name, _ in found) == of_timeline | of_commands
 
 

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvobs import host as vllm_host
 from kvobs import plugin
 from kvobs.children.validation import (
     Host,
-    NotUsableError,
     Validated,
     clashing_layouts,
     transfer_config,
     validate,
 )
-from kvobs.cli.check import port
+from kvobs.cli.check import entries, port, vllm_source
+from kvobs.cli.check.asker import Ask, ask_here, questions_of
+from kvobs.cli.check.asking import NoAnswerError
+from kvobs.cli.check.facts import Answer, Facts, library_of
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
 from kvobs.config import PATH, Options
 from kvobs.exporting import destinations
 from kvobs.exporting.destinations import Setup
 from kvobs.findings import Finding
-from kvobs.host import TransferConfig
 from kvobs.telemetry import sampling
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.topology import Engine, who_reads
 
-if TYPE_CHECKING:
-    from kvobs.cli.check.facts import Facts
-
+_ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
 _SINGLE = f"{PATH}.connectors[0]"
 
 
@@ -89,6 +88,11 @@ class Checked:
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
+    @property
+    def has_classes(self) -> bool:
+        """Return whether vLLM's classes were asked."""
+        return "classes" not in self.off
+
     def saying(self, fact: str, answer: bool) -> list[str]:
         """Return the children with this value of a fact."""
         return [child.name for child in self.children if child.facts and getattr(child.facts, fact) is answer]
@@ -99,32 +103,43 @@ class Checked:
         return {name: layout for name, layout in needs.items() if layout not in (None, "unknown")}
 
 
-def check(config: Mapping[str, Any], flags: Flags = Flags()) -> Checked:
-    """Check a parsed configuration; one without kvobs as ``rewrite`` would change it."""
+def check(
+    config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = ask_here, *, is_for_here: bool = True
+) -> Checked:
+    """Check a parsed configuration; one without kvobs as ``rewrite`` would change it.
+
+    Args:
+        config: the configuration.
+        flags: further options of vLLM's start.
+        ask: what asks vLLM's classes; None: the text alone is checked.
+        is_for_here: whether the engine is to run in this environment, so that libraries must be in it.
+    """
     router = router_of(config)
     by_variable = not config.get("kv_connector_module_path") and plugin.is_enabled(os.environ.get(plugin.VARIABLE, ""))
     if router is Router.STOCK and by_variable:
         router = Router.KVOBS
-    checked = Checked(router, by_variable and router is Router.KVOBS)
+    checked = Checked(router, by_variable and router is Router.KVOBS, vllm_source.vllm_version())
     if router is not Router.KVOBS:
         checked.warnings.append(_takes_no_part(config, router))
     whole = rewrite(config)
-    host = Host(TransferConfig)
-    if find_spec("vllm") is not None:
-        host, checked.vllm = _load_vllm()
-    else:
-        checked.off["classes"] = "vLLM is not installed here: connector classes were not checked"
+    answers = _answers(checked, whole, ask)
+    host = Host(transfer_class(), _class_of(whole, answers) if answers is not None else None)
     checked.mistakes += transfer_config(whole, "", host.transfer_class)[1]
     policy = whole.get("kv_load_failure_policy", checked.failure_policy)
     checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
+    refused, ignored = entries.findings(whole, router, has_vllm=is_for_here and checked.vllm is not None)
     extra = whole.get(PATH, {})
     if isinstance(extra, Mapping):
         validated = validate(extra, policy, host)
         checked.options = validated.configuration.options
         checked.mistakes += validated.mistakes
         checked.warnings += validated.warnings
-        _add_children(checked, validated)
+        _add_children(checked, validated, answers or {})
         checked.warnings += port.findings(checked.options.exporter, extra)
+    # Of a missing library and the failed import that it causes, the first has the better cure.
+    places = {finding.path for finding in refused if finding.path.endswith("kv_connector")}
+    checked.mistakes = [finding for finding in checked.mistakes if finding.path not in places] + refused
+    checked.warnings += ignored
     tracing = _tracing(checked.options, flags)
     setup = _setup(checked.options, flags, tracing)
     _check_layouts(checked, flags)
@@ -137,16 +152,44 @@ def check(config: Mapping[str, Any], flags: Flags = Flags()) -> Checked:
     return checked
 
 
-def _load_vllm() -> tuple[Host, str]:
-    """Import vLLM with its plugins, which may register connectors."""
-    from vllm import __version__
-    from vllm.config import KVTransferConfig
-    from vllm.plugins import load_general_plugins
+def _answers(checked: Checked, whole: Mapping[str, Any], ask: Ask | None) -> dict[int, Answer] | None:
+    """Return vLLM's answers by the position of the entry; None, and why, if it was not asked."""
+    if checked.vllm is None:
+        checked.off["classes"] = "vLLM is not installed here: connector classes were not checked"
+    elif ask is None:
+        checked.off["classes"] = "not asked yet"
+    else:
+        asked = questions_of(whole)
+        try:
+            return dict(zip((i for i, _ in asked), ask([question for _, question in asked]), strict=True))
+        except NoAnswerError as error:
+            checked.off["classes"] = f"vLLM can't be imported here: {error}"
+            found = f"can't be imported here, so that connector classes were not checked: {error}"
+            checked.warnings.append(Finding("vLLM", found, fix="start vLLM here once, and mend what it says"))
+    return None
 
-    from kvobs.children.configured import class_of
 
-    load_general_plugins()
-    return Host(KVTransferConfig, class_of), str(__version__)
+def transfer_class() -> type[Any]:
+    """Return the class of transfer configurations, with the keys of the installed vLLM if there is one."""
+    keys = vllm_source.transfer_keys()
+    return vllm_host.transfer_config_with(keys) if keys else vllm_host.TransferConfig
+
+
+def _class_of(whole: Mapping[str, Any], answers: Mapping[int, Answer]) -> Callable[[str, Any], type]:
+    """Return the function that finds an entry's class: a stand-in of the same names, from vLLM's answers."""
+    found = {_class_key(entry): answers[i] for i, (entry, _) in questions_of(whole) if i in answers}
+
+    def class_of(name: str, module: Any) -> type:
+        answer = found[_class_key({"kv_connector": name, "kv_connector_module_path": module})]
+        if not answer.bases and answer.refused is not None:
+            raise answer.refused.error
+        return answer.stand_in()
+
+    return class_of
+
+
+def _class_key(entry: Mapping[str, Any]) -> tuple[str, str]:
+    return entry["kv_connector"], repr(entry.get("kv_connector_module_path"))
 
 
 def _takes_no_part(config: Mapping[str, Any], router: Router) -> Finding:
@@ -159,23 +202,17 @@ def _takes_no_part(config: Mapping[str, Any], router: Router) -> Finding:
     return Finding("kv_connector", "kvobs is not enabled", fix="use the configuration that --rewrite prints")
 
 
-def _add_children(checked: Checked, validated: Validated) -> None:
+def _add_children(checked: Checked, validated: Validated, answers: Mapping[int, Answer]) -> None:
     """Add each configured connector, with the facts of its class if it is usable."""
-    siblings = [entry for _, entry in validated.entries.values()]
-    facts: dict[int, Facts] = {}
-    for spec in validated.specs:
-        from kvobs.cli.check.facts import facts_of
-
-        try:
-            facts[spec.index] = facts_of(spec, siblings)
-        except NotUsableError as error:
-            checked.mistakes.append(error.at(f"{PATH}.connectors[{spec.index}]"))
+    usable = {spec.index for spec in validated.specs}
     isolated = validated.configuration.options.isolate
     for i, (name, entry) in validated.entries.items():
+        answer = answers.get(i, Answer()) if i in usable else Answer()
+        if answer.refused is not None:
+            checked.mistakes.append(answer.refused.error.at(f"{PATH}.connectors[{i}]"))
+        facts = replace(answer.facts, library=library_of(entry)) if answer.facts is not None else None
         role = entry.get("kv_role")
-        child = CheckedConnector(
-            name, entry["kv_connector"], str(role) if role else None, name in isolated, facts.get(i)
-        )
+        child = CheckedConnector(name, entry["kv_connector"], str(role) if role else None, name in isolated, facts)
         checked.children.append(child)
 
 
@@ -211,6 +248,10 @@ def _check_flags(checked: Checked, flags: Flags, setup: Setup) -> None:
         checked.mistakes.append(Finding("--disable-log-stats, --otlp-traces-endpoint", says, fix="remove one of them"))
     else:
         checked.warnings += destinations.findings(setup)
+    endpoint = flags.otlp_traces_endpoint
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        fix = "write the collector's address, such as http://localhost:4317"
+        checked.warnings.append(Finding("--otlp-traces-endpoint", "is no address with a scheme or port", fix=fix))
 
 
 def _check_engines(checked: Checked, flags: Flags, *, is_producer: bool) -> None:

@@ -1,33 +1,18 @@
-"""Read the properties of the configured connector classes, without building connectors."""
+"""What vLLM says of a configured connector's class, as plain data that another process has read, or read earlier.
+
+This needs no vLLM.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
-from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-from kvobs import host
-from kvobs.children.configured import named
-from kvobs.children.specs import ChildSpec, offers_sync_only, why_not_isolated
+from kvobs.children.known import LIBRARIES, is_installed
 from kvobs.children.validation import NotUsableError
-from kvobs.findings import show
-from kvobs.hooks import HOOKS, is_empty
-from kvobs.signals import is_timed
-
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
-
-_VLLMS = "vllm.distributed.kv_transfer.kv_connector.v1."
-# Libraries that vLLM's own classes import only when they are built: any of these.
-_LIBRARIES = {"nixl": ("nixl", "nixl_rocm"), "mooncake": ("mooncake",), "lmcache_connector": ("lmcache",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +25,6 @@ class Facts:
 
     class_path: str
     package: str | None
-    library: str | None
     empty_hooks: tuple[str, ...]
     busy_hooks: tuple[str, ...]
     supports_hma: bool
@@ -51,96 +35,84 @@ class Facts:
     must_deliver: bool | None
     not_isolated: str | None
     sync_only: bool
+    library: str | None = None
 
 
-def facts_of(spec: ChildSpec, siblings: Sequence[Mapping[str, Any]]) -> Facts:
-    """Read the properties of a child's class.
+class Refused(NamedTuple):
+    """Why a class can't be used, as the parts of a finding."""
 
-    Raises:
-        NotUsableError: the class can't be used, or one of its methods raises.
+    found: str
+    allowed: str
+    fix: str
+
+    @property
+    def error(self) -> NotUsableError:
+        """Return it as the error that it was."""
+        return NotUsableError(self.found, self.allowed, fix=self.fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM says of one entry.
+
+    Args:
+        bases: module and name of the class and its bases, in Python's order; empty if there is no class.
+        facts: properties of the class; None if its configuration is invalid, or it is refused.
+        refused: why the class can't be used.
     """
-    cls: Any = spec.connector_class
-    transfer = spec.transfer_config
-    if not issubclass(cls, KVConnectorBase_V1):
-        found = f"found {show(transfer.kv_connector)}, which is not a KVConnectorBase_V1"
-        raise NotUsableError(found, fix="name the class of a KV connector")
-    known = [hook.name for hook in HOOKS.values() if is_timed(hook) and hasattr(cls, hook.name)]
-    empty = tuple(name for name in known if _is_empty(cls, name))
-    sleep = host.sleep_mode_hook(cls)
-    return Facts(
-        class_path=f"{cls.__module__}.{cls.__qualname__}",
-        package=_package_of(cls.__module__),
-        library=_library_of(cls.__module__),
-        empty_hooks=empty,
-        busy_hooks=tuple(name for name in known if name not in empty),
-        supports_hma=_ask("supports_hma", lambda: bool(KVConnectorFactory.supports_hma_config(transfer))),
-        supports_sleep_mode=None if sleep is None else _ask("supports_sleep_mode", lambda: bool(sleep(transfer))),
-        requires_piecewise=_ask(
-            "requires_piecewise_for_cudagraph",
-            lambda: bool(cls.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)),
-        ),
-        layouts=(_layout(spec, siblings, is_mla=False), _layout(spec, siblings, is_mla=True)),
-        has_handshake="get_handshake_metadata" not in empty,
-        must_deliver=_must_deliver(cls, transfer),
-        not_isolated=why_not_isolated(spec),
-        sync_only=offers_sync_only(spec),
-    )
+
+    bases: tuple[tuple[str, str], ...] = ()
+    facts: Facts | None = None
+    refused: Refused | None = None
+
+    @property
+    def is_refused_whole(self) -> bool:
+        """Return whether there is no class at all."""
+        return self.refused is not None and not self.bases
+
+    def stand_in(self) -> type:
+        """Return a class with the names of the real one and its bases, and nothing else."""
+        made: type = object
+        for module, name in reversed(self.bases):
+            if (module, name) != ("builtins", "object"):
+                made = type(name, (made,), {"__module__": module})
+        return made
 
 
-def _ask(hook: str, call: Callable[[], bool]) -> bool:
-    try:
-        return call()
-    except Exception as error:
-        raise NotUsableError(f"its {hook} raises {named(error)}", fix="correct what the error names") from error
+def as_dict(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain data."""
+    return asdict(answer)
 
 
-def _is_empty(cls: Any, hook: str) -> bool:
-    """Return whether the class does not implement a hook, as ``Child.does`` determines for an object."""
-    member = inspect.getattr_static(cls, hook)
-    return inspect.isfunction(member) and is_empty(MethodType(member, cls))
+def from_dict(data: Mapping[str, Any]) -> Answer:
+    """Return the answer of plain data that may have been JSON; any error if it is not one."""
+    facts = data["facts"]
+    if facts is not None:
+        facts = Facts(**{key: _tuple(value) for key, value in facts.items()})
+    refused = Refused(*data["refused"]) if data["refused"] is not None else None
+    return Answer(tuple((str(module), str(name)) for module, name in data["bases"]), facts, refused)
 
 
-def _layout(spec: ChildSpec, siblings: Sequence[Mapping[str, Any]], *, is_mla: bool) -> str | None:
-    """Return the layout that the class needs, given the parts of vLLM's configuration that vLLM's classes read."""
-    has_hisparse = any(sibling.get("kv_connector") == "HiSparseConnector" for sibling in siblings)
-    shown: Any = SimpleNamespace(
-        kv_transfer_config=spec.transfer_config,
-        model_config=SimpleNamespace(use_mla=is_mla),
-        attention_config=SimpleNamespace(hisparse_config=object() if has_hisparse else None),
-    )
-    try:
-        layout = spec.connector_class.get_required_kvcache_layout(shown)
-    except Exception:
-        return "unknown"
-    return layout if layout is None else str(layout)
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _must_deliver(cls: Any, transfer: KVTransferConfig) -> bool | None:
-    member = inspect.getattr_static(cls, "requires_kv_delivery", False)
-    if not isinstance(member, property):
-        return bool(member)
-    assert member.fget is not None
-    try:
-        return bool(member.fget(SimpleNamespace(_kv_transfer_config=transfer)))
-    except Exception:
+def library_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the libraries behind a connector of vLLM that are installed here, with their versions."""
+    if entry.get("kv_connector_module_path") is not None:
         return None
+    modules = [module for need in LIBRARIES.get(entry["kv_connector"], ()) for module in need.modules]
+    return ", ".join(_with_version(module) for module in modules if is_installed(module)) or None
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+def _with_version(module: str) -> str:
+    name = module.partition(".")[0]
+    for distribution in (name, *packages_distributions().get(name, ())):
+        with suppress(PackageNotFoundError):
+            return f"{distribution} {version(distribution)}"
+    return name
 
 
-def _package_of(module: str) -> str | None:
-    found = _distributions().get(module.partition(".")[0])
-    return f"{found[0]} {version(found[0])}" if found else None
-
-
-def _library_of(module: str) -> str | None:
-    names = _LIBRARIES.get(module.removeprefix(_VLLMS).partition(".")[0], ()) if module.startswith(_VLLMS) else ()
-    if not names:
-        return None
-    name = next((name for name in names if find_spec(name) is not None), None)
-    if name is None:
-        raise NotUsableError(f"its class requires {names[0]!r}, which is not installed here", fix=f"install {names[0]}")
-    return _package_of(name) or name
+def has_hisparse(siblings: Iterable[Any]) -> bool:
+    """Return whether one of the entries is HiSparse's, which changes the cache layout of others."""
+    return any(isinstance(entry, Mapping) and entry.get("kv_connector") == "HiSparseConnector" for entry in siblings)

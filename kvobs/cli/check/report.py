@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -13,38 +13,65 @@ from rich.text import Text
 
 from kvobs.cli import topology
 from kvobs.cli.check.check import Checked, CheckedConnector
+from kvobs.cli.check.facts import Facts
+from kvobs.cli.check.live import Looked
 from kvobs.cli.check.rewrite import Router
+from kvobs.findings import Finding
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.version import __version__
-
-if TYPE_CHECKING:
-    from kvobs.cli.check.facts import Facts
 
 _VLLMS = "vllm.distributed.kv_transfer.kv_connector.v1."
 _PER_LAYER = ("wait_for_layer_load", "save_kv_layer")
 
 
-def lay_out(checked: Checked) -> Group:
-    """Return the text output: router, connectors, combined properties, disabled features, findings."""
+def lay_out_text(checked: Checked) -> Group:
+    """Return what the text of a configuration says: router, connectors, properties, disabled features, who reads."""
     parts: list[RenderableType] = []
     if checked.children:
-        parts = [Text(_headline(checked)), Text(), _children(checked.children), Text()]
+        parts = [Text(_headline(checked)), Text(), _children(checked.children, _entry_rows), Text()]
         parts += [_pairs(_together(checked), "together"), Text(), _pairs(checked.off, "off", "why"), Text()]
     if checked.engines is not None:
         prefill, decode, heads, is_mla = checked.engines
         parts += [topology.lay_out(prefill, decode, heads, is_mla=is_mla), Text()]
-    return Group(*parts, lay_out_findings(checked))
+    return Group(*parts)
 
 
-def lay_out_findings(checked: Checked) -> Group:
-    """Return the warnings and mistakes, each with its fix."""
-    parts = []
-    for findings, title, style in ((checked.warnings, "warning", "yellow"), (checked.mistakes, "mistake", "red")):
+def lay_out_classes(checked: Checked, known_off: Collection[str] = ()) -> Group:
+    """Return what the classes say: their properties, what follows from them, features off beyond those known."""
+    if not any(child.facts for child in checked.children):
+        return Group()
+    off = {what: why for what, why in checked.off.items() if what not in known_off}
+    parts: list[RenderableType] = [Text(), _children(checked.children, _class_rows), Text()]
+    parts += [_pairs(_of_classes(checked), "of the classes together"), Text()]
+    if off:
+        parts += [_pairs(off, "off", "why"), Text()]
+    return Group(*parts)
+
+
+def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[Text]:
+    """Yield a line for each warning and mistake, with its fix."""
+    for findings, title, style in ((warnings, "warning", "yellow"), (mistakes, "mistake", "red")):
         for finding in findings:
             text = Text(f"{title}: {finding}")
             text.stylize(style, 0, len(f"{title}: {finding.path}:"))
-            parts.append(text)
-    return Group(*parts)
+            yield text
+
+
+def lay_out_live(looked: Looked) -> Group:
+    """Return what was seen of running servers, and of Prometheus."""
+    return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
+
+
+def verdict(checked: Checked | Looked) -> Text:
+    """Return the last line: how many mistakes and warnings there are, and whether all could be checked."""
+    mistakes, warnings = len(checked.mistakes), len(checked.warnings)
+    parts = [f"{mistakes} mistake{'' if mistakes == 1 else 's'}" if mistakes else "no mistakes"]
+    if warnings:
+        parts.append(f"{warnings} warning{'' if warnings == 1 else 's'}")
+    unseen = (
+        "" if not isinstance(checked, Checked) or checked.has_classes else "; the connectors' classes were not checked"
+    )
+    return Text(", ".join(parts) + unseen, style="bold red" if mistakes else "bold green")
 
 
 def as_dict(checked: Checked) -> dict[str, Any]:
@@ -76,27 +103,31 @@ def _headline(checked: Checked) -> str:
     return f"kvobs is not in this configuration. With --rewrite it would route between {version} and {count}:"
 
 
-def _children(children: Sequence[CheckedConnector]) -> Table:
+def _children(children: Sequence[CheckedConnector], rows_of: Callable[[CheckedConnector], dict[str, str]]) -> Table:
     out = _table("", *(Text(child.name) for child in children))
-    columns = [_facts(child) for child in children]
+    columns = [rows_of(child) for child in children]
     for row in max(columns, key=len):
         out.add_row(row, *(Text(column.get(row, "?"), overflow="fold") for column in columns))
     return out
 
 
-def _facts(child: CheckedConnector) -> dict[str, str]:
-    """Return a child's column as row name -> text."""
-    facts = child.facts
-    rows = {
+def _entry_rows(child: CheckedConnector) -> dict[str, str]:
+    """Return what a connector's entry says, as row name -> text."""
+    return {
         "kv_connector": child.kv_connector,
         "kv_role": child.kv_role or "?",
         "best-effort": _yes(child.is_isolated),
     }
+
+
+def _class_rows(child: CheckedConnector) -> dict[str, str]:
+    """Return what a connector's class says, as row name -> text."""
+    facts = child.facts
     if facts is None:
-        return rows
+        return {}
     module, _, name = facts.class_path.rpartition(".")
     in_step = [hook for hook in facts.empty_hooks if HOOKS[hook].cadence in (Cadence.STEP, Cadence.LAYER)]
-    return rows | {
+    return {
         "class": name,
         "module": module.replace(_VLLMS, "vllm...v1."),
         "package": facts.package or "?",
@@ -120,9 +151,7 @@ def _layout(facts: Facts) -> str:
 
 def _together(checked: Checked) -> dict[str, str]:
     options = checked.options
-    piecewise, delivering = checked.saying("requires_piecewise", True), checked.saying("must_deliver", True)
-    layouts = sorted(set(checked.layouts(is_mla=False).values()))
-    rows = {
+    return {
         "loads from": "the first connector with a hit"
         if options.load_policy == "first"
         else "the connector with the longest hit",
@@ -135,15 +164,18 @@ def _together(checked: Checked) -> dict[str, str]:
         "metrics go to": checked.metrics_go_to,
         "spans go to": checked.spans_go_to,
     }
-    if checked.vllm is not None:
-        rows |= {
-            "CUDA graphs": f"piecewise, for {', '.join(piecewise)}"
-            if piecewise
-            else "vLLM's choice; full graphs do not replay per-layer hooks, so these are not observed",
-            "KV cache layout": " or ".join(layouts) or "any",
-            "requires KV delivery": ", ".join(delivering) or "none",
-        }
-    return rows
+
+
+def _of_classes(checked: Checked) -> dict[str, str]:
+    piecewise, delivering = checked.saying("requires_piecewise", True), checked.saying("must_deliver", True)
+    layouts = sorted(set(checked.layouts(is_mla=False).values()))
+    return {
+        "CUDA graphs": f"piecewise, for {', '.join(piecewise)}"
+        if piecewise
+        else "vLLM's choice; full graphs do not replay per-layer hooks, so these are not observed",
+        "KV cache layout": " or ".join(layouts) or "any",
+        "requires KV delivery": ", ".join(delivering) or "none",
+    }
 
 
 def _pairs(rows: Mapping[str, str], *heads: str) -> Table:

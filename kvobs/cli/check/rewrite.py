@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+from kvobs.children.known import OURS, ROUTER
 from kvobs.config import ConfigError, read
 
-ROUTER = "MultiConnector"
-_OURS = ("kvobs", "kvobs.connector")
 _STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
 
 # The keys that a connector reads of its own configuration. It inherits `engine_id`, and vLLM reads
@@ -43,7 +42,7 @@ def router_of(config: Mapping[str, Any]) -> Router:
     if config.get("kv_connector") != ROUTER:
         return Router.NONE
     module = config.get("kv_connector_module_path")
-    if module in _OURS:
+    if module in OURS:
         return Router.KVOBS
     return Router.STOCK if module in _STOCK else Router.NONE
 

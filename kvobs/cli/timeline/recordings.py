@@ -122,17 +122,34 @@ class Process:
                 yield Slice(self._layer_track(hook, last), hook, begun[last] + self._wall_offset, None, NOTHING)
 
 
-def load(folder: Path, *, all_runs: bool = False) -> list[Process]:
+def load(folder: Path, *, all_runs: bool = False, problems: list[str] | None = None) -> list[Process]:
     """Read the recordings of the run that began last, or of all.
 
+    Args:
+        folder: where they are.
+        all_runs: read all.
+        problems: gets a line for each file that can't be read beside others that can.
+
     Raises:
-        ValueError: there are none, or a file can't be read; the message names it.
+        ValueError: there are none, or none can be read; the message names the first file.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
     except OSError as error:
         raise ValueError(f"{folder} can't be read: {error.strerror}") from error
-    found = [process for path in paths if (process := _load(path)) is not None]
+    found: list[Process] = []
+    unreadable: list[ValueError] = []
+    for path in paths:
+        try:
+            process = _load(path)
+        except ValueError as error:
+            unreadable.append(error)
+        else:
+            found += [process] if process is not None else []
+    if unreadable and not found:
+        raise unreadable[0]
+    if problems is not None:
+        problems += map(str, unreadable)
     if not found:
         raise ValueError(
             f"{folder} has no recordings (*{SUFFIX}); give the folder that was set as kvobs.timeline.dir when the "
@@ -156,8 +173,6 @@ def _load(path: Path) -> Process | None:
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}") from error
     except RingError as error:
-        raise ValueError(f"{path} can't be read: {error}. Move it elsewhere to read the others") from error
+        raise ValueError(f"{path} can't be read: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} can't be read: its content is invalid. Move it elsewhere to read the others"
-        ) from error
+        raise ValueError(f"{path} can't be read: its content is invalid") from error

@@ -20,6 +20,7 @@ from kvobs.stats.scrapes import Values
 TIMEOUT_S = 10.0
 AT_MOST = 64 * 2**20
 """Bytes of an answer: a hundred times what vLLM's are."""
+VLLM_PORT = 8000
 NOT_YET = "no answer yet"
 NO_METRICS = (
     f"no {PREFIX}* metrics here: with kvobs.exporter they are at the exporter's own port "
@@ -32,23 +33,24 @@ class NoScrapeError(Exception):
     """A server can't be read; the text is the reason, without its address."""
 
 
-def url_of(text: str) -> str:
-    """Return the URL of a server's metrics: ``localhost:8000`` is ``http://localhost:8000/metrics``.
+def url_of(text: str, default_port: int = VLLM_PORT) -> str:
+    """Return the URL of a server's metrics: ``localhost`` is ``http://localhost:8000/metrics``, at vLLM's port.
 
     Raises:
         ValueError: not a valid address.
     """
-    allowed = "use HOST:PORT or http(s)://HOST[:PORT][/PATH]"
+    allowed = "use HOST[:PORT] or http(s)://HOST[:PORT][/PATH]"
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, _port = parts.hostname, parts.port  # a port is checked when it is asked for
+        host, port = parts.hostname, parts.port  # a port is checked when it is asked for
     except ValueError as error:
         raise ValueError(f"{text!r} is not a server address ({error}); {allowed}") from None
     plain = text.isprintable() and " " not in text and "@" not in parts.netloc
     if parts.scheme not in ("http", "https") or not host or host.isdecimal() or not plain:
         raise ValueError(f"{text!r} is not a server address; {allowed}")
     path = parts.path if parts.path.strip("/") else "/metrics"
-    return parts._replace(path=path, fragment="").geturl()
+    netloc = parts.netloc if "://" in text or port is not None else f"{parts.netloc.removesuffix(':')}:{default_port}"
+    return parts._replace(netloc=netloc, path=path, fragment="").geturl()
 
 
 def fetch(url: str, timeout: float = TIMEOUT_S) -> Scrape:

@@ -5,11 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
+from kvobs.version import __version__
 
 
 def kvobs(*arguments: str) -> tuple[int, str]:
@@ -24,6 +27,37 @@ def test_help_lists_the_commands() -> None:
         output = kvobs(*arguments)[1]
         assert "demo" in output
         assert "topology" in output
+
+
+def test_its_version_is_printed() -> None:
+    assert kvobs("--version") == (0, f"kvobs {__version__}\n")
+
+
+COMMANDS = ("check", "top", "timeline", "topology", "demo", "dashboards export")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_examples_and_whole_names_at_80_columns(command: str) -> None:
+    """Also with -h."""
+    result = CliRunner().invoke(cli.app, [*command.split(), "-h"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0
+    assert f"  kvobs {command} " in result.output.partition("Examples:")[2] or command == "demo"
+    assert max(map(len, result.output.splitlines())) <= 80
+    for name in options_of(command):
+        assert re.search(rf"{name}\b", result.output), name
+    assert "\u2026" not in result.output
+
+
+def options_of(command: str) -> list[str]:
+    found: Any = get_command(cli.app)
+    for name in command.split():
+        found = found.commands[name]
+    return [option for parameter in found.params for option in parameter.opts if option.startswith("-")]
+
+
+def test_the_list_of_commands_is_not_cut() -> None:
+    result = CliRunner().invoke(cli.app, [], env={"COLUMNS": "80"})
+    assert "..." not in result.output.partition("Commands:")[2]
 
 
 def test_the_command_is_installed() -> None:

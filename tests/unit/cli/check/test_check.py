@@ -20,10 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine.output_processor import OutputProcessor
 
 import kvobs
-from kvobs.cli.check import facts as class_facts
+from kvobs.children import known
 from kvobs.cli.check import port
 from kvobs.cli.check.check import Checked, Flags, check
-from kvobs.cli.check.report import as_dict, lay_out
+from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.cli.check.rewrite import Router
 from kvobs.config import PATH, ConfigError, Options, read
 from kvobs.connector import get_kv_connector_cache_layout
@@ -169,7 +169,8 @@ def test_best_effort_children_start_where_there_are_full_cuda_graphs() -> None:
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "SimpleCPUOffloadConnector"])
 def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -> None:
     """Those that need memory or a network to be built, too."""
-    transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both"}]))
+    own = {"cpu_bytes_to_use": 1 << 30} if "Offload" in name else {}
+    transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both", PATH: own}]))
     (child,) = check(vars(transfer)).children
     assert child.facts is not None
     assert child.facts.layouts[False] == get_kv_connector_cache_layout(engine_config(transfer))
@@ -183,9 +184,10 @@ def test_the_library_behind_a_class_of_vllm_is_told(monkeypatch: pytest.MonkeyPa
     facts = check(config).children[0].facts
     assert facts is not None
     assert facts.library == f"nixl {version('nixl')}"
-    monkeypatch.setattr(class_facts, "find_spec", lambda name: None)
+    monkeypatch.setattr(known, "is_installed", lambda module: False)
     (mistake,) = check(config).mistakes
-    assert mistake.says == "its class requires 'nixl', which is not installed here"
+    assert mistake.says == "found 'NixlConnector', which needs 'nixl', which is not installed here"
+    assert mistake.fix == "install it: pip install nixl"
 
 
 # --- a mistake ends the start, and nothing else does
@@ -371,7 +373,8 @@ def test_whatever_is_given_it_has_an_answer(config: dict[str, Any], connector: A
     """And that can be printed, and sent as JSON."""
     checked = check({**config, "kv_connector": connector})
     json.dumps(as_dict(checked))
-    Console(file=io.StringIO()).print(lay_out(checked))
+    parts = [lay_out_text(checked), lay_out_classes(checked), *lines(checked.warnings, checked.mistakes)]
+    Console(file=io.StringIO()).print(*parts)
     assert checked.mistakes or starts({**config, "kv_connector": connector})
 
 
@@ -509,3 +512,21 @@ def test_nothing_of_what_may_be_a_secret_is_told() -> None:
     checked = check(bad)
     assert len(checked.mistakes) == 4
     assert secret not in repr(checked)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_one"),
+    [
+        ("http://collector:4317", True),
+        ("collector:4317", True),
+        ("grpc://collector", True),
+        ("dns:collector:4317", True),
+        ("[::1]:4317", True),
+        ("nonsense", False),
+        ("", False),
+        ("http://", False),
+    ],
+)
+def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
+    told = [w.path for w in check(config_of(), Flags(otlp_traces_endpoint=endpoint), ask=None).warnings]
+    assert told == ([] if is_one else ["--otlp-traces-endpoint"])

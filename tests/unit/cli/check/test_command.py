@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvobs.cli import commands as cli
-from kvobs.cli.check.command import parse
+from kvobs.cli.check import asker
+from kvobs.cli.check.asking import NoAnswerError
 from kvobs.cli.check.rewrite import rewrite
 
 STOCK = {
@@ -20,7 +24,11 @@ STOCK = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "connectors": [
-            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+            },
             {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         ]
     },
@@ -46,7 +54,8 @@ def test_a_good_configuration_is_told_and_ends_well() -> None:
 
 def test_where_metrics_and_spans_go_is_told() -> None:
     spans = ("--otlp-traces-endpoint", "http://collector:4317")
-    rows = {line[:22].strip(): line[22:].strip() for line in run(GOOD, *spans).stdout.splitlines()}
+    cells = (re.split(r" {2,}", line.strip(), maxsplit=1) for line in run(GOOD, *spans).stdout.splitlines())
+    rows = dict(cell for cell in cells if len(cell) == 2)
     assert rows["metrics go to"] == "/metrics of vLLM's API server"
     assert rows["spans go to"] == "http://collector:4317, from vLLM's API server"
     report = json.loads(run(GOOD, *spans, "--json").stdout)
@@ -186,28 +195,9 @@ def test_without_vllm_it_says_what_the_text_says_and_that_this_is_all() -> None:
     assert "vLLM is not installed here" in told["off"]["classes"]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "is not valid JSON: Expecting value: line 1 column 1"),
-        ('{"a": 1,}', "is not valid JSON: .* line 1 column"),
-        ("[]", "is a list, needs an object"),
-        ("null", "is a NoneType, needs an object"),
-        ("[" * 100_000, "nested too deep"),
-    ],
-)
-def test_what_is_no_json_object_is_told_where(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        parse(text)
-
-
-def test_a_configuration_is_what_its_json_says() -> None:
-    assert parse('{"kv_port": 1}') == {"kv_port": 1}
-
-
 def test_rewriting_needs_no_vllm() -> None:
     result = without_vllm(STOCK, "--rewrite")
-    assert (result.returncode, parse(result.stdout)) == (0, GOOD)
+    assert (result.returncode, json.loads(result.stdout)) == (0, GOOD)
 
 
 def test_in_a_process_of_its_own_nothing_of_vllm_is_on_standard_output() -> None:
@@ -216,3 +206,96 @@ def test_in_a_process_of_its_own_nothing_of_vllm_is_on_standard_output() -> None
     command = [str(Path(sys.executable).parent / "kvobs"), "check", json.dumps(mooncake), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert json.loads(result.stdout)["children"][0]["kv_connector"] == "MooncakeConnector"
+
+
+SLOW_VLLM = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def slow_vllm(tmp_path: Path) -> dict[str, str]:
+    """Return an environment with a vLLM that takes ten minutes to import."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(SLOW_VLLM)
+    (package / "_version.py").write_text("__version__ = '0.32.0'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def test_what_needs_no_vllm_is_printed_before_it_is_imported(slow_vllm: dict[str, str]) -> None:
+    """And Ctrl-C ends both processes, without a traceback."""
+    bad = {**GOOD, "kv_load_failure_policy": "maybe"}
+    command = [sys.executable, "-c", "from kvobs.cli import app; app()", "check", json.dumps(bad)]
+    process = subprocess.Popen(
+        command, env=slow_vllm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("mistake: kv_load_failure_policy: "):
+            break
+    assert "routes between vLLM 0.32.0 and 2 connectors" in seen
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert "Traceback" not in process.communicate()[1]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_one_finding_is_one_line_in_a_pipe() -> None:
+    result = CliRunner().invoke(cli.app, ["check", json.dumps(BAD)])
+    told = [line for line in result.stdout.splitlines() if line.startswith(("mistake: ", "warning: "))]
+    assert len(told) == 2
+    assert all("Fix: " in line and line.endswith(".") for line in told)
+    assert max(map(len, told)) > 200
+
+
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [(GOOD, "no mistakes"), (BAD, "2 mistakes"), (STOCK, "no mistakes, 1 warning")],
+)
+def test_the_last_line_is_the_verdict(config: Any, last: str) -> None:
+    assert run(config).stdout.splitlines()[-1] == last
+
+
+def test_a_mistake_is_printed_once() -> None:
+    assert run(BAD).stdout.count("mistake: kv_rol:") == 1
+
+
+def test_no_character_is_too_much_for_an_ascii_terminal() -> None:
+    config = json.dumps({"kv_connector": "Ünïcode", "kv_role": "ßoth"}, ensure_ascii=False)
+    command = [sys.executable, "-c", WITHOUT_VLLM, "check", config]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 1
+    assert "\\xdcn\\xefcode" in result.stdout
+
+
+def test_the_options_beside_the_configuration_count() -> None:
+    config = f"--kv-transfer-config '{json.dumps(GOOD)}'"
+    line = f"vllm serve m --disable-log-stats --otlp-traces-endpoint http://c:4317 {config}"
+    told = json.loads(run(line, "--json").stdout)
+    assert [mistake["path"] for mistake in told["mistakes"]] == ["--disable-log-stats, --otlp-traces-endpoint"]
+    result = run(f"vllm serve m -tp four {config}")
+    assert result.exit_code == 1
+    assert "--tensor-parallel-size beside the configuration is not a whole number above 0" in result.stdout
+
+
+def test_a_missing_library_does_not_keep_it_from_being_rewritten() -> None:
+    result = run({"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}, "--rewrite")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["kv_connector_module_path"] == "kvobs"
+
+
+def test_a_vllm_that_can_not_be_imported_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> Any:
+        raise NoAnswerError("libcuda.so.1 is missing")
+
+    monkeypatch.setattr(asker, "here", fail)
+    result = run(GOOD)
+    assert result.exit_code == 0
+    assert "warning: vLLM: can't be imported here" in result.stdout
+    assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning; the connectors' classes were not checked"

@@ -29,10 +29,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
     max_leaves=4,
 )  # fmt: skip
-EXTRA = st.dictionaries(st.sampled_from(["cpu_bytes_to_use", "shared_storage_path", "anything"]), JSON, max_size=3)
+EXTRA = st.fixed_dictionaries(
+    {"cpu_bytes_to_use": st.integers(1, 1 << 40)}, optional={"shared_storage_path": JSON, "anything": JSON}
+)
 OWN = {
     "kv_connector": st.sampled_from(CLASSES),
     "kv_role": st.sampled_from(["kv_both", "kv_producer", "kv_consumer"]),
+    "kv_connector_extra_config": EXTRA,
 }
 MORE = {
     "engine_id": st.text(min_size=1, max_size=5),
@@ -41,7 +44,7 @@ MORE = {
     "kv_load_failure_policy": st.sampled_from(["fail", "recompute"]),
     "enable_permute_local_kv": st.booleans(),
 }
-singles = st.fixed_dictionaries(OWN, optional={**MORE, "kv_connector_extra_config": EXTRA})
+singles = st.fixed_dictionaries(OWN, optional=MORE)
 names = st.lists(st.from_regex(r"[a-z]{8,12}", fullmatch=True), min_size=1, max_size=1)
 
 

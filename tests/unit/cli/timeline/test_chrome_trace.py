@@ -186,7 +186,7 @@ def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a
     trace = json.loads(gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes())
     assert f"{out}: {len(trace['traceEvents']):,} events" in printed
     assert trace["traceEvents"] == list(chrome_trace.events(recordings.load(tmp_path / "t")))
-    assert run(tmp_path / "t", "-o", out, "--all")[1].count("run 2, rank") == 2
+    assert run(tmp_path / "t", "-o", out, "--all", "--force")[1].count("run 2, rank") == 2
 
 
 def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkey
     printed: list[str] = []
 
     def slow(_self: Any) -> None:
-        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json")[1])
+        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json", "--force")[1])
 
     monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
     recording_rig(tmp_path / "t", a).step()
@@ -205,12 +205,12 @@ def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkey
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"GIF89a" * 9, "it is not a kvobs recording. Move it elsewhere to read the others"),
+        (b"GIF89a" * 9, "it is not a kvobs recording"),
         (
             ring.MAGIC + (ring.VERSION + 1).to_bytes(4, "little") + bytes(99),
-            "use the version of kvobs that wrote it. Move it",
+            "use the version of kvobs that wrote it",
         ),
-        (ring.MAGIC, "it is too short for a kvobs recording. Move it"),
+        (ring.MAGIC, "it is too short for a kvobs recording"),
     ],
     ids=["stray", "newer", "cut off"],
 )
@@ -255,3 +255,29 @@ def test_a_folder_that_is_not_there_and_a_file_that_cannot_be_written_are_named(
     recording_rig(tmp_path / "t", a)
     out = tmp_path / "no" / "t.json"
     assert run(tmp_path / "t", "-o", out) == (1, f"{out} can't be written: No such file or directory\n")
+
+
+def test_it_goes_on_past_a_bad_file(tmp_path: Path, a: Script) -> None:
+    """And names it."""
+    recording_rig(tmp_path / "t", a)
+    whole = recordings.load(tmp_path / "t")
+    bad = tmp_path / "t" / "0-rank0-1-1.ring"
+    bad.write_bytes(b"x" * 4096)
+    problems: list[str] = []
+    assert [one.name for one in recordings.load(tmp_path / "t", problems=problems)] == [one.name for one in whole]
+    assert len(problems) == 1
+    code, printed = run(tmp_path / "t", "-o", tmp_path / "t.json")
+    assert code == 0
+    assert f"warning: {bad} can't be read: " in printed
+    assert (tmp_path / "t.json").exists()
+
+
+def test_a_file_that_is_there_stays_unless_told(tmp_path: Path, a: Script) -> None:
+    recording_rig(tmp_path / "t", a)
+    out = tmp_path / "t.json"
+    out.write_text("somebody's")
+    code, printed = run(tmp_path / "t", "-o", out)
+    assert (code, out.read_text()) == (1, "somebody's")
+    assert f"{out} exists; --force overwrites it" in printed
+    assert run(tmp_path / "t", "-o", out, "--force")[0] == 0
+    assert json.loads(out.read_text())["traceEvents"]

@@ -24,6 +24,10 @@ from tests.unit.cli.top.test_rows import ERRORS, GAUGES, RANKS, busy
     [
         ("localhost:8000", "http://localhost:8000/metrics"),
         ("localhost:8000/", "http://localhost:8000/metrics"),
+        ("localhost", "http://localhost:8000/metrics"),
+        ("gpu-7/metrics/", "http://gpu-7:8000/metrics/"),
+        ("[::1]", "http://[::1]:8000/metrics"),
+        ("http://gpu-7", "http://gpu-7/metrics"),
         ("http://gpu-7:8000", "http://gpu-7:8000/metrics"),
         ("https://vllm.example/prefill/metrics", "https://vllm.example/prefill/metrics"),
         ("gpu-7:8000/metrics/", "http://gpu-7:8000/metrics/"),
@@ -43,7 +47,7 @@ def test_addresses_are_completed(given: str, url: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match="is not a server address.*; use HOST:PORT or ") as refused:
+    with pytest.raises(ValueError, match=r"is not a server address.*; use HOST\[:PORT\] or ") as refused:
         url_of(given)
     assert str(refused.value).isprintable()
 

@@ -1,0 +1,140 @@
+"""What is known of connectors by name: vLLM's renamed and removed ones, those of other packages, and their libraries.
+
+This needs no vLLM. A name is looked up here only where vLLM itself does not have it: older versions have some.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Collection
+from importlib.machinery import PathFinder
+from typing import NamedTuple
+
+ROUTER = "MultiConnector"
+OURS = ("kvobs", "kvobs.connector")
+"""The class of vLLM that kvobs's one stands for, and the modules of kvobs's one."""
+
+RENAMED = {
+    "SharedStorageConnector": "ExampleConnector",
+    "LMCacheConnector": "LMCacheConnectorV1",
+}
+"""Names that earlier vLLMs had -> the name of the same connector today."""
+
+REMOVED = {
+    "P2pNcclConnector": "use 'NixlConnector' or 'MooncakeConnector', whose options differ",
+    "PyNcclConnector": "use 'NixlConnector', whose options differ",
+}
+"""Connectors that vLLM removed -> what to do."""
+
+ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            "AscendMultiConnector",
+            "AscendStoreConnector",
+            "LMCacheAscendConnector",
+            "MooncakeConnectorStoreV1",
+            "MooncakeConnectorV1",
+            "MooncakeHybridConnector",
+            "MooncakeLayerwiseConnector",
+        ),
+        "install vllm-ascend, vLLM's plugin for Ascend NPUs, in this environment, or check on the machine that has it",
+    ),
+    "LMCacheConnectorV1Dynamic": "set kv_connector_module_path to 'lmcache.integration.vllm.lmcache_connector_v1'",
+    "DynamoConnector": "set kv_connector_module_path to 'kvbm.vllm_integration.connector'",
+    "KvobsConnector": "use 'MultiConnector' with kv_connector_module_path 'kvobs'",
+}
+"""Connectors that are not vLLM's own -> what to do."""
+
+
+class Library(NamedTuple):
+    """What a connector of vLLM needs beside vLLM.
+
+    Args:
+        modules: Python modules of which one must be there.
+        install: how to get it; only packages of the library's own project.
+    """
+
+    modules: tuple[str, ...]
+    install: str
+
+
+_NIXL = Library(("nixl", "nixl_rocm"), "install it: pip install nixl")
+_LMCACHE = Library(("lmcache",), "install it: pip install lmcache")
+_MOONCAKE = "install it: pip install mooncake-transfer-engine ('mooncake' is another project's package)"
+
+LIBRARIES: dict[str, tuple[Library, ...]] = {
+    "NixlConnector": (_NIXL,),
+    "NixlPullConnector": (_NIXL,),
+    "NixlPushConnector": (_NIXL,),
+    "LMCacheConnectorV1": (_LMCACHE,),
+    "LMCacheMPConnector": (_LMCACHE,),
+    "MooncakeConnector": (Library(("mooncake.engine",), _MOONCAKE),),
+    "MooncakeStoreConnector": (Library(("mooncake.store",), _MOONCAKE),),
+    "FlexKVConnectorV1": (Library(("flexkv",), "build it as https://github.com/taco-project/FlexKV says"),),
+    "HF3FSKVConnector": (Library(("hf3fs_fuse",), "install 3FS's Python client: https://github.com/deepseek-ai/3FS"),),
+    "MoRIIOConnector": (
+        Library(("mori",), "install it: pip install amd-mori"),
+        Library(("msgpack",), "install it: pip install msgpack"),
+    ),
+}
+"""vLLM's connectors -> all that each one needs. Some import it when they are built, or only on a worker."""
+
+
+def missing_libraries(kv_connector: str) -> list[Library]:
+    """Return what a connector of vLLM needs and this environment does not have."""
+    return [need for need in LIBRARIES.get(kv_connector, ()) if not any(map(is_installed, need.modules))]
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing its package, which may be a stranger's."""
+    search: list[str] | None = None
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        if name in sys.modules:
+            loaded = sys.modules[name]
+            if loaded is None:
+                return False
+            search = list(getattr(loaded, "__path__", ()))
+            continue
+        spec = PathFinder.find_spec(name, search)
+        if spec is None:
+            return False
+        search = list(spec.submodule_search_locations or ())
+    return True
+
+
+def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
+    """Return what is known of a connector that this vLLM does not have, as a phrase or empty, and the cure."""
+    if name in ELSEWHERE:
+        return "", ELSEWHERE[name]
+    if name in RENAMED and RENAMED[name] in registered:
+        return f"it is called {RENAMED[name]!r} today", f"use {RENAMED[name]!r}"
+    if name in REMOVED:
+        return "it was removed from vLLM", REMOVED[name]
+    if near := nearest(name, registered):
+        return "", f"use {near!r}"
+    return "", "use one of them, or set kv_connector_module_path to the module of its class"
+
+
+_SHORTEST = 3  # letters that can be taken for a name
+
+
+def nearest(name: str, registered: Collection[str]) -> str | None:
+    """Return the registered name that was probably meant: the word that all of them share counts for nothing."""
+    shortest_first = sorted(registered, key=lambda known: (len(known), known))
+    whole = {known.lower(): known for known in shortest_first}
+    stems: dict[str, str] = {}
+    for known in shortest_first:
+        stems.setdefault(_stem(known), known)
+    if close := difflib.get_close_matches(name.lower(), whole, 1, cutoff=0.91):
+        return whole[close[0]]
+    if len(_stem(name)) >= _SHORTEST and (close := difflib.get_close_matches(_stem(name), stems, 1, cutoff=0.8)):
+        return stems[close[0]]
+    return None
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"(kv)?(con+e?c?t?[oe]?r?s?)?[_-]?(v\d+)?$", "", name.lower())

@@ -1,0 +1,210 @@
+"""Read the configuration that `kvobs check` is given: JSON, a `vllm serve` line or script, or vLLM's YAML file.
+
+Of a line and a YAML file the other options that matter to the check are taken too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_OPTION = "kv-transfer-config"
+_FLAGS = ("disable-log-stats", "otlp-traces-endpoint", "api-server-count", "tensor-parallel-size")
+_SHORT = {"tp": "tensor-parallel-size", "asc": "api-server-count"}
+_IN_LINE = re.compile(r"(^|\s)--kv[-_]transfer[-_]config\b")
+_IN_YAML = re.compile(r"^\s*(kv[-_]transfer[-_]config|kv_connector)\s*:", re.MULTILINE)
+_TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
+_COMMENT = re.compile(r"(^|\s)(//|#).*$", re.MULTILINE)
+_NO_QUOTES = re.compile(r"\s*\{\s*[A-Za-z_]\w*\s*:")
+_OUTER_QUOTES = re.compile(r"""\s*(['"`])\s*\{.*\}\s*\1\s*""", re.DOTALL)
+
+
+class Source(NamedTuple):
+    """A configuration, and vLLM's other options beside it, by name without dashes in front."""
+
+    config: Mapping[str, Any]
+    flags: Mapping[str, Any]
+
+
+def read(argument: str) -> Source:
+    """Return what the argument CONFIG names or is.
+
+    Raises:
+        ValueError: it can't be read, or has no valid configuration; says which kind of text it is.
+    """
+    return parse(_text(argument))
+
+
+def _text(argument: str) -> str:
+    if not argument.strip():
+        raise ValueError("the configuration is empty")
+    if argument == "-":
+        return sys.stdin.read()
+    if argument.lstrip()[:1] in ("{", "[") or _IN_LINE.search(argument) or _OUTER_QUOTES.fullmatch(argument):
+        return argument
+    try:
+        if "\n" in argument and not Path(argument).exists():
+            return argument
+        data = Path(argument).read_bytes()
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "is not a name of a file"
+        raise ValueError(f"{argument[:200]}: {problem}") from None
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{argument} is UTF-16 text: save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{argument} is not UTF-8 text") from None
+
+
+def parse(text: str) -> Source:
+    """Return the configuration in a text; raise ``ValueError`` as ``read`` does."""
+    text = text.removeprefix("\ufeff")
+    if not text.strip():
+        raise ValueError("the configuration is empty")
+    if text.lstrip()[0] in "{[":
+        return Source(_object(text), {})
+    if _IN_LINE.search(text):
+        return _line(text)
+    if _IN_YAML.search(text):
+        return _yaml(text)
+    if re.match(r"\s*(vllm\s+serve|python\S*\s+-m\s+vllm)\b", text):
+        raise ValueError("the vllm line has no --kv-transfer-config; if it has --config, check the file named there")
+    return Source(_object(text), {})
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    """Parse JSON text that must be an object."""
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise ValueError("the configuration is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"the configuration is not valid JSON: {_why(text, error)}") from None
+    return _checked(config)
+
+
+def _checked(config: Any) -> Mapping[str, Any]:
+    if not isinstance(config, dict):
+        raise ValueError(f"the configuration is a {type(config).__name__}, needs an object with the key 'kv_connector'")
+    return config
+
+
+def _why(text: str, error: ValueError) -> str:  # noqa: PLR0911 a slip, an answer
+    """Return what kind of text it is, if that is one of the usual slips, and the place of the first problem."""
+    place = str(error)
+    with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        if isinstance(ast.literal_eval(text.strip()), dict):
+            comma = _TRAILING_COMMA.search(text)
+            if comma and "'" not in text and not re.search(r"\b(True|False|None)\b", text):
+                return f"it has a comma before a closing bracket, {_at(text, comma.start())}"
+            return f"it is written as in Python; JSON has double quotes, true, false and null: {place}"
+    if _OUTER_QUOTES.fullmatch(text):
+        return "it is in quotes of its own: remove the outer ones"
+    if _NO_QUOTES.match(text):
+        return "its quotes are missing, as if a shell had removed them: put it in single quotes"
+    for slip, mended in (
+        ("it has a comma before a closing bracket", _TRAILING_COMMA.sub("", text)),
+        ("it has comments, which JSON does not", _COMMENT.sub("", text)),
+        ("it has a comma before a closing bracket, and comments", _TRAILING_COMMA.sub("", _COMMENT.sub("", text))),
+    ):
+        with suppress(ValueError, RecursionError):
+            json.loads(mended)
+            comma = _TRAILING_COMMA.search(text)
+            return f"{slip}, {_at(text, comma.start())}" if comma and "comma" in slip else slip
+    if isinstance(error, json.JSONDecodeError):
+        if error.msg == "Extra data":
+            return f"there is more text after it, {_at(text, error.pos)}"
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            return f"it ends too early, or a quote or bracket is not closed: {place}"
+    return place
+
+
+def _at(text: str, position: int) -> str:
+    before = text[:position]
+    return f"line {before.count(chr(10)) + 1} column {position - before.rfind(chr(10))}"
+
+
+def _line(text: str) -> Source:
+    """Read a shell's line, or a script with one: the option as JSON, or its parts by dotted names."""
+    try:
+        words = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"the line has a quote that is not closed: {error}") from None
+    config: dict[str, Any] | None = None
+    flags: dict[str, Any] = {}
+    for name, value in _options(words):
+        key, _, rest = name.partition(".")
+        if key == _OPTION and rest:
+            config = {} if config is None else config
+            _put(config, rest.split("."), value)
+        elif key == _OPTION:
+            if value is None:
+                raise ValueError("--kv-transfer-config has no value")
+            config = dict(_object(value))
+        elif key in _FLAGS:
+            flags[key] = True if value is None else value
+    if config is None:
+        raise ValueError("the line has no --kv-transfer-config that can be read")
+    return Source(config, flags)
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each option of a command line with its value; None if it has none."""
+    for i, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        name, is_one_word, value = word.lstrip("-").partition("=")
+        key, dot, rest = name.partition(".")
+        key = key.replace("_", "-")
+        following = words[i + 1] if i + 1 < len(words) else None
+        if following is not None and following.startswith("--"):
+            following = None
+        yield _SHORT.get(key, key) + dot + rest, value if is_one_word else following
+
+
+def _put(config: dict[str, Any], path: list[str], value: str | None) -> None:
+    """Set a value at a dotted place, as vLLM's command line does."""
+    place = config
+    for part in path[:-1]:
+        inner = place.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"--{_OPTION}.{'.'.join(path)}: {part} has a value already")
+        place = inner
+    parsed: Any = value
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(value or "")
+    place[path[-1]] = parsed
+
+
+def _yaml(text: str) -> Source:
+    """Read vLLM's YAML file, or the configuration itself as YAML."""
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise ValueError(f"the configuration is neither JSON nor valid YAML: {problem}{place}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError("the configuration is YAML without a key 'kv-transfer-config'")
+    options = {str(key).replace("_", "-"): value for key, value in loaded.items()}
+    if _OPTION not in options:
+        return Source(_plain(loaded), {})
+    own = options[_OPTION]
+    config = _object(own) if isinstance(own, str) else _checked(own)
+    return Source(_plain(config), {key: options[key] for key in _FLAGS if key in options})
+
+
+def _plain(config: Any) -> Mapping[str, Any]:
+    """Return what YAML gave as JSON would have it: all keys are text, and there are no dates."""
+    return _checked(json.loads(json.dumps(config, default=str)))

@@ -1,0 +1,73 @@
+"""Cures are of the connector's own project: no stranger's package, and no name that only shares the word Connector."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvobs.children import known
+from kvobs.children.known import LIBRARIES, cure, is_installed, nearest
+
+NAMES = (
+    "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
+    "MooncakeConnector", "MooncakeStoreConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
+    "OffloadingConnector", "SimpleCPUOffloadConnector",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("nixl", "NixlConnector"),
+        ("NIXL", "NixlConnector"),
+        ("nixlconnector", "NixlConnector"),
+        ("NixlConector", "NixlConnector"),
+        ("NixlConnectorV1", "NixlConnector"),
+        ("MooncakeStore", "MooncakeStoreConnector"),
+        ("lmcache", "LMCacheConnectorV1"),
+        ("FlexKV", "FlexKVConnectorV1"),
+        ("OffloadConnector", "OffloadingConnector"),
+        ("FooConnector", None),
+        ("RedisConnector", None),
+        ("SimpleConnector", None),
+        ("SharedStorageConnector", None),
+        ("Connector", None),
+        ("", None),
+        ("x", None),
+    ],
+)
+def test_a_name_is_taken_for_the_one_that_was_meant(name: str, meant: str | None) -> None:
+    assert nearest(name, NAMES) == meant
+
+
+def test_a_removed_connector_has_no_namesake() -> None:
+    says, fix = cure("P2pNcclConnector", NAMES)
+    assert says == "it was removed from vLLM"
+    assert fix == "use 'NixlConnector' or 'MooncakeConnector', whose options differ"
+
+
+def test_a_new_name_is_one_that_this_vllm_has() -> None:
+    assert cure("SharedStorageConnector", NAMES)[1] == "use 'ExampleConnector'"
+    assert "ExampleConnector" not in cure("SharedStorageConnector", ("NixlConnector",))[1]
+
+
+def test_no_strangers_package_is_to_be_installed() -> None:
+    """PyPI's `mooncake` and `mori` are others'."""
+    for needs in LIBRARIES.values():
+        for need in needs:
+            package = need.install.partition("pip install ")[2].partition(" ")[0]
+            assert package in ("", "nixl", "lmcache", "mooncake-transfer-engine", "amd-mori", "msgpack")
+
+
+def test_a_strangers_package_is_not_taken_for_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not imported to find that out."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_installed("mooncake")
+    assert [need.modules for need in known.missing_libraries("MooncakeConnector")] == [("mooncake.engine",)]
+    (tmp_path / "mooncake" / "engine.py").write_text("raise SystemExit('its own')")
+    assert known.missing_libraries("MooncakeConnector") == []
+    assert "mooncake" not in sys.modules

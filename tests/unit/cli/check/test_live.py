@@ -1,0 +1,176 @@
+"""The live doctor on real exporters' answers and a real Prometheus: what is fine, and what each fault is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvobs.cli import commands as cli
+from kvobs.cli import dashboards
+from kvobs.cli.check.live import look, shipped_rules
+from kvobs.cli.top.servers import NO_METRICS
+from kvobs.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
+from tests.engine.prometheus import scraping
+from tests.engine.serving import eventually
+from tests.support.top_engines import Engines, Site, count, exporting, serving
+
+
+@pytest.fixture
+def exporter() -> Iterator[str]:
+    """Return the metrics' URL of an exporter with two connectors."""
+    with exporting(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"), {}, [], ("cpu", "disk")) as address:
+        yield f"http://{address}/metrics"
+
+
+def jobs(*targets: tuple[str, str], rules: Path | None = None) -> str:
+    lines = [] if rules is None else [f"rule_files: ['{rules}/rules/*.yml']"]
+    lines += ["scrape_configs:"]
+    lines += [f"  - {{job_name: {job}, static_configs: [{{targets: ['{address}']}}]}}" for job, address in targets]
+    return "\n".join(lines) + "\n"
+
+
+def address_of(url: str) -> str:
+    return url.removeprefix("http://").removesuffix("/metrics")
+
+
+def test_what_a_server_has_is_told(exporter: str) -> None:
+    looked = look([exporter])
+    assert looked.mistakes == []
+    facts = looked.facts[exporter]
+    assert (facts["vLLM"], facts["connectors"], facts["exemplars"]) == ("0.32.0", "cpu, disk", "0")
+    assert int(facts["series of kvobs"]) >= 5
+    assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
+
+
+def test_exemplars_are_counted_where_vllm_has_them() -> None:
+    """At the path with the slash."""
+    text = 'kvobs_load_duration_seconds_bucket{le="1.0"} 1'
+
+    def answer(path: str) -> tuple[int, str]:
+        return 200, f'{text} # {{trace_id="ab"}} 0.5 1.0\n# EOF\n' if path.endswith("/") else f"{text}\n"
+
+    site = Site(answer)
+    handler: Any = site._server.RequestHandlerClass
+    plain = handler.end_headers
+
+    def end_headers(self: Any) -> None:
+        kind = "application/openmetrics-text; version=1.0.0" if self.path.endswith("/") else "text/plain"
+        self.send_header("Content-Type", kind)
+        plain(self)
+
+    handler.end_headers = end_headers
+    try:
+        url = f"http://{site.address}/metrics"
+        assert look([url]).facts[url]["exemplars"] == "1"
+    finally:
+        site.close()
+
+
+def test_a_server_without_openmetrics_is_named() -> None:
+    with serving(Engines("cpu")) as address:
+        (warning,) = look([f"http://{address}/metrics"]).warnings
+    assert "serves no OpenMetrics here" in warning.found
+
+
+def test_a_series_that_is_there_twice_is_a_mistake() -> None:
+    series = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
+    site = Site(lambda _: (200, series * 2))
+    try:
+        (mistake,) = look([f"http://{site.address}/metrics"]).mistakes
+    finally:
+        site.close()
+    assert mistake.found.startswith('1 series are there twice, such as kvobs_loads_total{connector="cpu"')
+
+
+@pytest.mark.parametrize(("answer", "says"), [((200, "vllm:x 1\n"), NO_METRICS), ((404, ""), "answers 404 Not Found")])
+def test_a_server_without_metrics_is_a_mistake(answer: tuple[int, str], says: str) -> None:
+    site = Site(lambda _: answer)
+    try:
+        (mistake,) = look([f"http://{site.address}/metrics"]).mistakes
+    finally:
+        site.close()
+    assert mistake.found == says
+
+
+def test_lost_measurements_and_quarantines_are_warnings() -> None:
+    with exporting(lambda _: None, {(0, QUARANTINED): 1}, [], ("cpu",)) as address:
+        told = [warning.found for warning in look([f"http://{address}/metrics"]).warnings]
+    assert any(says.startswith("kvobs_quarantined is 1: connectors are in quarantine") for says in told)
+    site = Site(lambda _: (200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n'))
+    try:
+        told = [warning.found for warning in look([f"http://{site.address}/metrics"]).warnings]
+    finally:
+        site.close()
+    assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in told)
+
+
+def test_one_engine_at_two_addresses_is_doubled(exporter: str) -> None:
+    told = [warning.path for warning in look([exporter, exporter.replace("127.0.0.1", "localhost")]).warnings]
+    assert "--server" in told
+
+
+def test_a_prometheus_that_has_it_all_is_fine(exporter: str, tmp_path: Path) -> None:
+    dashboards.export(tmp_path / "out", dashboards.contents())
+    configuration = jobs(("kvobs", address_of(exporter)), ("vllm", address_of(exporter)), rules=tmp_path / "out")
+    with scraping(tmp_path, drop_of_vllm(configuration), "--enable-feature=exemplar-storage") as prometheus:
+        assert eventually(lambda: prometheus.value("sum(up)") == 2)
+        where = f"http://127.0.0.1:{prometheus.port}"
+        looked = look([exporter], where)
+    assert looked.mistakes == []
+    assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
+    facts = looked.facts[where]
+    assert facts["rules of kvobs"] == f"{len(shipped_rules())} of {len(shipped_rules())}"
+    assert facts["jobs"] == "kvobs (1 of 1 up), vllm (1 of 1 up)"
+    assert facts["alerts that fire"] == "none"
+
+
+def drop_of_vllm(configuration: str) -> str:
+    """Let the job vllm drop what is kvobs's, as docs/metrics.md says."""
+    drop = "metric_relabel_configs: [{source_labels: [__name__], regex: 'kvobs_.*', action: drop}], "
+    return configuration.replace("{job_name: vllm, ", f"{{job_name: vllm, {drop}")
+
+
+def test_every_fault_of_a_prometheus_is_named(exporter: str, tmp_path: Path) -> None:
+    """No rules, no exemplars, a target that is gone, and kvobs's series in two jobs."""
+    targets = [("kvobs", address_of(exporter)), ("other", address_of(exporter)), ("vllm", "127.0.0.1:9")]
+    with scraping(tmp_path, jobs(*targets)) as prometheus:
+        assert eventually(lambda: prometheus.value("count(kvobs_build_info)") == 2)
+        assert eventually(lambda: prometheus.value('up{job="vllm"}') == 0)
+        looked = look([exporter, "http://127.0.0.1:1/metrics"], f"http://127.0.0.1:{prometheus.port}")
+    mistakes = " | ".join(f"{one.path} {one.found}" for one in looked.mistakes)
+    assert "http://127.0.0.1:1/metrics no answer" in mistakes
+    assert "can't scrape http://127.0.0.1:9/metrics of job 'vllm'" in mistakes
+    assert f"has kvobs's metrics of engine 0 of {address_of(exporter)} 2 times" in mistakes
+    warnings = " | ".join(warning.found for warning in looked.warnings)
+    assert f"has not loaded {len(shipped_rules())} of kvobs's {len(shipped_rules())} rules" in warnings
+    assert "stores no exemplars" in warnings
+    assert "scrapes no target at the port of http://127.0.0.1:1/metrics" in warnings
+
+
+def test_what_is_no_prometheus_is_named(exporter: str) -> None:
+    site = Site(lambda _: (200, "<html>"))
+    try:
+        (mistake,) = look([exporter], f"http://{site.address}").mistakes
+    finally:
+        site.close()
+    assert mistake.found == "is no Prometheus: its API does not answer as one"
+
+
+def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:
+    result = CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter)])
+    assert result.exit_code == 0
+    assert "connectors" in result.stdout
+    assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning"
+    told = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
+    assert told["facts"][exporter]["connectors"] == "cpu, disk"
+    assert CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"]).exit_code == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["{}", "--server", "localhost"], ["--server", "8000"]])
+def test_options_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    assert CliRunner().invoke(cli.app, ["check", *arguments]).exit_code == 2
