@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dashboards import looks, questions
 from dashboards.panels import PROMETHEUS, Panel
-from dashboards.rules import RUNBOOK
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
+from dashboards.site import RUNBOOK
 from kvobs import signals
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"

@@ -8,8 +8,8 @@ from itertools import combinations
 import promql_parser
 
 from dashboards import looks
-from dashboards.rules import RUNBOOK
 from dashboards.sdk import model
+from dashboards.site import RUNBOOK
 from kvobs.signals import OPEN, SIGNALS, Kind, Scope
 from kvobs.spans import ATTRIBUTES, SPANS, Reason
 from tests.support.board_lint import Board, Panel, matchers, metric, panels, queries, selectors, variables
