@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dashboards import frame, looks, questions
 from dashboards.connector_details import details
+from dashboards.engines import engines
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
@@ -19,7 +20,7 @@ def connector() -> str:
         "One connector, or several side by side: lookups, loads, failures, durations, and the blocks it holds. Select "
         "connectors above.",
         [
-            Section("", [(6, [(13, _configured()), (11, _where())])]),
+            Section("", [(6, [(13, _configured()), (11, engines())])]),
             Section(
                 "Requests: rate, errors, duration",
                 [
@@ -66,24 +67,6 @@ def _configured() -> Panel:
             )
         ],
     )  # fmt: skip
-
-
-def _where() -> Panel:
-    by = ("connector", "instance", "engine")
-    return rows(
-        "Failures by instance",
-        About(
-            "Failures by connector, instance and engine, most failures on top.",
-            "One instance only: that machine. All instances: the connector, or its store or network.",
-            "Take a single failing instance out of the load balancing, and check its log.",
-            "An instance without traffic has no failures either.",
-        ),
-        {"connector": "Connector", "instance": "Instance", "engine": "Engine"},
-        [
-            Column("Failures/s", f"topk(10, {questions.failures(*by)})", verdict=looks.ANY_IS_WARNING, decimals=2),
-            Column("Failure share", f"topk(10, {questions.failing_share(*by)})", "percentunit", looks.FAILING_SHARE),
-        ],
-    )
 
 
 def _lookups() -> Panel:

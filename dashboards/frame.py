@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dashboards import looks, questions
 from dashboards.panels import PROMETHEUS, Panel
+from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
 from dashboards.site import RUNBOOK
 from kvobs import signals
@@ -19,6 +20,7 @@ COLUMNS = 24
 SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
 
 LABELS = {
+    "cluster": "Cluster",
     "job": "Job",
     "instance": "Instance",
     "model_name": "Model",
@@ -117,7 +119,7 @@ def _variables() -> list[Builder[model.VariableModel]]:
             .sort(model.VariableSort.ALPHABETICAL_ASC)
             .multi(True)
             .include_all(True)
-            .all_value(".+")
+            .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
             .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
         )
     return made
@@ -125,6 +127,7 @@ def _variables() -> list[Builder[model.VariableModel]]:
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:
     return [
+        _annotation("Alerts", questions.firing(), looks.BAD, "{{alertname}} {{connector}} {{instance}}"),
         _annotation("Restarts", questions.restarts(), looks.WARNING, "{{instance}} restarted"),
         _annotation("Versions", questions.new_versions(), looks.OTHER, "kvobs {{version}} on vLLM {{vllm_version}}"),
     ]

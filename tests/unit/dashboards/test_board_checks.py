@@ -56,7 +56,7 @@ SPOILED: dict[str, Spoil] = {
     "works_without_tempo": lambda board: table(board)["targets"].append(series(board)[0]["targets"][0]),
     "templates": lambda board: variable("engine", board).update(allValue=".*"),
     "selections": expr('connector=~"$connector"', 'connector="cpu"'),
-    "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 20),
+    "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 40),
     "patterns": expr("kvobs_load_duration_seconds_bucket{", '{__name__=~"kvobs_load_duration_.*",'),
     "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
     "label_values": expr('connector=~"$connector"', 'connector=~"$connector",mode="later"'),

@@ -102,12 +102,11 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
         "kvobs_oldest_in_flight_timestamp_seconds",
         "kvobs_load_tokens_total",
         "kvobs_unused_hit_tokens_total",
-        "kvobs_load_bytes_total",
     ):
         assert name in text
     judged = [panel for panel in first if len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1]
     assert len(judged) >= 6
-    by_name = [panel for panel in first if panel["targets"][0].get("legendFormat") == "{{connector}}"]
+    by_name = [panel for panel in first if panel["targets"][0].get("legendFormat") == "{{connector}} {{instance}}"]
     assert all(panel["options"]["textMode"] == "value_and_name" for panel in by_name)
     assert len(by_name) >= 5
     assert all(panel["options"]["graphMode"] == "area" for panel in first if panel not in by_name)
