@@ -149,12 +149,14 @@ def _annotation(name: str, expr: str, color: str, title: str) -> board.Annotatio
 
 
 def _links() -> list[board.DashboardLink]:
-    def tagged(title: str, tag: str, tooltip: str) -> board.DashboardLink:
-        return _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
+    def tagged(title: str, tag: str, tooltip: str, *, keeps: bool = True) -> board.DashboardLink:
+        link = _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
+        return link.include_vars(keeps)
 
     return [
         tagged("kvobs", "kvobs", "kvobs's other boards"),
-        tagged("vLLM", "vllm", "vLLM's own boards, if installed"),
+        # Theirs is another scrape job: with ours, their boards would be empty.
+        tagged("vLLM", "vllm", "vLLM's own boards, if installed", keeps=False),
         _link("Runbook", "What each alert means, and what to do")
         .url(RUNBOOK)
         .target_blank(True)

@@ -83,6 +83,7 @@ class Alert:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in the form of Prometheus's YAML."""
+        board = {"dashboard_url": self.dashboard_url} if self.site.grafana else {}
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -92,7 +93,7 @@ class Alert:
                 "summary": self.summary,
                 "description": self.description,
                 "runbook_url": self.runbook_url,
-                "dashboard_url": self.dashboard_url,
+                **board,
             },
         }
 

@@ -26,6 +26,7 @@ class Site:
     cluster: str = "cluster"
     """The label that says which cluster a target is in, if there are several; without it nothing changes."""
     grafana: str = "http://localhost:3000"
+    """Of the compose file; empty for alerts without a link to a board."""
     runbook: str = RUNBOOK
 
     failed_share: float = threshold(0.05, "share of loads that failed, in 5 minutes")
@@ -67,6 +68,18 @@ class _Token(float):
 def token(name: str) -> str:
     """Return what a template has in place of this setting."""
     return f"__{name}__"
+
+
+def settings() -> dict[str, Any]:
+    """Return what templates are filled with unless an export says otherwise."""
+    site = Site()
+    meanings = thresholds().items()
+    return {
+        "job": site.job,
+        "cluster": site.cluster,
+        "runbook": site.runbook,
+        "thresholds": {name: {"value": getattr(site, name), "meaning": meaning} for name, meaning in meanings},
+    }
 
 
 def placeholders() -> Site:

@@ -9,7 +9,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from dashboards.alerts import alerts
-from dashboards.site import Site
+from dashboards.site import Site, thresholds
 from dashboards.telemetry_alerts import PREFIX
 from docs.pages import ROOT, table
 from kvobs.config import Options
@@ -150,6 +150,12 @@ def alert_rules() -> str:
     return table(["alert", "severity", "condition", "lasting"], rows)
 
 
+def site_thresholds() -> str:
+    """Return the thresholds that an export can set."""
+    rows = [[f"`{name}`", f"{getattr(Site(), name):.4g}", meaning] for name, meaning in thresholds().items()]
+    return table(["threshold", "default", "of what"], rows)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:g} %"
 
@@ -177,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "deviations": deviations,
     "alerts": alert_rules,
+    "thresholds": site_thresholds,
     "connectors": connectors,
     "versions": versions,
 }

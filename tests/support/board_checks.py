@@ -245,7 +245,8 @@ def trace_links(board: Board) -> list[str]:
 def links(board: Board) -> list[str]:
     by_tag = {link["tags"][0]: link for link in board["links"] if link["type"] == "dashboards"}
     wrong = [f"no link to boards tagged {tag}" for tag in ("kvobs", "vllm") if tag not in by_tag]
-    wrong += [f"{tag} loses the choice" for tag, one in by_tag.items() if not one["includeVars"] & one["keepTime"]]
+    wrong += [f"{tag} loses the time" for tag, one in by_tag.items() if not one["keepTime"]]
+    wrong += [f"{tag}: variables" for tag, one in by_tag.items() if one["includeVars"] != (tag == "kvobs")]
     wrong += [] if RUNBOOK in [link.get("url") for link in board["links"]] else ["no runbook"]
     return wrong + ([] if "kvobs" in board["tags"] else ["no tag kvobs"])
 

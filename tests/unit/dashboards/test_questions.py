@@ -108,7 +108,7 @@ def test_who_fails_most_is_named_and_nobody_is_if_none_does(tmp_path: Path) -> N
 
 def fleet(engines: int, failing: int) -> dict[str, str]:
     """Return one child on many engines, of which some fail all loads, and the others none."""
-    made = {}
+    made: dict[str, str] = {}
     for number in range(engines):
         of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
         one = child(
@@ -127,7 +127,7 @@ def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path)
 
 
 def test_one_slow_engine_of_256_is_the_slowest(tmp_path: Path) -> None:
-    series = {}
+    series: dict[str, str] = {}
     for number in range(256):
         of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
         times = slow("disk") if number == 7 else fast("disk")

@@ -12,8 +12,11 @@ import promql_parser
 import pytest
 import yaml
 
+from dashboards.alerts import alerts
+from dashboards.site import Site
 from kvobs import spans
 from kvobs.cli import dashboards
+from kvobs.config import Options
 from kvobs.signals import SIGNALS
 
 ROOT = Path(__file__).parents[3]
@@ -252,12 +255,20 @@ def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> Non
 def test_the_collector_samples_by_the_end_of_a_trace() -> None:
     config = load("otel-collector.yaml")
     policies = {policy["type"]: policy for policy in config["processors"]["tail_sampling"]["policies"]}
-    assert policies.keys() == {"latency", "status_code", "string_attribute", "probabilistic"}
+    # None about the latency of whole traces: nearly every generation takes longer than a second.
+    assert policies.keys() == {"status_code", "string_attribute", "probabilistic"}
     for kind, policy in policies.items():
         assert policy.keys() == {"name", "type", kind}
     wanted = policies["string_attribute"]["string_attribute"]
     assert wanted["key"] in spans.ATTRIBUTES
     assert set(wanted["values"]) == set(spans.URGENT)
+
+
+def test_the_collector_waits_for_slow_loads() -> None:
+    """Their spans come when they end; a trace begins with its lookup."""
+    sampling = load("otel-collector.yaml")["processors"]["tail_sampling"]
+    assert int(sampling["decision_wait"].removesuffix("s")) >= Options().stuck_after_s
+    assert sampling["decision_cache"].keys() == {"sampled_cache_size", "non_sampled_cache_size"}
 
 
 def test_the_collector_uses_all_that_it_defines() -> None:
@@ -267,6 +278,69 @@ def test_the_collector_uses_all_that_it_defines() -> None:
         assert set(pipeline[part]) == set(config[part])
     assert set(config["service"]["extensions"]) == set(config["extensions"])
     assert pipeline["processors"][0] == "memory_limiter"
+
+
+# --- Alertmanager
+
+
+def picks(matchers: list[str], labels: dict[str, str]) -> bool:
+    for matcher in matchers:
+        name, op, value = re.fullmatch(r'(\w+)(=~|!=|=)"(.*)"', matcher).groups()  # type: ignore[union-attr]
+        has = re.fullmatch(value, labels.get(name, "")) if op == "=~" else labels.get(name, "") == value
+        if bool(has) == (op == "!="):
+            return False
+    return True
+
+
+ALERTS = {alert.name: alert for alert in alerts(Site())}
+ALERTMANAGER = load("alertmanager.yml")
+
+
+def labels_of(name: str) -> dict[str, str]:
+    return {"alertname": name, "severity": str(ALERTS[name].severity), **dict.fromkeys(ALERTS[name].about, "x")}
+
+
+def receiver(name: str) -> str:
+    route = ALERTMANAGER["route"]
+    return next((r["receiver"] for r in route["routes"] if picks(r["matchers"], labels_of(name))), route["receiver"])
+
+
+def silenced_by(source: str, target: str) -> bool:
+    return any(
+        picks(rule["source_matchers"], labels_of(source))
+        and picks(rule["target_matchers"], labels_of(target))
+        and all(labels_of(source).get(label, "") == labels_of(target).get(label, "") for label in rule["equal"])
+        for rule in ALERTMANAGER["inhibit_rules"]
+    )
+
+
+def test_an_alert_goes_where_its_severity_says() -> None:
+    by_severity = {"critical": "pager", "warning": "chat", "info": "nobody"}
+    assert {name: receiver(name) for name in ALERTS} == {
+        name: by_severity[str(alert.severity)] for name, alert in ALERTS.items()
+    }
+    assert {each["name"] for each in ALERTMANAGER["receivers"]} == set(by_severity.values())
+
+
+def test_many_engines_are_one_message() -> None:
+    assert not set(ALERTMANAGER["route"]["group_by"]) & {"instance", "engine", "pod", "job"}
+
+
+def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
+    found = {source: {target for target in ALERTS if silenced_by(source, target)} for source in ALERTS}
+    everything = {name for name, alert in ALERTS.items() if {"job", "instance"} <= set(alert.about)}
+    assert {source: targets for source, targets in found.items() if targets} == {
+        "KvobsJobMissing": {"KvobsTelemetryMissing"},
+        "KvobsTelemetryMissing": everything - {"KvobsTelemetryMissing"},
+        "KvobsConnectorQuarantined": {"KvobsConnectorErrors", "KvobsConnectorFailing", "KvobsLoadsSlow"},
+        "KvobsRequestsFailing": {"KvobsConnectorErrors"},
+        "KvobsStuckTransfers": {"KvobsLoadUnfinished", "KvobsSaveBacklog"},
+        "KvobsSlowestRank": {"KvobsLoadsSlow"},
+    }
+    for rule in ALERTMANAGER["inhibit_rules"]:
+        for name in re.findall(r"Kvobs\w+", str(rule)):
+            assert name in ALERTS
+        assert "cluster" in rule["equal"]
 
 
 # --- Kubernetes
@@ -279,7 +353,10 @@ def manifests(name: str) -> list[Any]:
 def test_a_cluster_has_the_same_rules() -> None:
     (rule,) = manifests("prometheusrule.yaml")
     assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((GENERATED / "rules/kvobs.rules.yml").read_text())
+    rules = yaml.safe_load((GENERATED / "rules/kvobs.rules.yml").read_text())
+    for alert in rules["groups"][1]["rules"]:
+        del alert["annotations"]["dashboard_url"]  # of the compose file's Grafana
+    assert rule["spec"] == rules
 
 
 def exported(tmp_path: Path) -> Path:
