@@ -31,11 +31,15 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A titled row: lines of panels, each panel with its width; the first number of a line is its height."""
+    """A titled row: lines of panels, each panel with its width; the first number of a line is its height.
+
+    ``repeats``: once for each chosen connector, which the title names.
+    """
 
     title: str
     lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
     collapsed: bool = False
+    repeats: bool = False
 
 
 def board_text(uid: str, title: str, description: str, sections: Sequence[Section]) -> str:
@@ -74,7 +78,9 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
     for section in sections:
         inside: list[model.Panel] = []
         if section.title:
-            row = board.Row(section.title).id(panel_id(section.title)).collapsed(section.collapsed).build()
+            title = f"{section.title}: $connector" if section.repeats else section.title
+            header = board.Row(title).id(panel_id(section.title)).collapsed(section.collapsed)
+            row = (header.repeat("connector") if section.repeats else header).build()
             row.grid_pos = model.GridPos(h=1, w=COLUMNS, x=0, y=y)
             row.panels = inside if section.collapsed else []
             y += 1

@@ -92,9 +92,9 @@ def loaded_share() -> str:
     return share(SELECTION.rate(signals.LOAD_TOKENS), VLLM.host_rate("prompt_tokens_total"))
 
 
-def oldest(*by: str) -> str:
+def oldest(*by: str, **labels: str) -> str:
     """Return how long the oldest open load or promised save has been open; nothing while none is."""
-    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min')}) >= 0"
+    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
 
 
 def quarantined(*by: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame
 from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Section
-from dashboards.panels import About, Panel, Query, distribution, lines
+from dashboards.panels import About, Panel, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.tables import attribute, spans
 from kvobs import signals
@@ -60,7 +60,8 @@ def _slow() -> Panel:
             "Click a point for its trace.",
             "Values are interpolated within a histogram bucket: small steps mean nothing.",
         ),
-        Query(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", "mode"), "{{connector}} {{mode}}"),
+        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="async"), "async"),
+        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="sync"), "sync", dashed=True),
         unit="s",
         exemplars=True,
     )

@@ -25,7 +25,7 @@ OURS = {
     "cluster": "k8s_cluster",
 }
 THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4.294967296", "self_share": "1.5"}
-WHOLE = Site(**OURS, labels=["release=mon", "team/a=b"], namespaces=["a", "b"], thresholds=THRESHOLDS)  # type: ignore[arg-type]
+WHOLE = Site(**OURS, labels=["release=mon", "team/a=b"], namespaces=["a", "b"], thresholds=THRESHOLDS)
 DEFAULTS = dashboards.contents()
 CHANGED = dashboards.contents(WHOLE)
 

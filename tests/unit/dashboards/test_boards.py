@@ -129,9 +129,11 @@ def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> 
 
 def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
     rows = [(panel["title"], panel["collapsed"]) for panel in CONNECTOR["panels"] if panel["type"] == "row"]
+    repeated = {panel["title"] for panel in CONNECTOR["panels"] if panel["type"] == "row" and panel.get("repeat")}
+    assert repeated == {"Requests: $connector", "Ranks (requires more than one rank): $connector"}
     assert [closed for _, closed in rows] == [False, False, *[True] * (len(rows) - 2)]
     assert [title.split(":")[0] for title, _ in rows[:2]] == ["Requests", "Saturation"]
-    assert {title[title.index("(") :] for title, _ in rows if "(" in title} == {
+    assert {title[title.index("(") : title.index(")") + 1] for title, _ in rows if "(" in title} == {
         "(requires more than one rank)",
         "(requires a connector with a host buffer)",
         "(quarantine requires the option isolate)",
@@ -181,6 +183,22 @@ def test_a_child_has_the_same_colour_on_all_boards() -> None:
             found.append([color["value"]["fixedColor"] for color in colored])
     assert len(found) > 8
     assert all(colors == list(looks.BY_INDEX) for colors in found)
+
+
+def test_several_connectors_can_be_told_apart() -> None:
+    """In a row of its own, or by colour, and then the kinds by the style of the line: at most two."""
+    repeats = False
+    for panel in CONNECTOR["panels"]:
+        if panel["type"] == "row":
+            repeats = bool(panel.get("repeat"))
+        inside = panel.get("panels", [panel])
+        for shown in (p for p in inside if p["type"] == "timeseries" and not repeats and not panel.get("collapsed")):
+            assert all(t["legendFormat"].startswith(CHILD_LEGEND) for t in shown["targets"]), shown["title"]
+            overrides = shown["fieldConfig"]["overrides"]
+            dashed = {
+                o["matcher"]["options"] for o in overrides for p in o["properties"] if p["id"] == "custom.lineStyle"
+            }
+            assert len(shown["targets"]) - len(dashed) <= 1, shown["title"]
 
 
 def test_in_tables_only_what_is_not_well_has_a_colour() -> None:
