@@ -42,8 +42,15 @@ class Section:
     repeats: bool = False
 
 
-def board_text(uid: str, title: str, description: str, sections: Sequence[Section]) -> str:
-    """Return a board's JSON; the first section has no header, its panels are on top."""
+def board_text(
+    uid: str,
+    title: str,
+    description: str,
+    sections: Sequence[Section],
+    more: Sequence[Builder[model.VariableModel]] = (),
+) -> str:
+    """Return a board's JSON; the first section has no header, its panels are on top; ``more`` are variables."""
+    filters = board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)
     builder = (
         board.Dashboard(title)
         .uid(uid)
@@ -54,7 +61,7 @@ def board_text(uid: str, title: str, description: str, sections: Sequence[Sectio
         .time("now-1h", "now")
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .variables([*_sources(), *_variables(), board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)])
+        .variables([*_sources(), *_variables(), *more, filters])
         .annotations(_annotations())
     )
     for link in _links():

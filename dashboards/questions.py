@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards import looks
-from dashboards.promql import HOST_LABELS, SITE_LABELS, Selection, share
+from dashboards.promql import HOST_LABELS, SITE_LABELS, Selection, ratio, share
 from kvobs import signals
 
 VARIABLES = (*HOST_LABELS, "connector")
@@ -100,6 +100,11 @@ def oldest(*by: str, **labels: str) -> str:
 def quarantined(*by: str) -> str:
     """Return 1 for connectors in quarantine."""
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
+
+
+def load_speed(*by: str) -> str:
+    """Return bytes per second of a load while it runs, as a mean."""
+    return ratio(SELECTION.rate(signals.LOAD_BYTES, *by), SELECTION.rate(signals.LOAD_DURATION, *by, part="_sum"))
 
 
 def none_if_empty(expr: str) -> str:

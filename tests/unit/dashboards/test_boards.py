@@ -141,6 +141,12 @@ def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
     }
 
 
+def test_a_request_can_be_searched_for() -> None:
+    (box,) = [v for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"]
+    (table,) = [panel for panel in panels(SLOW_LOADS) if f"${{{box['name']}}}" in str(panel.get("targets"))]
+    assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
+
+
 def test_durations_are_shown_twice_and_lead_to_traces() -> None:
     heat = next(panel for panel in panels(CONNECTOR) if panel["type"] == "heatmap")
     assert heat["targets"][0]["format"] == "heatmap"

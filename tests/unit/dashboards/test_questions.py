@@ -138,6 +138,12 @@ def test_one_slow_engine_of_256_is_the_slowest(tmp_path: Path) -> None:
     }
 
 
+def test_the_speed_of_a_load_is_that_of_its_own_time(tmp_path: Path) -> None:
+    """600 bytes a minute in loads that took 6 seconds of it."""
+    series = child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle")
+    assert answers(tmp_path, series, questions.load_speed(*by_child)) == {"disk": pytest.approx(100)}
+
+
 def test_the_share_of_engines_that_fail(tmp_path: Path) -> None:
     for failing in (0, 1, 16):
         found = answers(tmp_path, fleet(64, failing), questions.engines_failing())
