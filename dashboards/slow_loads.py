@@ -97,7 +97,7 @@ def _of_request() -> Panel:
             "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
             "kv.lookup says what was offered, kv.load what was loaded, and how long it took.",
             "Click a name for the whole trace of the request.",
-            "Without a text these are spans of any request. A request has spans only if it was sampled, slow or failed.",
+            "Without a text these are spans of any request. Only a request that was sampled, slow or failed has some.",
         ),
         f'{{ {attribute(names.GEN_AI_REQUEST)} =~ ".*${{{REQUEST}}}.*" }}',
         {
