@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from dashboards import kubernetes
 from dashboards.alerts import rules_yaml
 from dashboards.connector import connector
 from dashboards.overview import overview
+from dashboards.site import placeholders, settings
 from dashboards.slow_loads import slow_loads
 
 GENERATED = Path(__file__).parent / "generated"
@@ -25,6 +27,10 @@ FILES: dict[str, Callable[[], str]] = {
     "rules/kvobs.rules.yml": rules_yaml,
     "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
     "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,
+    "templates/rules/kvobs.rules.yml": lambda: rules_yaml(placeholders()),
+    "templates/kubernetes/podmonitor.yaml": lambda: kubernetes.pod_monitor(placeholders(), is_template=True),
+    "templates/kubernetes/prometheusrule.yaml": lambda: kubernetes.prometheus_rule(placeholders(), is_template=True),
+    "templates/settings.json": lambda: json.dumps(settings(), indent=2) + "\n",
     "kustomization.yaml": lambda: kubernetes.kustomization(BOARDS),
 }
 

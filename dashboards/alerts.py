@@ -1,54 +1,22 @@
-"""Define the alerts: condition, threshold, and the board to open.
+"""Define the alerts about connectors: condition, severity, and the board to open; and put all alerts together.
 
-An alert is about one engine, and mostly about one of its connectors.
+An alert is about one engine, and mostly about one of its connectors. Vectors are matched with ``ignoring``, not ``on``:
+so labels of a site (cluster, namespace) count, and clusters do not hide each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from dashboards import rules
+from dashboards import rules, telemetry_alerts
+from dashboards.promql import ratio
 from dashboards.rules import Alert, Asks, Group, Severity
+from dashboards.site import Site
+from dashboards.telemetry_alerts import ENGINE, OF_ENGINE, PREFIX
 from kvobs import signals
 
-PREFIX = "Kvobs"
-
-
-@dataclass(frozen=True)
-class Site:
-    """The settings of a site: thresholds, scrape job, Grafana's address."""
-
-    job: str = "kvobs"
-    """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
-    scope: str = ""
-    """Matchers that all series must meet, such as ``cluster="a"``."""
-    grafana: str = "http://localhost:3000"
-    failed_share: float = 0.05
-    """Of the loads that ended, those that failed."""
-    slow_load_s: float = signals.LOAD_DURATION.buckets[10]
-    """About a second. It must be a bucket bound: only there is a histogram exact."""
-    few_loads: int = 20
-    """In five minutes; fewer have no 99th percentile worth the name."""
-    save_age_s: int = 60
-    unused_hit_share: float = 0.3
-    few_tokens: int = 100
-    """A second: a child that offers fewer is not worth a change."""
-    rank_share: float = 0.8
-    rank_skew_s: float = 0.05
-    few_transfers: int = 20
-    """In fifteen minutes."""
-    spans_dropped: float = 0.1
-    """A second."""
-    self_share: float = 0.2
-    """Of a core, for all processes of an engine together."""
-
-
-TARGET = ("job", "instance")
-ENGINE = (*TARGET, "model_name", "engine")
 CHILD = (*ENGINE, "connector")
-OF_ENGINE = "engine {{ $labels.engine }} of {{ $labels.instance }} ({{ $labels.model_name }})"
 OF_CHILD = "{{ $labels.connector }} on " + OF_ENGINE
 
 
@@ -57,24 +25,48 @@ def alerts(site: Site) -> tuple[Alert, ...]:
     return tuple(make(site) for make in ALERTS)
 
 
+def requests_failing(site: Site) -> Alert:
+    return _of_child(
+        site,
+        "RequestsFailing",
+        Severity.CRITICAL,
+        _failing(site, "and"),
+        "5m",
+        "Requests fail, because loads from a KV connector fail.",
+        "{{ $value | humanizePercentage }} of the loads from " + OF_CHILD + " failed in the last five minutes. Their "
+        "requests fail: kv_load_failure_policy is fail.",
+    )
+
+
 def connector_failing(site: Site) -> Alert:
     return _of_child(
         site,
         "ConnectorFailing",
-        Severity.CRITICAL,
-        f"{rules.FAILED_SHARE} > {site.failed_share}",
+        Severity.WARNING,
+        _failing(site, "unless"),
         "5m",
         "Loads from a KV connector fail.",
         "{{ $value | humanizePercentage }} of the loads from " + OF_CHILD + " failed in the last five minutes. "
-        "Their tokens are recomputed, or their requests fail, depending on kv_load_failure_policy.",
+        "Their tokens are recomputed.",
+    )
+
+
+def _failing(site: Site, with_policy_fail: str) -> str:
+    asks = Asks(site.scope)
+    failed = asks.increase(signals.LOADS, window=rules.LONG_WINDOW, outcome="failed")
+    policy, own = asks.series(signals.CONNECTOR_INFO, failure_policy="fail"), ", ".join(signals.CONNECTOR_INFO.labels)
+    return (
+        f"{rules.FAILED_SHARE} > {site.failed_share}\n"
+        f"and {failed} >= {site.few_failed}\n"
+        f"{with_policy_fail} ignoring ({own}) {policy}"
     )
 
 
 def failed_sync_loads(site: Site) -> Alert:
     others = (
-        '{{ with printf "kvobs_connector_info{job=%q,instance=%q,engine=%q,connector!=%q}" $labels.job '
-        "$labels.instance $labels.engine $labels.connector | query }}{{ range . }} {{ .Labels.connector }}"
-        "{{ end }}{{ end }}"
+        f'{{{{ with printf "kvobs_connector_info{{job=%q,instance=%q,engine=%q,connector!=%q,{site.cluster}=%q}}" '
+        f"$labels.job $labels.instance $labels.engine $labels.connector $labels.{site.cluster} | query }}}}"
+        "{{ range . }} {{ .Labels.connector }}{{ end }}{{ end }}"
     )
     return _of_child(
         site,
@@ -94,12 +86,30 @@ def stuck_transfers(site: Site) -> Alert:
         site,
         "StuckTransfers",
         Severity.CRITICAL,
-        f"{Asks(site.scope).rare(signals.STUCK_TRANSFERS, 'rank')} > 0",
+        # The counter tells that it began; the age, that the oldest transfer began before that quarter of an hour.
+        f"{rules.STUCK} > 0\n"
+        f"or (max_over_time({rules.STUCK}[{rules.DAY}]) > 0\n"
+        f"  and ignoring (rank) max without (kind) ({rules.OLDEST_AGE}) > {15 * 60})",
         "1m",
         "A rank has not reported transfers that other ranks finished.",
         "Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of " + OF_CHILD + " that other "
-        "ranks finished more than `stuck_after_s` ago (last fifteen minutes). Their requests wait, or their blocks "
-        "stay held.",
+        "ranks finished more than `stuck_after_s` ago, in the last fifteen minutes or longer ago and still unfinished. "
+        "Their requests wait, or their blocks stay held.",
+    )
+
+
+def load_unfinished(site: Site) -> Alert:
+    return _of_child(
+        site,
+        "LoadUnfinished",
+        Severity.CRITICAL,
+        f'{rules.OLDEST_AGE}{{kind="load"}} > {site.load_age_s}',
+        "3m",
+        "A load does not finish: its request waits.",
+        "The oldest load of "
+        + OF_CHILD
+        + " has been in progress for {{ $value | humanizeDuration }}. Its request waits "
+        "until all ranks have reported it.",
     )
 
 
@@ -108,7 +118,9 @@ def connector_quarantined(site: Site) -> Alert:
         site,
         "ConnectorQuarantined",
         Severity.WARNING,
-        f"avg_over_time({Asks(site.scope).series(signals.QUARANTINED)}[{rules.WINDOW}]) > 0.5",
+        # Without traffic there is no probation: the value may be old.
+        f"avg_over_time({Asks(site.scope).series(signals.QUARANTINED)}[{rules.WINDOW}]) > 0.5\n"
+        f"and ignoring (connector) {rules.SELF} > 0",
         "2m",
         "A best-effort KV connector is in quarantine.",
         OF_CHILD + " was in quarantine for {{ $value | humanizePercentage }} of the last five minutes, because it "
@@ -130,16 +142,22 @@ def connector_errors(site: Site) -> Alert:
 
 
 def loads_slow(site: Site) -> Alert:
-    loads = Asks(site.scope).increase(signals.LOAD_DURATION, "mode", part="_count")
+    asks = Asks(site.scope)
+    loads = asks.increase(signals.LOAD_DURATION, "mode", part="_count")
+    # Long contexts take long: what is slow is slow for the tokens of an average load, too.
+    tokens = ratio(asks.rate(signals.LOAD_TOKENS), asks.rate(signals.LOADS, outcome="ok"))
     return _of_child(
         site,
         "LoadsSlow",
         Severity.WARNING,
-        f"{rules.LOAD_P99} > {site.slow_load_s}\nand {loads} >= {site.few_loads}",
+        f"{rules.LOAD_P99} > {site.slow_load_s}\n"
+        f"and {rules.LOAD_P99} > ignoring (mode) group_left () ({site.slow_load_s_per_1k_tokens} / 1000 * {tokens})\n"
+        f"and {loads} >= {site.few_loads}",
         "10m",
         "Loads from a KV connector are slow.",
         "The p99 of {{ $labels.mode }} loads from " + OF_CHILD + " is about {{ $value | humanizeDuration }} "
-        f"(threshold {site.slow_load_s:.2f} s). Requests wait that long for their first token.",
+        f"(thresholds: {site.slow_load_s} s, and {site.slow_load_s_per_1k_tokens} s per 1000 tokens of an average "
+        "load). Requests wait that long for their first token.",
         board="kvobs-slow-loads",
     )
 
@@ -174,12 +192,14 @@ def slowest_rank(site: Site) -> Alert:
 
 
 def unused_hit_tokens(site: Site) -> Alert:
-    offered = Asks(site.scope).rate(signals.OFFERED_TOKENS)
+    asks = Asks(site.scope)
+    offered, admitted = asks.rate(signals.OFFERED_TOKENS), asks.rate(signals.ADMITTED_TOKENS)
     return _of_child(
         site,
         "UnusedHitTokens",
-        Severity.WARNING,
-        f"{rules.UNUSED_HIT_SHARE} > {site.unused_hit_share}\nand {offered} >= {site.few_tokens}",
+        Severity.INFO,
+        # Of an isolated connector with synchronous loads nothing is ever admitted, by design.
+        f"{rules.UNUSED_HIT_SHARE} > {site.unused_hit_share}\nand {offered} >= {site.few_tokens}\nand {admitted} > 0",
         "30m",
         "Hit tokens are recomputed because another connector was chosen.",
         "{{ $value | humanizePercentage }} of the tokens offered by " + OF_CHILD + " were not loaded but computed, "
@@ -187,87 +207,25 @@ def unused_hit_tokens(site: Site) -> Alert:
     )
 
 
-def telemetry_missing(site: Site) -> Alert:
-    asks = Asks(site.scope)
-    build, engine_up = asks.series(signals.BUILD_INFO), asks.series(signals.ENGINE_UP)
-    matchers = ",".join(matcher for matcher in (site.scope, f'job="{site.job}"') if matcher)
-    return Alert(
-        site.grafana,
-        "kvobs-overview",
-        TARGET,
-        PREFIX + "TelemetryMissing",
-        Severity.WARNING,
-        # Both parts have the labels of the target, so that an alert goes on when an exporter ends after its engine.
-        f"(up{{{matchers}}} unless on (job, instance) {build})\n"
-        f"or (min without (model_name, engine) ({engine_up}) == 0) - 1",
-        "5m",
-        "kvobs metrics are missing.",
-        "{{ $labels.instance }} of job {{ $labels.job }} "
-        "{{ if eq $value 0.0 }}can't be scraped{{ else if lt $value 0.0 }}is an exporter whose engine is gone{{ else }}"
-        "is scraped but has no kvobs metrics{{ end }}. No other kvobs alert can fire for this server.",
-    )
-
-
-def internal_errors(site: Site) -> Alert:
-    return _of_engine(
-        site,
-        "InternalErrors",
-        Severity.WARNING,
-        f"{Asks(site.scope).rare(signals.INTERNAL_ERRORS, 'where')} > 0",
-        "1m",
-        "Internal errors in kvobs's telemetry.",
-        "{{ $value | humanize }} contained errors in {{ $labels.where }} in the last fifteen minutes on " + OF_ENGINE
-        + ". Numbers or spans are lost; serving is not affected.",
-    )  # fmt: skip
-
-
-def telemetry_dropping(site: Site) -> Alert:
-    return _of_engine(
-        site,
-        "TelemetryDropping",
-        Severity.WARNING,
-        f"{rules.SPANS_DROPPED} > {site.spans_dropped}",
-        "10m",
-        "Spans of KV transfers are lost.",
-        "{{ $value | humanize }} spans a second are lost on " + OF_ENGINE + ". Traces have gaps; metrics are complete.",
-    )
-
-
-def telemetry_cost(site: Site) -> Alert:
-    return _of_engine(
-        site,
-        "TelemetryCost",
-        Severity.WARNING,
-        f"{rules.SELF} > {site.self_share}",
-        "15m",
-        "kvobs's telemetry uses much CPU time.",
-        "Telemetry uses {{ $value | humanizePercentage }} of one core over all processes of " + OF_ENGINE + ".",
-    )
-
-
 ALERTS: tuple[Callable[[Site], Alert], ...] = (
-    connector_failing,
+    requests_failing,
     failed_sync_loads,
     stuck_transfers,
+    load_unfinished,
+    connector_failing,
     connector_quarantined,
     connector_errors,
     loads_slow,
     save_backlog,
     slowest_rank,
+    *telemetry_alerts.ALERTS,
     unused_hit_tokens,
-    telemetry_missing,
-    internal_errors,
-    telemetry_dropping,
-    telemetry_cost,
+    telemetry_alerts.telemetry_cost,
 )
 
 
 def _of_child(site: Site, name: str, *rest: Any, board: str = "kvobs-connector") -> Alert:
-    return Alert(site.grafana, board, CHILD, PREFIX + name, *rest)
-
-
-def _of_engine(site: Site, name: str, *rest: Any) -> Alert:
-    return Alert(site.grafana, "kvobs-overview", ENGINE, PREFIX + name, *rest)
+    return Alert(site, board, CHILD, PREFIX + name, *rest)
 
 
 def groups(site: Site) -> tuple[Group, ...]:
@@ -283,6 +241,6 @@ def rule_groups(site: Site | None = None) -> dict[str, Any]:
     return {"groups": [group.as_dict() for group in groups(site or Site())]}
 
 
-def rules_yaml() -> str:
+def rules_yaml(site: Site | None = None) -> str:
     """Return the rule file."""
-    return rules.to_yaml(rule_groups())
+    return rules.to_yaml(rule_groups(site))

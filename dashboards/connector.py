@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dashboards import frame, looks, questions
 from dashboards.connector_details import details
+from dashboards.engines import engines
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
@@ -16,16 +17,17 @@ def connector() -> str:
     return frame.board_text(
         frame.CONNECTOR,
         "kvobs / Connector",
-        "One connector, or several side by side: lookups, loads, failures, durations, and the blocks it holds. Select "
-        "connectors above.",
+        "One connector, or several: a row for each with its lookups, loads, failures and durations; then all side by "
+        "side, each in its own colour: transfers in progress, waits, holds. Select connectors above.",
         [
-            Section("", [(6, [(13, _configured()), (11, _where())])]),
+            Section("", [(6, [(13, _configured()), (11, engines())])]),
             Section(
-                "Requests: rate, errors, duration",
+                "Requests",
                 [
-                    (9, [(8, _lookups()), (8, _loads()), (8, _errors())]),
-                    (9, [(8, _durations()), (8, _quantiles()), (8, _tokens())]),
+                    (10, [(8, _lookups()), (8, _loads()), (8, _errors())]),
+                    (10, [(8, _durations()), (8, _quantiles()), (8, _tokens())]),
                 ],
+                repeats=True,
             ),
             Section(
                 "Saturation: transfers in progress, waits, holds",
@@ -66,24 +68,6 @@ def _configured() -> Panel:
             )
         ],
     )  # fmt: skip
-
-
-def _where() -> Panel:
-    by = ("connector", "instance", "engine")
-    return rows(
-        "Failures by instance",
-        About(
-            "Failures by connector, instance and engine, most failures on top.",
-            "One instance only: that machine. All instances: the connector, or its store or network.",
-            "Take a single failing instance out of the load balancing, and check its log.",
-            "An instance without traffic has no failures either.",
-        ),
-        {"connector": "Connector", "instance": "Instance", "engine": "Engine"},
-        [
-            Column("Failures/s", f"topk(10, {questions.failures(*by)})", verdict=looks.ANY_IS_WARNING, decimals=2),
-            Column("Failure share", f"topk(10, {questions.failing_share(*by)})", "percentunit", looks.FAILING_SHARE),
-        ],
-    )
 
 
 def _lookups() -> Panel:
@@ -200,12 +184,13 @@ def _in_flight() -> Panel:
     return lines(
         "Transfers in progress",
         About(
-            "Loads in progress, and promised saves in progress, whose blocks are held.",
+            "Loads in progress, and promised saves in progress (dashed), whose blocks are held.",
             "A line that only rises is a backlog.",
             "More and more saves: the reading side is slow or gone. More and more loads: their requests wait.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
-        Query(SELECTION.gauge(signals.IN_FLIGHT, "connector", "kind"), "{{connector}} {{kind}}"),
+        of_child(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
+        of_child(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="save"), "saves", dashed=True),
         unit="short",
     )
 
@@ -214,12 +199,13 @@ def _age() -> Panel:
     return lines(
         "Age of the oldest transfer",
         About(
-            "Age of the oldest load and promised save in progress.",
+            "Age of the oldest load and promised save (dashed) in progress.",
             "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
             "See 'Stuck transfers by rank' below; then that worker's log.",
             "There is no data while no transfer is in progress.",
         ),
-        Query(questions.oldest("connector", "kind"), "{{connector}} {{kind}}"),
+        of_child(questions.oldest("connector", kind="load"), "load"),
+        of_child(questions.oldest("connector", kind="save"), "save", dashed=True),
         unit="s",
     )
 
@@ -243,15 +229,14 @@ def _saves() -> Panel:
     return lines(
         "Promised saves by outcome (saves/s)",
         About(
-            "Finished promised saves per second, by outcome.",
+            "Finished promised saves per second: those that were reported, and those that were abandoned (dashed).",
             "abandoned: the connector was in quarantine and did not report it.",
             "No data while requests end: the connector promises no saves, as most.",
             "Saves within a step are not promised, and not counted here.",
         ),
-        Query(SELECTION.rate(signals.SAVES, "connector", "outcome"), "{{connector}} {{outcome}}"),
+        of_child(SELECTION.rate(signals.SAVES, "connector", outcome="ok"), "ok"),
+        of_child(SELECTION.rate(signals.SAVES, "connector", outcome="abandoned"), "abandoned", dashed=True),
         unit="ops",
-        colors=looks.BY_OUTCOME,
-        stacked=True,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dashboards import looks, questions
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, of_child, states
@@ -13,7 +15,7 @@ from kvobs.signals import Scope, Signal
 def details() -> list[Section]:
     """Return the closed rows."""
     return [
-        Section("Ranks (requires more than one rank)", [(8, ranks())], collapsed=True),
+        Section("Ranks (requires more than one rank)", [(8, ranks())], collapsed=True, repeats=True),
         Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
         Section("Bytes and unused offers", [(8, [(12, _bytes()), (12, _unused())])], collapsed=True),
         Section(
@@ -47,12 +49,13 @@ def ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Rank skew (p99)",
                 About(
-                    "Time between the first and the last rank's report of a load or promised save.",
+                    "Time between the first and the last rank's report of a load, or promised save (dashed).",
                     "Close to the load's own duration: one rank makes the load slow.",
                     "See 'Slowest rank' to the right.",
                     "Values are interpolated within a bucket, a factor of four wide. One rank has no skew.",
                 ),
-                Query(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", "kind"), "{{connector}} {{kind}}"),
+                of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
+                of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="save"), "saves", dashed=True),
                 unit="s",
             ),
         ),
@@ -159,32 +162,32 @@ def _copy_durations() -> Panel:
     return lines(
         "Block copy duration (p99)",
         About(
-            "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves.",
+            "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves (dashed).",
             "Included in the connector's own durations.",
             "Rising: PCIe or memory is busy. Compare the values of the option block_copy.",
             "Values are interpolated within a bucket, a factor of four wide.",
         ),
-        Query(
-            SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", "direction"),
-            "{{connector}} {{direction}}",
-        ),
+        *_by_direction(lambda way: SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", direction=way)),
         unit="s",
     )
 
 
 def _copy_bytes() -> Panel:
-    return _counted(
-        signals.BLOCK_COPY_BYTES,
+    return lines(
         "Block copy throughput",
         About(
-            "Bytes per second of these copies, over all ranks.",
+            "Bytes per second of these copies, over all ranks; d2h is dashed.",
             "Compare with the bandwidth of PCIe or memory.",
             "Far above the bytes loaded: unneeded blocks are copied.",
             "A connector without a host buffer has no block copies.",
         ),
-        "direction",
+        *_by_direction(lambda way: SELECTION.rate(signals.BLOCK_COPY_BYTES, "connector", direction=way)),
         unit="Bps",
     )
+
+
+def _by_direction(expr: Callable[[str], str]) -> list[Query]:
+    return [of_child(expr(way), way, dashed=way == "d2h") for way in signals.DIRECTIONS]
 
 
 def _quarantine() -> Panel:
@@ -241,9 +244,8 @@ def _failed_sync() -> Panel:
     )
 
 
-def _counted(signal: Signal, title: str, about: About, label: str = "", unit: str = "ops") -> Panel:
-    by = ("connector", label) if label else ("connector",)
-    return lines(title, about, _by(SELECTION.rate(signal, *by), by), unit=unit)
+def _counted(signal: Signal, title: str, about: About) -> Panel:
+    return lines(title, about, of_child(SELECTION.rate(signal, "connector")), unit="ops")
 
 
 def _rare(signal: Signal, title: str, about: About, *labels: str) -> Panel:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from dashboards import looks, questions
 from dashboards.panels import PROMETHEUS, Panel
-from dashboards.rules import RUNBOOK
+from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
+from dashboards.site import RUNBOOK
 from kvobs import signals
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
@@ -19,6 +20,7 @@ COLUMNS = 24
 SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
 
 LABELS = {
+    "cluster": "Cluster",
     "job": "Job",
     "instance": "Instance",
     "model_name": "Model",
@@ -29,15 +31,26 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A titled row: lines of panels, each panel with its width; the first number of a line is its height."""
+    """A titled row: lines of panels, each panel with its width; the first number of a line is its height.
+
+    ``repeats``: once for each chosen connector, which the title names.
+    """
 
     title: str
     lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
     collapsed: bool = False
+    repeats: bool = False
 
 
-def board_text(uid: str, title: str, description: str, sections: Sequence[Section]) -> str:
-    """Return a board's JSON; the first section has no header, its panels are on top."""
+def board_text(
+    uid: str,
+    title: str,
+    description: str,
+    sections: Sequence[Section],
+    more: Sequence[Builder[model.VariableModel]] = (),
+) -> str:
+    """Return a board's JSON; the first section has no header, its panels are on top; ``more`` are variables."""
+    filters = board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)
     builder = (
         board.Dashboard(title)
         .uid(uid)
@@ -48,7 +61,7 @@ def board_text(uid: str, title: str, description: str, sections: Sequence[Sectio
         .time("now-1h", "now")
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .variables([*_sources(), *_variables(), board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)])
+        .variables([*_sources(), *_variables(), *more, filters])
         .annotations(_annotations())
     )
     for link in _links():
@@ -72,7 +85,9 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
     for section in sections:
         inside: list[model.Panel] = []
         if section.title:
-            row = board.Row(section.title).id(panel_id(section.title)).collapsed(section.collapsed).build()
+            title = f"{section.title}: $connector" if section.repeats else section.title
+            header = board.Row(title).id(panel_id(section.title)).collapsed(section.collapsed)
+            row = (header.repeat("connector") if section.repeats else header).build()
             row.grid_pos = model.GridPos(h=1, w=COLUMNS, x=0, y=y)
             row.panels = inside if section.collapsed else []
             y += 1
@@ -117,7 +132,7 @@ def _variables() -> list[Builder[model.VariableModel]]:
             .sort(model.VariableSort.ALPHABETICAL_ASC)
             .multi(True)
             .include_all(True)
-            .all_value(".+")
+            .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
             .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
         )
     return made
@@ -125,6 +140,7 @@ def _variables() -> list[Builder[model.VariableModel]]:
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:
     return [
+        _annotation("Alerts", questions.firing(), looks.BAD, "{{alertname}} {{connector}} {{instance}}"),
         _annotation("Restarts", questions.restarts(), looks.WARNING, "{{instance}} restarted"),
         _annotation("Versions", questions.new_versions(), looks.OTHER, "kvobs {{version}} on vLLM {{vllm_version}}"),
     ]
@@ -146,12 +162,14 @@ def _annotation(name: str, expr: str, color: str, title: str) -> board.Annotatio
 
 
 def _links() -> list[board.DashboardLink]:
-    def tagged(title: str, tag: str, tooltip: str) -> board.DashboardLink:
-        return _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
+    def tagged(title: str, tag: str, tooltip: str, *, keeps: bool = True) -> board.DashboardLink:
+        link = _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
+        return link.include_vars(keeps)
 
     return [
         tagged("kvobs", "kvobs", "kvobs's other boards"),
-        tagged("vLLM", "vllm", "vLLM's own boards, if installed"),
+        # Theirs is another scrape job: with ours, their boards would be empty.
+        tagged("vLLM", "vllm", "vLLM's own boards, if installed", keeps=False),
         _link("Runbook", "What each alert means, and what to do")
         .url(RUNBOOK)
         .target_blank(True)

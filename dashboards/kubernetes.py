@@ -7,36 +7,48 @@ from typing import Any
 
 from dashboards.alerts import rule_groups
 from dashboards.rules import HEADER, to_yaml
+from dashboards.site import Site, token
 
 PORTS = {"vllm": "http", "kvobs": "kvobs"}
 """By job, as in the README: the name of the port, that of vLLM's API server and that of the exporter."""
 
 POD_HEADER = HEADER + (
     "# Change for your site: the labels of vLLM's pods, and the names of their ports (http: 8000, kvobs: 9464).\n"
+    "# Pods in other namespaces: `kvobs dashboards export --namespace N`. The operator of kube-prometheus-stack takes\n"
+    "# only objects with the label of its release: `--label release=NAME`.\n"
     "# The exporter must listen on the pod's address: KVOBS_EXPORTER=0.0.0.0:9464, or the option exporter.host.\n"
 )
 APPLY_HEADER = HEADER + "# Apply with: kubectl apply --server-side -k .\n"
 LABEL = {"app.kubernetes.io/name": "kvobs"}
 
 
-def pod_monitor() -> str:
+LABELS, NAMESPACES = token("labels"), token("namespaces")
+"""Lines of templates: an export has none, or further labels and namespaces, in their place."""
+
+
+def pod_monitor(site: Site | None = None, *, is_template: bool = False) -> str:
     """Return the PodMonitor: vLLM and the exporter, with the job names that rules and boards expect."""
+    ports = {"vllm": PORTS["vllm"], (site or Site()).job: PORTS["kvobs"]}
     endpoints = [
         {
             "port": port,
             "path": "/metrics",
             "relabelings": [{"action": "replace", "targetLabel": "job", "replacement": job}],
         }
-        for job, port in PORTS.items()
+        for job, port in ports.items()
     ]
     selector = {"matchLabels": {"app.kubernetes.io/name": "vllm"}}
-    spec = {"selector": selector, "podMetricsEndpoints": endpoints}
-    return to_yaml(_object("monitoring.coreos.com/v1", "PodMonitor", "kvobs", spec=spec), header=POD_HEADER)
+    where = {NAMESPACES: ""} if is_template else {}
+    spec = {**where, "selector": selector, "podMetricsEndpoints": endpoints}
+    content = _object("monitoring.coreos.com/v1", "PodMonitor", "kvobs", is_template=is_template, spec=spec)
+    return to_yaml(content, header=POD_HEADER)
 
 
-def prometheus_rule() -> str:
-    """Return the PrometheusRule."""
-    return to_yaml(_object("monitoring.coreos.com/v1", "PrometheusRule", "kvobs", spec=rule_groups()))
+def prometheus_rule(site: Site | None = None, *, is_template: bool = False) -> str:
+    """Return the PrometheusRule; where Grafana is in a cluster only its owner knows."""
+    spec = rule_groups(site or Site(grafana=""))
+    content = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvobs", is_template=is_template, spec=spec)
+    return to_yaml(content)
 
 
 def kustomization(boards: Iterable[str]) -> str:
@@ -58,6 +70,6 @@ def kustomization(boards: Iterable[str]) -> str:
     return to_yaml(content, header=APPLY_HEADER)
 
 
-def _object(version: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
-    metadata = {"name": name, "labels": dict(LABEL)}
+def _object(version: str, kind: str, name: str, *, is_template: bool, **rest: Any) -> dict[str, Any]:
+    metadata = {"name": name, "labels": LABEL | ({LABELS: ""} if is_template else {})}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}

@@ -62,6 +62,9 @@ VERDICTS = {
     LEFT_OUT: ("Quarantined", BAD),
 }
 
+SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
+ENGINES_FAILING = thresholds((1e-9, WARNING), (0.1, BAD))
+
 PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
 
 

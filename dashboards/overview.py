@@ -1,14 +1,20 @@
-"""The board *Overview*: is KV transfer healthy, which child is guilty, does it cost time to first token."""
+"""The board *Overview*: is KV transfer healthy, which child is guilty, does it cost time to first token.
+
+Verdicts are those of the worst engine: one of many that fails does not show in a fleet's mean.
+"""
 
 from __future__ import annotations
 
 from dashboards import frame, looks, questions
+from dashboards.engines import engines, firing
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.promql import worst
-from dashboards.questions import SELECTION, by_child
+from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
 from dashboards.tables import Column, rows
 from kvobs import signals
+
+NAMED = "{{connector}} {{instance}}"
 
 TO_CHILD = frame.to_board(frame.CONNECTOR, "${__value.raw}")
 
@@ -19,9 +25,16 @@ def overview() -> str:
         frame.OVERVIEW,
         "kvobs / Overview",
         "Health of KV transfers, the connector that causes a problem, and the effect on time to first token. Top line: "
-        "current state; table: one row per connector, the worst first.",
+        "current state of the worst engine; tables: connectors, and engines, the worst first.",
         [
-            Section("", [(5, [(3, panel) for panel in _verdicts()]), (6, [(24, _children())])]),
+            Section(
+                "",
+                [
+                    (5, [(3, panel) for panel in _verdicts()]),
+                    (6, [(24, _children())]),
+                    (8, [(14, engines()), (10, firing())]),
+                ],
+            ),
             Section(
                 "Over time",
                 [
@@ -34,23 +47,35 @@ def overview() -> str:
 
 
 def _verdicts() -> list[Panel]:
-    failing = worst(f"({questions.failing_share(*by_child)}) > 0")
-    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)
-    stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_child)
+    failing = worst(f"({questions.failing_share(*by_engine)}) > 0")
+    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
+    stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
     return [
         number(
             "Highest failure share",
             About(
-                "The connector with the highest share of failures: failed loads and exceptions, among all loads and "
-                "exceptions.",
+                "The connector and engine with the highest share of failures: failed loads and exceptions, among all "
+                "loads and exceptions.",
                 "Green and 'none': nothing failed in the last minutes. Red: more than 5 %.",
                 "Open that connector's board from its row in the table below.",
                 "With few loads, one failure is a large share: see Failures/s in the table.",
             ),
-            Query(questions.none_if_empty(failing), "{{connector}}"),
+            Query(questions.none_if_empty(failing), NAMED),
             unit="percentunit",
             verdict=looks.FAILING_SHARE,
             empty=looks.NO_DATA,
+        ),
+        number(
+            "Engines failing",
+            About(
+                "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
+                "0: no engine. Amber: some engine. Red: 10 % of the engines or more.",
+                "One engine: its machine. Many: the connector, its store or the network. See the engines below.",
+                "Engines without traffic count as engines that do not fail.",
+            ),
+            Query(questions.engines_failing()),
+            unit="percentunit",
+            verdict=looks.ENGINES_FAILING,
         ),
         number(
             "Quarantined connectors",
@@ -61,8 +86,8 @@ def _verdicts() -> list[Panel]:
                 "Only connectors in the option isolate can be quarantined: a failure of another one ends the engine.",
             ),
             Query(
-                questions.none_if_empty(worst(f"{questions.quarantined(*by_child)} > 0")),
-                "{{connector}}",
+                questions.none_if_empty(worst(f"{questions.quarantined(*by_engine)} > 0")),
+                NAMED,
             ),
             unit="short",
             verdict=looks.ANY_IS_BAD,
@@ -72,24 +97,25 @@ def _verdicts() -> list[Panel]:
         number(
             "Slowest loads (p99)",
             About(
-                "The p99 of load durations, of the connector with the highest.",
+                "The p99 of load durations, of the connector and engine with the highest.",
                 "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
                 "Compare with time to first token below; open Slow loads for traces of single loads.",
                 "A slow load does not delay a request that is waiting for another reason anyway.",
             ),
-            Query(worst(f"({p99}) >= 0"), "{{connector}}"),
+            Query(worst(f"({p99}) >= 0"), NAMED),
             unit="s",
             verdict=looks.LOAD_SECONDS,
         ),
         number(
             "Steps blocked (p99)",
             About(
-                "Time that model steps are blocked by synchronous loads: p99, of the connector with the highest.",
+                "Time that model steps are blocked by synchronous loads: p99, of the connector and "
+                "engine with the highest.",
                 "All requests of that step wait, not only the one that loads. Amber from 50 ms.",
                 "Put that connector after a faster one, or load asynchronously.",
                 "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
             ),
-            Query(worst(f"({stall}) >= 0"), "{{connector}}"),
+            Query(worst(f"({stall}) >= 0"), NAMED),
             unit="s",
             verdict=looks.STALL_SECONDS,
             empty="No waits",
@@ -102,7 +128,7 @@ def _verdicts() -> list[Panel]:
                 "Find the rank that has not reported: board Connector, row Ranks.",
                 "'None in progress' is the normal state between requests.",
             ),
-            Query(worst(questions.oldest(*by_child)), "{{connector}}"),
+            Query(worst(questions.oldest(*by_engine)), NAMED),
             unit="s",
             verdict=looks.AGE_SECONDS,
             empty="None in progress",
@@ -130,17 +156,6 @@ def _verdicts() -> list[Panel]:
             unit="percentunit",
             verdict=looks.UNUSED_HIT_SHARE,
         ),
-        number(
-            "Bytes loaded",
-            About(
-                "Bytes per second that all connectors load into the KV cache, over all ranks.",
-                "Compare with the bandwidth of the network or disk.",
-                "Near that limit: reduce the loads, or put another connector first.",
-                "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
-            ),
-            Query(SELECTION.rate(signals.LOAD_BYTES)),
-            unit="Bps",
-        ),
     ]
 
 
@@ -150,7 +165,8 @@ def _children() -> Panel:
     return rows(
         "Connectors, worst first",
         About(
-            "One row per configured connector, the worst on top.",
+            "One row per configured connector, the worst on top. State, failure share and durations are those of "
+            "its worst engine, all else is the sum of all engines.",
             "State: Quarantined; Failing (5 % or more of its loads and exceptions); Slow (load p99 of 1 s or more); "
             "OK; Idle (not called).",
             "Click a connector for its own board.",
@@ -158,12 +174,25 @@ def _children() -> Panel:
         ),
         {"connector": "Connector"},
         [
-            Column("State", questions.verdict(), words=looks.VERDICTS),
-            Column("Failure share", questions.failing_share(*by_child), "percentunit", looks.FAILING_SHARE, decimals=1),
+            Column("State", worst_engine(questions.verdict(*by_engine)), words=looks.VERDICTS),
+            Column(
+                "Failure share",
+                worst_engine(questions.failing_share(*by_engine)),
+                "percentunit",
+                looks.FAILING_SHARE,
+                decimals=1,
+            ),
             Column("Failures/s", every(questions.failures(*by_child)), verdict=looks.ANY_IS_WARNING, decimals=2),
             Column("Loads/s", every(SELECTION.rate(signals.LOADS, *by_child)), decimals=2),
-            Column("Load p99", SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child), "s", looks.LOAD_SECONDS),
-            Column("Steps blocked", SELECTION.mean(signals.LOAD_STALL, *by_child), "s", looks.STALL_SECONDS),
+            Column(
+                "Load p99",
+                worst_engine(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)),
+                "s",
+                looks.LOAD_SECONDS,
+            ),
+            Column(
+                "Steps blocked", worst_engine(SELECTION.mean(signals.LOAD_STALL, *by_engine)), "s", looks.STALL_SECONDS
+            ),
             Column("Hit share", questions.hit_share(*by_child), "percentunit", decimals=0),
             Column("In progress", every(in_flight)),
             Column(

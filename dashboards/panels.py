@@ -43,7 +43,7 @@ class About:
     def text(self, exprs: Sequence[str]) -> str:
         """Return the description, with the metrics that these expressions query."""
         parts = {"What": self.what, "Read": self.read, "Do": self.do, "Don't conclude": self.beware}
-        names = sorted(set(re.findall(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\bprocess_\w+", " ".join(exprs))))
+        names = sorted(set(re.findall(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\bprocess_\w+|\bALERTS\b", " ".join(exprs))))
         if names:
             parts["Metrics"] = ", ".join(f"`{name.replace('[:_]', ':')}`" for name in names)
         return "\n\n".join(f"**{part}:** {text}" for part, text in parts.items())

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 from kvobs.signals import OPEN, SIGNALS, Kind, Scope, Signal
 
-HOST_LABELS = ("job", "instance", "model_name", "engine")
-"""Labels of every series that are not the signal's own: Prometheus's and vLLM's."""
+CLUSTER = "cluster"
+HOST_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
+"""Labels of every series that are not the signal's own: Prometheus's and vLLM's; not every site has a cluster."""
+SITE_LABELS = (CLUSTER, "namespace", "pod")
+"""Labels that some sites have, and others have not."""
 CHILD = "connector"
 
 
@@ -94,7 +97,9 @@ class Selection:
     def _host_rates(self, name: str) -> str:
         rates = f"rate({self.host_series(name)}[{self.window}])"
         return (
-            f"{_with_host(rates)} and on (host, model_name, engine) {_with_host(self.beside)}" if self.beside else rates
+            f"{_with_host(rates)} and on (cluster, host, model_name, engine) {_with_host(self.beside)}"
+            if self.beside
+            else rates
         )
 
     def _summed(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
@@ -151,7 +156,7 @@ def _check_counter(signal: Signal) -> None:
 
 
 def _check_label(signal: Signal, name: str) -> None:
-    known = {*HOST_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
+    known = {*HOST_LABELS, *SITE_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
     if signal.scope is Scope.CHILD:
         known.add(CHILD)
     if name not in known:

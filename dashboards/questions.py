@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards import looks
-from dashboards.promql import HOST_LABELS, Selection, share
+from dashboards.promql import HOST_LABELS, SITE_LABELS, Selection, ratio, share
 from kvobs import signals
 
 VARIABLES = (*HOST_LABELS, "connector")
@@ -15,14 +15,47 @@ SELECTION = Selection(
 )
 
 by_child = ("connector",)
+by_engine = ("connector", *SITE_LABELS, "instance", "engine")
+"""A connector of one engine. In a fleet the mean hides the one that fails."""
 
 _INFO = SELECTION.series(signals.CONNECTOR_INFO)
 
-VLLM = Selection(SELECTION.window, 'model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
+VLLM = Selection(SELECTION.window, 'cluster=~"$cluster",model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
 """vLLM's own metrics come from another job, and with the exporter from another port (see the README)."""
 
 EVERY_CHILD = SELECTION.gauge(signals.CONNECTOR_INFO, *by_child, how="max")
 """A 1 for every configured child, whether or not it has done anything."""
+
+SEVERITIES = ("info", "warning", "critical")
+
+
+def every(*by: str) -> str:
+    """Return a 1 for every configured child by these labels."""
+    return SELECTION.gauge(signals.CONNECTOR_INFO, *by, how="max")
+
+
+def worst_engine(expr: str) -> str:
+    """Return a value for each connector: that of the engine where it is highest."""
+    return f"max by (connector) ({expr})"
+
+
+def engines_failing() -> str:
+    """Return the engines on which a connector fails, among all."""
+    by = ", ".join(by_engine[1:])
+    bad = looks.bound(looks.FAILING_SHARE, looks.BAD)
+    failing = f"count(max by ({by}) ({failing_share(*by_engine)}) >= {bad:g})"
+    return share(failing, f"count({every(*by_engine[1:])})")
+
+
+def firing(severity: str = ".+") -> str:
+    """Return alerts of kvobs that fire: not all of them have all labels."""
+    chosen = ",".join(f'{label}=~"${label}|"' for label in VARIABLES)
+    return f'ALERTS{{alertname=~"Kvobs.+",alertstate="firing",severity=~"{severity}",{chosen}}}'
+
+
+def firing_by_severity() -> str:
+    """Return alerts that fire, each with its severity as a number."""
+    return " or ".join(f"{index} * {firing(name)}" for index, name in enumerate(SEVERITIES, 1))
 
 
 def failures(*by: str) -> str:
@@ -59,14 +92,19 @@ def loaded_share() -> str:
     return share(SELECTION.rate(signals.LOAD_TOKENS), VLLM.host_rate("prompt_tokens_total"))
 
 
-def oldest(*by: str) -> str:
+def oldest(*by: str, **labels: str) -> str:
     """Return how long the oldest open load or promised save has been open; nothing while none is."""
-    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min')}) >= 0"
+    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
 
 
 def quarantined(*by: str) -> str:
     """Return 1 for connectors in quarantine."""
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
+
+
+def load_speed(*by: str) -> str:
+    """Return bytes per second of a load while it runs, as a mean."""
+    return ratio(SELECTION.rate(signals.LOAD_BYTES, *by), SELECTION.rate(signals.LOAD_DURATION, *by, part="_sum"))
 
 
 def none_if_empty(expr: str) -> str:
@@ -88,27 +126,27 @@ def numbered(expr: str) -> str:
     return f"({expr}) * on (connector) group_left (index) topk by (connector) (1, {_INFO})"
 
 
-def verdict() -> str:
-    """Return each connector's state as a number of ``looks``; the worst state counts."""
-    called = SELECTION.rate(signals.CALL_DURATION, *by_child, part="_count")
-    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)
+def verdict(*by: str) -> str:
+    """Return a state by these labels, as a number of ``looks``; the worst state counts."""
+    called = SELECTION.rate(signals.CALL_DURATION, *by, part="_count")
+    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by)
     failing, slow = looks.bound(looks.FAILING_SHARE, looks.BAD), looks.bound(looks.LOAD_SECONDS, looks.WARNING)
     return " or ".join(
         (
-            f"{looks.LEFT_OUT} * ({quarantined(*by_child)} > 0)",
-            f"0 * ({failing_share(*by_child)} >= {failing:g}) + {looks.FAILING}",
+            f"{looks.LEFT_OUT} * ({quarantined(*by)} > 0)",
+            f"0 * ({failing_share(*by)} >= {failing:g}) + {looks.FAILING}",
             f"0 * ({p99} >= {slow:g}) + {looks.SLOW}",
             f"0 * ({called} > 0) + {looks.WELL}",
-            f"{looks.IDLE_CHILD} * {EVERY_CHILD}",
+            f"{looks.IDLE_CHILD} * {every(*by)}",
         )
     )
 
 
 def restarts() -> str:
     """Return a value where an engine has started anew: its server, whose metric is of vLLM's job, or its exporter."""
-    changed = 'changes(process_start_time_seconds{instance=~"$instance"}[$__rate_interval]) > 0'
+    changed = 'changes(process_start_time_seconds{cluster=~"$cluster",instance=~"$instance"}[$__rate_interval]) > 0'
     up = SELECTION.series(signals.ENGINE_UP)
-    server = f"{changed} and on (instance) {SELECTION.series(signals.BUILD_INFO)}"
+    server = f"{changed} and on (cluster, instance) {SELECTION.series(signals.BUILD_INFO)}"
     return f"{server} or ({up} unless {up} offset $__rate_interval)"
 
 

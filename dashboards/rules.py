@@ -14,14 +14,16 @@ from typing import Any, Protocol
 import yaml
 
 from dashboards.promql import Selection, ratio
+from dashboards.site import Site
 from kvobs import signals
-from kvobs.signals import Kind, Signal
+from kvobs.signals import Kind, Scope, Signal
 
 WINDOW = "5m"
 """Of rates: at least four scrapes, whatever their interval."""
 LONG_WINDOW = "15m"
 """For rare events."""
-RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
+DAY = "1d"
+"""How long the past matters, to what is still there."""
 INTERVAL = "30s"
 """How often rules are evaluated."""
 
@@ -48,15 +50,16 @@ class Recording:
 class Severity(StrEnum):
     """How soon somebody has to look."""
 
-    CRITICAL = "critical"  # requests fail or hang
-    WARNING = "warning"
+    CRITICAL = "critical"  # requests fail or hang, or answers may be wrong
+    WARNING = "warning"  # somebody should look, on the same day
+    INFO = "info"  # advice: nothing is wrong
 
 
 @dataclass(frozen=True)
 class Alert:
     """One alert. ``about`` are labels of its series that choose what the linked board shows."""
 
-    grafana: str
+    site: Site
     board: str
     about: tuple[str, ...]
     name: str
@@ -69,16 +72,18 @@ class Alert:
     @property
     def runbook_url(self) -> str:
         """The address of its section in the runbook."""
-        return f"{RUNBOOK}#{self.name.lower()}"
+        return f"{self.site.runbook}#{self.name.lower()}"
 
     @property
     def dashboard_url(self) -> str:
         """The address of its board, with its labels selected."""
         chosen = "&".join(f"var-{label}={{{{ $labels.{label} | urlquery }}}}" for label in self.about)
-        return f"{self.grafana}/d/{self.board}?{chosen}"
+        cluster = f"{{{{ with $labels.{self.site.cluster} }}}}&var-cluster={{{{ . | urlquery }}}}{{{{ end }}}}"
+        return f"{self.site.grafana}/d/{self.board}?{chosen}{cluster}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in the form of Prometheus's YAML."""
+        board = {"dashboard_url": self.dashboard_url} if self.site.grafana else {}
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -88,7 +93,7 @@ class Alert:
                 "summary": self.summary,
                 "description": self.description,
                 "runbook_url": self.runbook_url,
-                "dashboard_url": self.dashboard_url,
+                **board,
             },
         }
 
@@ -119,18 +124,23 @@ class Asks:
         """Return a rate per second; of the signal's own labels it has those to keep."""
         return without(signal, keep, f"rate({self.series(signal, part, **labels)}[{window}])")
 
-    def increase(self, signal: Signal, *keep: str, part: str = "", window: str = WINDOW) -> str:
+    def increase(self, signal: Signal, *keep: str, part: str = "", window: str = WINDOW, **labels: str) -> str:
         """Return an increase, likewise."""
-        return without(signal, keep, f"increase({self.series(signal, part)}[{window}])")
+        return without(signal, keep, f"increase({self.series(signal, part, **labels)}[{window}])")
 
     def rare(self, signal: Signal, *keep: str) -> str:
-        """Return how often something rare happened.
+        """Return how often something rare happened within ``LONG_WINDOW``.
 
-        Series begin with their first event, which no increase shows: those that are young count as a whole.
+        Series begin with their first event, which no increase shows: they count as a whole if they are young, and the
+        engine was scraped before they began. A Prometheus that is new or was away finds both at the same time: what it
+        finds is old.
         """
-        series = self.series(signal)
-        young = f"({series} unless last_over_time({series}[{LONG_WINDOW}] offset {LONG_WINDOW}))"
-        both = f"{young} or increase({series}[{LONG_WINDOW}])"
+        series, since = self.series(signal), 2 * int(LONG_WINDOW.removesuffix("m"))
+        young = f"{series} unless last_over_time({series}[{LONG_WINDOW}] offset {LONG_WINDOW})"
+        scrapes = f"sum without (version, vllm_version) (count_over_time({self.series(signals.BUILD_INFO)}[{since}m]))"
+        own = ", ".join((*(["connector"] if signal.scope is Scope.CHILD else []), *signal.labels))
+        watched = f"count_over_time({series}[{since}m]) < ignoring ({own}) group_left () {scrapes}"
+        both = f"({young} and ({watched})) or increase({series}[{LONG_WINDOW}])"
         summed = without(signal, keep, both)
         return f"({both})" if summed == both else summed
 
@@ -159,6 +169,7 @@ UNUSED_HIT_SHARE = "connector:kvobs_unused_hit_tokens:ratio_rate5m"
 OLDEST_AGE = "connector_kind:kvobs_oldest_in_flight:age_seconds"
 RANK_SHARE = "connector_rank:kvobs_slowest_rank:ratio_rate15m"
 RANK_SKEW = "connector:kvobs_rank_skew_seconds:mean_rate15m"
+STUCK = "connector_rank:kvobs_stuck_transfers:increase15m"
 SELF = "engine:kvobs_self_seconds:rate5m"
 SPANS_DROPPED = "engine:kvobs_spans_dropped:rate5m"
 
@@ -180,6 +191,7 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
         OLDEST_AGE: f"time() - {asks.series(signals.OLDEST_IN_FLIGHT)}",
         RANK_SHARE: "{} / ignoring (rank) group_left () ({} > 0)".format(*last),
         RANK_SKEW: asks.mean(signals.RANK_SKEW, window=LONG_WINDOW),
+        STUCK: asks.rare(signals.STUCK_TRANSFERS, "rank"),
         SELF: asks.rate(signals.SELF_SECONDS),
         SPANS_DROPPED: asks.rate(signals.SPANS_DROPPED),
     }

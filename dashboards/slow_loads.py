@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dashboards import frame
+from dashboards import frame, questions
 from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Section
-from dashboards.panels import About, Panel, Query, distribution, lines
+from dashboards.panels import About, Panel, distribution, lines, of_child
 from dashboards.questions import SELECTION
+from dashboards.sdk import board
 from dashboards.tables import attribute, spans
 from kvobs import signals
 from kvobs import spans as names
@@ -21,15 +22,23 @@ def slow_loads() -> str:
         "Slow and failed loads, their traces, and the rank that was last. The tables need Tempo; the metrics work "
         "without it.",
         [
-            Section("", [(10, [(12, _durations()), (12, _slow())])]),
+            Section("", [(10, [(8, _durations()), (8, _slow()), (8, _speed())])]),
             Section(
                 "Traces (requires Tempo, and spans: --otlp-traces-endpoint)",
-                [(8, [(24, _slow_loads())]), (8, [(12, _failed_loads()), (12, _slow_calls())])],
+                [
+                    (8, [(24, _slow_loads())]),
+                    (8, [(12, _failed_loads()), (12, _slow_calls())]),
+                    (8, [(24, _of_request())]),
+                ],
             ),
             Section("Ranks (requires more than one rank)", [(8, ranks())]),
             Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],
+        [board.TextBoxVariable(REQUEST).label("Request id").default_value("")],
     )
+
+
+REQUEST = "request"
 
 
 def named(span: Span) -> str:
@@ -60,9 +69,48 @@ def _slow() -> Panel:
             "Click a point for its trace.",
             "Values are interpolated within a histogram bucket: small steps mean nothing.",
         ),
-        Query(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", "mode"), "{{connector}} {{mode}}"),
+        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="async"), "async"),
+        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="sync"), "sync", dashed=True),
         unit="s",
         exemplars=True,
+    )
+
+
+def _speed() -> Panel:
+    return lines(
+        "Throughput of a load by connector (mean)",
+        About(
+            "Bytes of successful loads divided by the time they took.",
+            "Falling while loads get slower: the link or store is slower. Unchanged: the loads are larger.",
+            "Compare with the bandwidth of the link or store, and with the other connectors.",
+            "Loads that run at the same time share the link: together they may be faster than this.",
+        ),
+        of_child(questions.load_speed("connector")),
+        unit="Bps",
+    )
+
+
+def _of_request() -> Panel:
+    return spans(
+        "Spans of a request",
+        About(
+            "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
+            "kv.lookup says what was offered, kv.load what was loaded, and how long it took.",
+            "Click a name for the whole trace of the request.",
+            "Without a text these are spans of any request. Only a request that was sampled, slow or failed has some.",
+        ),
+        f'{{ {attribute(names.GEN_AI_REQUEST)} =~ ".*${{{REQUEST}}}.*" }}',
+        {
+            names.CONNECTOR: "Connector",
+            names.OUTCOME: "Outcome",
+            names.TOKENS: "Tokens",
+            names.BYTES: "Bytes",
+            names.RANK: "Rank",
+            names.ERROR_TYPE: "Error",
+            names.ENGINE: "Engine",
+            names.GEN_AI_REQUEST: "Request",
+        },
+        limit=50,
     )
 
 

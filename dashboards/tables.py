@@ -28,8 +28,17 @@ class Column:
     decimals: int | None = None
 
 
-def rows(title: str, about: About, labels: dict[str, str], columns: Sequence[Column], link: str = "") -> Panel:
-    """Return a table of the latest values, the greatest of the first two columns on top.
+def rows(
+    title: str,
+    about: About,
+    labels: dict[str, str],
+    columns: Sequence[Column],
+    *,
+    link: str = "",
+    limit: int = 0,
+    empty: str = "-",
+) -> Panel:
+    """Return a table of the latest values, the greatest of the first two columns on top, at most ``limit`` rows.
 
     ``labels`` are the columns before them, with their titles; the first one's cells lead to ``link``.
     """
@@ -40,7 +49,7 @@ def rows(title: str, about: About, labels: dict[str, str], columns: Sequence[Col
         .datasource(PROMETHEUS)
         .interval(VERDICT_WINDOW)
         .unit("short")
-        .no_value("-")
+        .no_value(empty)
         .mappings([looks.not_a_number("-", looks.NONE)])
         .cell_height(common.TableCellHeight.SM)
         .min_width(90)
@@ -79,6 +88,10 @@ def rows(title: str, about: About, labels: dict[str, str], columns: Sequence[Col
             options={"excludeByName": dict.fromkeys(left_out, True), "indexByName": order, "renameByName": renamed},
         )
     )
+    if limit:
+        by_first = {"fields": {}, "sort": [{"field": columns[0].title, "desc": True}]}
+        panel.with_transformation(model.DataTransformerConfig(id_val="sortBy", options=by_first))
+        panel.with_transformation(model.DataTransformerConfig(id_val="limit", options={"limitField": limit}))
     greatest = [column.title for column in columns[:2] if column.title]
     sorts = [(name, True) for name in greatest] or [(next(iter(labels.values())), False)]
     return panel.sort_by([build.TableSortByFieldState().display_name(name).desc(desc) for name, desc in sorts])

@@ -8,7 +8,9 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from dashboards.alerts import PREFIX, Site, alerts
+from dashboards.alerts import alerts
+from dashboards.site import Site, thresholds
+from dashboards.telemetry_alerts import PREFIX
 from docs.pages import ROOT, table
 from kvobs.config import Options
 from kvobs.deviations import DEVIATIONS
@@ -39,13 +41,25 @@ COMBINED = {
 }
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {
-    "ConnectorFailing": lambda site: f"more than {_percent(site.failed_share)} of a connector's loads fail",
+    "RequestsFailing": lambda site: (
+        f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
+        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes"
+    ),
     "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
-    "StuckTransfers": lambda _: "a rank has not reported loads or saves that other ranks have finished",
-    "ConnectorQuarantined": lambda _: "a best-effort connector was in quarantine for most of the last 5 minutes",
+    "StuckTransfers": lambda _: (
+        "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"
+    ),
+    "LoadUnfinished": lambda site: f"a load has been in progress for more than {site.load_age_s} s",
+    "ConnectorFailing": lambda site: (
+        f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
+    ),
+    "ConnectorQuarantined": lambda _: (
+        "a best-effort connector was in quarantine for most of the last 5 minutes, while the engine works"
+    ),
     "ConnectorErrors": lambda _: "a connector raised an exception",
     "LoadsSlow": lambda site: (
-        f"1 load in 100 takes more than {site.slow_load_s:.2f} s, of at least {site.few_loads} in 5 minutes"
+        f"1 load in 100 takes more than {site.slow_load_s:.2f} s, and {site.slow_load_s_per_1k_tokens:g} s per 1000 "
+        f"tokens of an average load, of at least {site.few_loads} in 5 minutes"
     ),
     "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
     "SlowestRank": lambda site: (
@@ -56,12 +70,14 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
         f"of at least {site.few_tokens} a second"
     ),
+    "JobMissing": lambda site: f"the job `{site.job}` has no target, in a cluster or at all",
+    "ScrapedTwice": lambda _: "an engine's metrics are scraped by more than one job: boards count twice",
     "TelemetryMissing": lambda site: (
         f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engine is gone"
     ),
     "InternalErrors": lambda _: "an internal error of kvobs's telemetry",
     "TelemetryDropping": lambda site: f"more than {site.spans_dropped:g} spans a second are lost",
-    "TelemetryCost": lambda site: f"kvobs takes more than {_percent(site.self_share)} of a core per engine",
+    "TelemetryCost": lambda site: f"kvobs takes more than {_percent(site.self_share)} of a core in one process",
 }
 """When each alert fires, in words; the numbers are those of the rules."""
 
@@ -134,6 +150,12 @@ def alert_rules() -> str:
     return table(["alert", "severity", "condition", "lasting"], rows)
 
 
+def site_thresholds() -> str:
+    """Return the thresholds that an export can set."""
+    rows = [[f"`{name}`", f"{getattr(Site(), name):.4g}", meaning] for name, meaning in thresholds().items()]
+    return table(["threshold", "default", "of what"], rows)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:g} %"
 
@@ -161,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "deviations": deviations,
     "alerts": alert_rules,
+    "thresholds": site_thresholds,
     "connectors": connectors,
     "versions": versions,
 }

@@ -249,13 +249,34 @@ def timeline(
 @dashboards.command("export", epilog=_examples("kvobs dashboards export ./kvobs-dashboards"))
 def export_dashboards(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
+    *,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,
+    grafana: Annotated[str, typer.Option(metavar="URL", help="Grafana's address, for links in alerts.")] = "",
+    runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = "",
+    job: Annotated[str, typer.Option(metavar="JOB", help="Scrape job of kvobs's metrics, instead of kvobs.")] = "",
+    cluster: Annotated[
+        str, typer.Option(metavar="LABEL", help="Label that tells clusters apart, instead of cluster.")
+    ] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label of PodMonitor and PrometheusRule; repeatable.")
+    ] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Namespace of vLLM's pods; repeatable.")
+    ] = None,
+    threshold: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
+    ] = None,
 ) -> None:
-    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder."""
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
+
+    Example: kvobs dashboards export DIR --grafana https://grafana.example.org --label release=monitoring
+    """
     from kvobs.cli import dashboards
+    from kvobs.cli.site import Site, pairs
 
     try:
-        files = dashboards.contents()
+        site = Site(grafana, runbook, job, cluster, label or (), namespace or (), pairs(threshold or ()))
+        files = dashboards.contents(site)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:
         raise _fail(str(error)) from None

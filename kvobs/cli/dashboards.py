@@ -1,21 +1,36 @@
-"""Copy the boards, rules, manifests and settings that come with kvobs to a folder.
+"""Write the boards, rules, manifests and settings that come with kvobs to a folder, with the settings of a site.
 
 An installed package contains them; a checkout has them where they are generated.
 """
 
+import json
 from pathlib import Path
+
+from kvobs.cli.site import Site, fill
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
 CHECKOUT = PACKAGE.parent / "dashboards"
-PLACES = {"boards": "generated/boards", "rules": "generated/rules", "kubernetes": "generated/kubernetes",
-          "kustomization.yaml": "generated/kustomization.yaml", "stack": "stack",
-          "runbook.md": "runbook.md"}  # fmt: skip
-"""Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs."""
+SETTINGS = "settings.json"
+PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
+          "kubernetes": "generated/templates/kubernetes", "kustomization.yaml": "generated/kustomization.yaml",
+          "stack": "stack", "runbook.md": "runbook.md",
+          SETTINGS: f"generated/templates/{SETTINGS}"}  # fmt: skip
+"""Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs.
+
+Rules and manifests are templates, and the settings are what fills them: see ``site``.
+"""
 
 
-def contents(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
-    """Return all files by their place; ValueError if some are missing."""
+def contents(site: Site | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
+    """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting."""
+    files = sources(shipped, checkout)
+    defaults = json.loads(files.pop(SETTINGS))
+    return {path: fill(path, content, site or Site(), defaults) for path, content in files.items()}
+
+
+def sources(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
+    """Return all files by their place, as they come with kvobs; ValueError if some are missing."""
     roots = {place: shipped / place for place in PLACES}
     if not shipped.is_dir():
         roots = {place: checkout / source for place, source in PLACES.items()}

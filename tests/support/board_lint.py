@@ -3,7 +3,7 @@
 Known exceptions, each with its reason: metrics of vLLM and of the process come from another scrape job than kvobs's own
 (README), so they carry no job, and with the exporter those of vLLM come from another port, so they carry no instance
 (``Selection.beside`` says whose they are); a counter that is young is counted as a whole (``Selection.counted``), so it
-may stand bare beside ``unless``.
+may stand bare beside ``unless``; some alerts are about no single target, so ``ALERTS`` may have no job or instance.
 """
 
 import re
@@ -180,7 +180,8 @@ def _target(label: str, board: Board) -> list[str]:
         f"{where}: {metric(selector)} without {label}"
         for where, expr in queries(board)
         for selector, _ in selectors(expr)
-        if matchers(selector).get(label) != f"=~${label}" and not FROM_ELSEWHERE[label].match(metric(selector))
+        if matchers(selector).get(label) != f"=~${label}{'|' if metric(selector) == 'ALERTS' else ''}"
+        and not FROM_ELSEWHERE[label].match(metric(selector))
     ]
 
 

@@ -23,7 +23,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_checkout_has_all_that_is_made() -> None:
-    files = dashboards.contents()
+    files = dashboards.sources()
     for place, source in dashboards.PLACES.items():
         path = ROOT / "dashboards" / source
         expected = (
@@ -61,9 +61,10 @@ def test_an_installation_that_is_not_whole_says_what_is_missing(tmp_path: Path) 
     (tmp_path / "exported/boards").mkdir(parents=True)
     with pytest.raises(
         ValueError,
-        match=r"is incomplete: \S*rules, \S*kubernetes, \S*kustomization.yaml, \S*stack, \S*runbook.md is missing",
+        match=r"is incomplete: \S*rules, \S*kubernetes, \S*kustomization.yaml, \S*stack, \S*runbook.md, "
+        r"\S*settings.json is missing",
     ):
-        dashboards.contents(tmp_path / "exported", tmp_path)
+        dashboards.contents(None, tmp_path / "exported", tmp_path)
 
 
 def test_what_differs_is_overwritten_only_by_force_and_else_nothing_is_written(tmp_path: Path) -> None:

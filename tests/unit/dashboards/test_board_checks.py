@@ -47,7 +47,7 @@ def link_of(board: Board) -> Panel:
     return named["properties"][0]["value"][0]
 
 
-P99 = "histogram_quantile(0.99, sum by (le, connector, mode) (rate(kvobs_load_duration_seconds_bucket"
+P99 = "histogram_quantile(0.99, sum by (le, connector) (rate(kvobs_load_duration_seconds_bucket"
 
 SPOILED: dict[str, Spoil] = {
     "ids": lambda board: board["panels"][0].update(id=board["panels"][1]["id"]),
@@ -55,17 +55,17 @@ SPOILED: dict[str, Spoil] = {
     "sources": lambda board: table(board)["datasource"].update(uid="tempo"),
     "works_without_tempo": lambda board: table(board)["targets"].append(series(board)[0]["targets"][0]),
     "templates": lambda board: variable("engine", board).update(allValue=".*"),
-    "selections": expr('connector=~"$connector"', 'connector="cpu"'),
-    "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 20),
+    "selections": expr('connector=~"$connector",mode="async"', 'connector="cpu",mode="async"'),
+    "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 40),
     "patterns": expr("kvobs_load_duration_seconds_bucket{", '{__name__=~"kvobs_load_duration_.*",'),
     "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
-    "label_values": expr('connector=~"$connector"', 'connector=~"$connector",mode="later"'),
-    "quantiles": expr("by (le, connector, mode)", "by (le, mode)"),
+    "label_values": expr('mode="async"', 'mode="later"'),
+    "quantiles": expr("by (le, connector)", "by (le, mode)"),
     "guards": expr(P99, f"1 / {P99}"),
     "axes": lambda board: series(board)[0]["fieldConfig"]["defaults"].pop("min"),
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="ms"),
     "descriptions": lambda board: table(board).update(description=table(board)["description"].replace("**Do:**", "")),
-    "legends": lambda board: series(board)[0]["targets"][0].update(legendFormat="{{connector}}"),
+    "legends": lambda board: series(board)[0]["targets"][0].update(legendFormat="{{index}}"),
     "bounded": expr("topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "hook" in str(p))),
     "palette": lambda board: board["annotations"]["list"][0].update(iconColor="#FF0000"),
     "traceql": expr("span.kv_transfer.mode", "span.kv_transfer.color", table),

@@ -50,7 +50,7 @@ SPOILED: dict[str, Callable[[Board], None]] = {
     "panel_title_description": _in_panel(description=""),
     "panel_units": lambda board: panels(board)[0]["fieldConfig"]["defaults"].update(unit="seconds"),
     "panel_no_targets": _in_panel(targets=[]),
-    "target_promql": _expr("sum by (connector)", "sum by connector"),
+    "target_promql": _expr("sum by (", "sum by "),
     "target_rate_interval": _expr("$__rate_interval", "5m"),
     "target_job": _expr('job=~"$job",', ""),
     "target_instance": _expr('instance=~"$instance"', 'instance="$instance"'),

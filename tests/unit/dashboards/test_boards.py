@@ -16,9 +16,9 @@ import pytest
 from dashboards import __main__ as generator
 from dashboards import frame, looks
 from dashboards.__main__ import FILES, GENERATED, differences
-from dashboards.alerts import Site
 from dashboards.panels import CHILD_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
+from dashboards.site import Site
 from kvobs.signals import SIGNALS
 from tests.support.board_checks import QUERIED, asked
 from tests.support.board_lint import Board, metric, panels, queries
@@ -102,12 +102,11 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
         "kvobs_oldest_in_flight_timestamp_seconds",
         "kvobs_load_tokens_total",
         "kvobs_unused_hit_tokens_total",
-        "kvobs_load_bytes_total",
     ):
         assert name in text
     judged = [panel for panel in first if len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1]
     assert len(judged) >= 6
-    by_name = [panel for panel in first if panel["targets"][0].get("legendFormat") == "{{connector}}"]
+    by_name = [panel for panel in first if panel["targets"][0].get("legendFormat") == "{{connector}} {{instance}}"]
     assert all(panel["options"]["textMode"] == "value_and_name" for panel in by_name)
     assert len(by_name) >= 5
     assert all(panel["options"]["graphMode"] == "area" for panel in first if panel not in by_name)
@@ -130,14 +129,22 @@ def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> 
 
 def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
     rows = [(panel["title"], panel["collapsed"]) for panel in CONNECTOR["panels"] if panel["type"] == "row"]
+    repeated = {panel["title"] for panel in CONNECTOR["panels"] if panel["type"] == "row" and panel.get("repeat")}
+    assert repeated == {"Requests: $connector", "Ranks (requires more than one rank): $connector"}
     assert [closed for _, closed in rows] == [False, False, *[True] * (len(rows) - 2)]
     assert [title.split(":")[0] for title, _ in rows[:2]] == ["Requests", "Saturation"]
-    assert {title[title.index("(") :] for title, _ in rows if "(" in title} == {
+    assert {title[title.index("(") : title.index(")") + 1] for title, _ in rows if "(" in title} == {
         "(requires more than one rank)",
         "(requires a connector with a host buffer)",
         "(quarantine requires the option isolate)",
         "(requires the option exporter)",
     }
+
+
+def test_a_request_can_be_searched_for() -> None:
+    (box,) = [v for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"]
+    (table,) = [panel for panel in panels(SLOW_LOADS) if f"${{{box['name']}}}" in str(panel.get("targets"))]
+    assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
 
 
 def test_durations_are_shown_twice_and_lead_to_traces() -> None:
@@ -182,6 +189,22 @@ def test_a_child_has_the_same_colour_on_all_boards() -> None:
             found.append([color["value"]["fixedColor"] for color in colored])
     assert len(found) > 8
     assert all(colors == list(looks.BY_INDEX) for colors in found)
+
+
+def test_several_connectors_can_be_told_apart() -> None:
+    """In a row of its own, or by colour, and then the kinds by the style of the line: at most two."""
+    repeats = False
+    for panel in CONNECTOR["panels"]:
+        if panel["type"] == "row":
+            repeats = bool(panel.get("repeat"))
+        inside = panel.get("panels", [panel])
+        for shown in (p for p in inside if p["type"] == "timeseries" and not repeats and not panel.get("collapsed")):
+            assert all(t["legendFormat"].startswith(CHILD_LEGEND) for t in shown["targets"]), shown["title"]
+            overrides = shown["fieldConfig"]["overrides"]
+            dashed = {
+                o["matcher"]["options"] for o in overrides for p in o["properties"] if p["id"] == "custom.lineStyle"
+            }
+            assert len(shown["targets"]) - len(dashed) <= 1, shown["title"]
 
 
 def test_in_tables_only_what_is_not_well_has_a_colour() -> None:

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "no signal": (lambda: SELECTION.rate(STRAY), "kvobs_loads_of_another_table_total is not a signal of kvobs"),
     "no label": (
         lambda: SELECTION.rate(signals.LOADS, "hook"),
-        "kvobs_loads_total has no label 'hook': it has connector",
+        "kvobs_loads_total has no label 'hook': it has cluster, connector",
     ),
     "no value": (
         lambda: SELECTION.rate(signals.LOADS, outcome="ok|fine"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dashboards import looks, questions
-from dashboards.questions import SELECTION, by_child
+from dashboards import looks, promql, questions
+from dashboards.questions import SELECTION, by_child, by_engine
 from kvobs import signals
 
 HOST = ',job="j",instance="i",model_name="m",engine="0"'
@@ -21,6 +21,7 @@ def answers(
 ) -> dict[str, float]:
     """Return an expression's values by child, or another label, for series written without host labels."""
     filled = re.sub(r"\$(job|instance|model_name|engine|connector)\b", ".+", expr).replace("$__rate_interval", "4m")
+    filled = filled.replace("$cluster", ".*")
     whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
     made = [{"series": name, "values": values} for name, values in whole.items()]
     file = tmp_path / "test.yml"
@@ -58,6 +59,11 @@ def slow(name: str) -> dict[str, str]:
     }
 
 
+def fast(name: str) -> dict[str, str]:
+    """Return loads that all take less than 2 seconds."""
+    return {series.replace('le="4"', 'le="1"'): RISING for series in slow(name)}
+
+
 def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     series = (
         child("idle")
@@ -69,7 +75,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         | child("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
         | child("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
     )
-    assert answers(tmp_path, series, questions.verdict()) == {
+    assert answers(tmp_path, series, questions.verdict(*by_child)) == {
         "idle": looks.IDLE_CHILD,
         "well": looks.WELL,
         "slow": looks.SLOW,
@@ -98,6 +104,65 @@ def test_who_fails_most_is_named_and_nobody_is_if_none_does(tmp_path: Path) -> N
     assert answers(tmp_path, well | half, asked) == {"half": 0.5}
     assert answers(tmp_path, well, asked) == {"none": 0}
     assert answers(tmp_path, {}, asked) == {}
+
+
+def fleet(engines: int, failing: int) -> dict[str, str]:
+    """Return one child on many engines, of which some fail all loads, and the others none."""
+    made: dict[str, str] = {}
+    for number in range(engines):
+        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
+        one = child(
+            "disk", loads_total__failed=RISING if number < failing else STEADY, loads_total__ok=RISING, **CALLED
+        )
+        made |= {name.replace("}", of): values for name, values in one.items()}
+    return made
+
+
+def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path) -> None:
+    series = fleet(64, 1)
+    assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": looks.FAILING}
+    assert answers(tmp_path, series, questions.verdict(*by_child)) == {"disk": looks.WELL}, "the mean hides it"
+    worst = promql.worst(f"({questions.failing_share(*by_engine)}) > 0")
+    assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
+
+
+def test_one_slow_engine_of_256_is_the_slowest(tmp_path: Path) -> None:
+    series: dict[str, str] = {}
+    for number in range(256):
+        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
+        times = slow("disk") if number == 7 else fast("disk")
+        series |= {name.replace("}", of): values for name, values in times.items()}
+    asked = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
+    assert answers(tmp_path, series, promql.worst(f"({asked}) >= 0"), label="instance") == {
+        "gpu-7:8000": pytest.approx(3.98)
+    }
+
+
+def test_the_speed_of_a_load_is_that_of_its_own_time(tmp_path: Path) -> None:
+    """600 bytes a minute in loads that took 6 seconds of it."""
+    series = child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle")
+    assert answers(tmp_path, series, questions.load_speed(*by_child)) == {"disk": pytest.approx(100)}
+
+
+def test_the_share_of_engines_that_fail(tmp_path: Path) -> None:
+    for failing in (0, 1, 16):
+        found = answers(tmp_path, fleet(64, failing), questions.engines_failing())
+        assert found == {"": failing / 64}
+    assert answers(tmp_path, {}, questions.engines_failing()) == {}
+
+
+def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_labels(tmp_path: Path) -> None:
+    def alert(name: str, severity: str, **labels: str) -> dict[str, str]:
+        said = "".join(f',{label}="{value}"' for label, value in labels.items())
+        return {f'ALERTS{{alertname="{name}",alertstate="firing",severity="{severity}",job="j"{said}}}': "1x20"}
+
+    series = alert("KvobsJobMissing", "warning") | alert("KvobsTelemetryCost", "info", instance="i", engine="0")
+    series |= alert("KvobsLoadUnfinished", "critical", instance="i", engine="0", connector="disk")
+    series |= alert("NodeDown", "critical", instance="i")
+    series |= {name.replace("firing", "pending").replace("Kvobs", "KvobsNot"): v for name, v in series.items()}
+    assert answers(tmp_path, series, questions.firing_by_severity(), label="alertname") == {
+        "KvobsJobMissing": 2, "KvobsTelemetryCost": 1, "KvobsLoadUnfinished": 3,
+    }  # fmt: skip
 
 
 def test_every_configured_child_has_a_value(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Tables about single engines: which one fails or is slow, and which alerts fire."""
+
+from __future__ import annotations
+
+from dashboards import looks, questions
+from dashboards.panels import About, Panel
+from dashboards.questions import SELECTION, by_engine
+from dashboards.tables import Column, rows
+from kvobs import signals
+
+ROWS = 50
+PLACE = {"instance": "Instance", "engine": "Engine", "pod": "Pod", "namespace": "Namespace", "cluster": "Cluster"}
+
+
+def engines() -> Panel:
+    """Return the table of engines and connectors."""
+    return rows(
+        "Engines and connectors, worst first",
+        About(
+            f"One row per connector of each engine, the worst {ROWS}. State: as in the table of connectors.",
+            "One instance only: that machine. All instances: the connector, or its store or network.",
+            "Take a single failing instance out of the load balancing, and check its log.",
+            "An instance without traffic has no failures either. Pod, namespace and cluster are shown where targets "
+            "have these labels.",
+        ),
+        {"connector": "Connector", **PLACE},
+        [
+            Column("State", questions.verdict(*by_engine), words=looks.VERDICTS),
+            Column(
+                "Failure share", questions.failing_share(*by_engine), "percentunit", looks.FAILING_SHARE, decimals=1
+            ),
+            Column("Failures/s", questions.failures(*by_engine), verdict=looks.ANY_IS_WARNING, decimals=2),
+            Column("Load p99", SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine), "s", looks.LOAD_SECONDS),
+            Column("Oldest transfer", questions.oldest(*by_engine), "s", looks.AGE_SECONDS),
+        ],
+        limit=ROWS,
+    )
+
+
+def firing() -> Panel:
+    """Return the table of alerts."""
+    return rows(
+        "Firing alerts",
+        About(
+            "Alerts of kvobs that fire now, the most severe on top.",
+            "None is normal. Alerts wait before they fire: tiles change their colour earlier.",
+            "Open the runbook (link on top) at the alert's name.",
+            "Prometheus must evaluate kvobs's rules: without them this is empty too.",
+        ),
+        {"alertname": "Alert", "connector": "Connector", **PLACE},
+        [
+            Column("Severity", questions.firing_by_severity(), words=looks.SEVERITIES),
+        ],
+        empty="No alert fires",
+    )

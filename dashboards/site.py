@@ -1,0 +1,92 @@
+"""The settings of a site, with which rules are made: names, links, thresholds; and rules as templates of an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvobs import signals
+
+RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
+
+
+def threshold(value: float, meaning: str) -> Any:
+    """Return a field of ``Site`` that ``kvobs dashboards export --threshold`` can set."""
+    return field(default=value, metadata={"threshold": meaning})
+
+
+@dataclass(frozen=True)
+class Site:
+    """The settings of a site: scrape job, label of the cluster, addresses of links, thresholds."""
+
+    job: str = "kvobs"
+    """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
+    scope: str = ""
+    """Matchers that all series must meet, such as ``cluster="a"``."""
+    cluster: str = "cluster"
+    """The label that says which cluster a target is in, if there are several; without it nothing changes."""
+    grafana: str = "http://localhost:3000"
+    """Of the compose file; empty for alerts without a link to a board."""
+    runbook: str = RUNBOOK
+
+    failed_share: float = threshold(0.05, "share of loads that failed, in 5 minutes")
+    few_failed: int = threshold(5, "failed loads in 15 minutes; fewer are no trend")
+    load_age_s: int = threshold(120, "age of the oldest unfinished load, in seconds")
+    # It must be a bucket bound: only there is a histogram exact.
+    slow_load_s: float = threshold(signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds")
+    slow_load_s_per_1k_tokens: float = threshold(
+        0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
+    )
+    few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
+    save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
+    unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
+    few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
+    rank_share: float = threshold(0.8, "share of transfers in which one rank is last")
+    rank_skew_s: float = threshold(0.05, "mean time between the first and the last rank, in seconds")
+    few_transfers: int = threshold(20, "transfers in 15 minutes; fewer say nothing about ranks")
+    spans_dropped: float = threshold(0.1, "lost spans per second")
+    self_share: float = threshold(0.2, "CPU time of kvobs's telemetry in one process, as a share of a core")
+
+
+def thresholds() -> dict[str, str]:
+    """Return the thresholds by name, with their meaning."""
+    return {each.name: each.metadata["threshold"] for each in fields(Site) if each.metadata}
+
+
+class _Token(float):
+    """Stands in a text for a number that is filled in at export."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return token(self.name)
+
+    def __format__(self, spec: str) -> str:
+        return token(self.name)
+
+
+def token(name: str) -> str:
+    """Return what a template has in place of this setting."""
+    return f"__{name}__"
+
+
+def settings() -> dict[str, Any]:
+    """Return what templates are filled with unless an export says otherwise."""
+    site = Site()
+    meanings = thresholds().items()
+    return {
+        "job": site.job,
+        "cluster": site.cluster,
+        "runbook": site.runbook,
+        "thresholds": {name: {"value": getattr(site, name), "meaning": meaning} for name, meaning in meanings},
+    }
+
+
+def placeholders() -> Site:
+    """Return a site whose settings are the tokens of templates; its scope is empty, as an export's."""
+    numbers: dict[str, float] = {}
+    for name in thresholds():
+        numbers[name] = number = _Token()
+        number.name = name
+    texts = {name: token(name) for name in ("job", "cluster", "grafana", "runbook")}
+    return Site(**texts, **numbers)  # type: ignore[arg-type] # a token stands for a whole number, too

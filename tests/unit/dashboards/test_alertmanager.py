@@ -1,0 +1,71 @@
+"""The example for Alertmanager: who is told of which alert, and what is not sent beside another one."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from dashboards.alerts import alerts
+from dashboards.site import Site
+
+FILE = Path(__file__).parents[3] / "dashboards/stack/alertmanager.yml"
+
+
+def picks(matchers: list[str], labels: dict[str, str]) -> bool:
+    for matcher in matchers:
+        name, op, value = re.fullmatch(r'(\w+)(=~|!=|=)"(.*)"', matcher).groups()  # type: ignore[union-attr]
+        has = re.fullmatch(value, labels.get(name, "")) if op == "=~" else labels.get(name, "") == value
+        if bool(has) == (op == "!="):
+            return False
+    return True
+
+
+ALERTS = {alert.name: alert for alert in alerts(Site())}
+ALERTMANAGER = yaml.safe_load(FILE.read_text())
+
+
+def labels_of(name: str) -> dict[str, str]:
+    return {"alertname": name, "severity": str(ALERTS[name].severity), **dict.fromkeys(ALERTS[name].about, "x")}
+
+
+def receiver(name: str) -> str:
+    route = ALERTMANAGER["route"]
+    return next((r["receiver"] for r in route["routes"] if picks(r["matchers"], labels_of(name))), route["receiver"])
+
+
+def silenced_by(source: str, target: str) -> bool:
+    return any(
+        picks(rule["source_matchers"], labels_of(source))
+        and picks(rule["target_matchers"], labels_of(target))
+        and all(labels_of(source).get(label, "") == labels_of(target).get(label, "") for label in rule["equal"])
+        for rule in ALERTMANAGER["inhibit_rules"]
+    )
+
+
+def test_an_alert_goes_where_its_severity_says() -> None:
+    by_severity = {"critical": "pager", "warning": "chat", "info": "nobody"}
+    assert {name: receiver(name) for name in ALERTS} == {
+        name: by_severity[str(alert.severity)] for name, alert in ALERTS.items()
+    }
+    assert {each["name"] for each in ALERTMANAGER["receivers"]} == set(by_severity.values())
+
+
+def test_many_engines_are_one_message() -> None:
+    assert not set(ALERTMANAGER["route"]["group_by"]) & {"instance", "engine", "pod", "job"}
+
+
+def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
+    found = {source: {target for target in ALERTS if silenced_by(source, target)} for source in ALERTS}
+    everything = {name for name, alert in ALERTS.items() if {"job", "instance"} <= set(alert.about)}
+    assert {source: targets for source, targets in found.items() if targets} == {
+        "KvobsJobMissing": {"KvobsTelemetryMissing"},
+        "KvobsTelemetryMissing": everything - {"KvobsTelemetryMissing"},
+        "KvobsConnectorQuarantined": {"KvobsConnectorErrors", "KvobsConnectorFailing", "KvobsLoadsSlow"},
+        "KvobsRequestsFailing": {"KvobsConnectorErrors"},
+        "KvobsStuckTransfers": {"KvobsLoadUnfinished", "KvobsSaveBacklog"},
+        "KvobsSlowestRank": {"KvobsLoadsSlow"},
+    }
+    for rule in ALERTMANAGER["inhibit_rules"]:
+        for name in re.findall(r"Kvobs\w+", str(rule)):
+            assert name in ALERTS
+        assert "cluster" in rule["equal"]
