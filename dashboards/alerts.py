@@ -89,7 +89,7 @@ def stuck_transfers(site: Site) -> Alert:
         # The counter tells that it began; the age, that the oldest transfer began before that quarter of an hour.
         f"{rules.STUCK} > 0\n"
         f"or (max_over_time({rules.STUCK}[{rules.DAY}]) > 0\n"
-        f"  and ignoring (rank) max without (kind) ({rules.OLDEST_AGE}) > {15 * 60})",
+        f"  and ignoring (rank) max without (kind) ({rules.OLDEST_AGE}{{kind!='lookup'}}) > {15 * 60})",
         "1m",
         "A rank has not reported transfers that other ranks finished.",
         "Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of " + OF_CHILD + " that other "
@@ -110,6 +110,45 @@ def load_unfinished(site: Site) -> Alert:
         + OF_CHILD
         + " has been in progress for {{ $value | humanizeDuration }}. Its request waits "
         "until all ranks have reported it.",
+    )
+
+
+def connector_blocks_engine(site: Site) -> Alert:
+    return _of_child(
+        site,
+        "ConnectorBlocksEngine",
+        Severity.CRITICAL,
+        f"{rules.SCHEDULER_SHARE} > {site.blocked_share}",
+        "5m",
+        "An engine spends most of its time in calls into a KV connector.",
+        "The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into " + OF_CHILD
+        + ". No step runs during such a call: all requests of this engine wait.",
+    )  # fmt: skip
+
+
+def connector_blocks_scheduler(site: Site) -> Alert:
+    return _of_child(
+        site,
+        "ConnectorBlocksScheduler",
+        Severity.WARNING,
+        f"{rules.SCHEDULER_SHARE} > {site.scheduler_share}",
+        "5m",
+        "Calls into a KV connector take much of the scheduler's time.",
+        "The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into " + OF_CHILD
+        + ". No step runs during such a call.",
+    )  # fmt: skip
+
+
+def lookup_unanswered(site: Site) -> Alert:
+    return _of_child(
+        site,
+        "LookupUnanswered",
+        Severity.WARNING,
+        f'{rules.OLDEST_AGE}{{kind="lookup"}} > {site.lookup_age_s}',
+        "3m",
+        "A KV connector does not answer lookups: requests do not start.",
+        "The oldest lookup of " + OF_CHILD + " has been answered 'not yet' for {{ $value | humanizeDuration }}. Its "
+        "request waits for the answer.",
     )
 
 
@@ -212,7 +251,10 @@ ALERTS: tuple[Callable[[Site], Alert], ...] = (
     failed_sync_loads,
     stuck_transfers,
     load_unfinished,
+    connector_blocks_engine,
     connector_failing,
+    connector_blocks_scheduler,
+    lookup_unanswered,
     connector_quarantined,
     connector_errors,
     loads_slow,

@@ -8,6 +8,7 @@ from dashboards.engines import engines
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
+from dashboards.scheduling import scheduling
 from dashboards.tables import Column, rows
 from kvobs import signals
 
@@ -36,6 +37,7 @@ def connector() -> str:
                     (8, [(8, _saves()), (8, _hold()), (8, _delay())]),
                 ],
             ),
+            scheduling(),
             *details(),
         ],
     )

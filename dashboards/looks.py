@@ -47,17 +47,19 @@ PLAIN = thresholds(first=OTHER)
 FAILING_SHARE = thresholds((1e-9, WARNING), (0.05, BAD))
 LOAD_SECONDS = thresholds((1, WARNING), (5, BAD))  # slow_load_ms is 1000
 STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
+SCHEDULER_SHARE = thresholds((0.1, WARNING), (0.5, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
 UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))
 
-IDLE_CHILD, WELL, SLOW, FAILING, LEFT_OUT = range(5)
+IDLE_CHILD, WELL, SLOW, BLOCKING, FAILING, LEFT_OUT = range(6)
 VERDICTS = {
     IDLE_CHILD: ("Idle", IDLE),
     WELL: ("OK", GOOD),
     SLOW: ("Slow", WARNING),
+    BLOCKING: ("Blocks steps", BAD),
     FAILING: ("Failing", BAD),
     LEFT_OUT: ("Quarantined", BAD),
 }

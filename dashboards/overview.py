@@ -11,6 +11,7 @@ from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
+from dashboards.scheduling import scheduler_time
 from dashboards.tables import Column, rows
 from kvobs import signals
 
@@ -39,7 +40,8 @@ def overview() -> str:
                 "Over time",
                 [
                     (9, [(8, _failing()), (8, _slow()), (8, _ttft())]),
-                    (9, [(8, _brought()), (8, _open()), (8, _bytes())]),
+                    (9, [(12, scheduler_time()), (12, _open())]),
+                    (9, [(12, _brought()), (12, _bytes())]),
                 ],
             ),
         ],
@@ -121,9 +123,9 @@ def _verdicts() -> list[Panel]:
             empty="No waits",
         ),
         number(
-            "Oldest transfer",
+            "Oldest in progress",
             About(
-                "Age of the oldest unfinished load or promised save.",
+                "Age of the oldest unfinished load or promised save, or lookup that a request waits for.",
                 "Amber from 10 s, red from 60 s; it also grows while the engine hangs.",
                 "Find the rank that has not reported: board Connector, row Ranks.",
                 "'None in progress' is the normal state between requests.",
@@ -167,8 +169,8 @@ def _children() -> Panel:
         About(
             "One row per configured connector, the worst on top. State, failure share and durations are those of "
             "its worst engine, all else is the sum of all engines.",
-            "State: Quarantined; Failing (5 % or more of its loads and exceptions); Slow (load p99 of 1 s or more); "
-            "OK; Idle (not called).",
+            "State: Quarantined; Failing (5 % or more of its loads and exceptions); Blocks steps (10 % or more of the "
+            "scheduler's time); Slow (load p99 of 1 s or more); OK; Idle (not called).",
             "Click a connector for its own board.",
             "A slow connector is no problem as long as time to first token does not rise with it.",
         ),
@@ -189,6 +191,13 @@ def _children() -> Panel:
                 worst_engine(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)),
                 "s",
                 looks.LOAD_SECONDS,
+            ),
+            Column(
+                "Scheduler time",
+                worst_engine(questions.scheduler_share(*by_engine)),
+                "percentunit",
+                looks.SCHEDULER_SHARE,
+                decimals=1,
             ),
             Column(
                 "Steps blocked", worst_engine(SELECTION.mean(signals.LOAD_STALL, *by_engine)), "s", looks.STALL_SECONDS
@@ -267,7 +276,7 @@ def _open() -> Panel:
     return lines(
         "Transfers in progress by connector",
         About(
-            "Loads and promised saves in progress, by connector.",
+            "Loads and promised saves in progress, and lookups that requests wait for, by connector.",
             "Up and down is normal. A line that only rises is a backlog, whose blocks are held.",
             "Open the connector's board: age of the oldest transfer, hold, stuck transfers by rank.",
             "The value is updated in engine steps: an idle engine keeps its last value.",

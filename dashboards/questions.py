@@ -5,6 +5,7 @@ from __future__ import annotations
 from dashboards import looks
 from dashboards.promql import HOST_LABELS, SITE_LABELS, Selection, ratio, share
 from kvobs import signals
+from kvobs.hooks import SCHEDULER_HOOKS
 
 VARIABLES = (*HOST_LABELS, "connector")
 
@@ -93,13 +94,18 @@ def loaded_share() -> str:
 
 
 def oldest(*by: str, **labels: str) -> str:
-    """Return how long the oldest open load or promised save has been open; nothing while none is."""
+    """Return the age of the oldest lookup, load or promised save in progress; nothing while none is."""
     return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
 
 
 def quarantined(*by: str) -> str:
     """Return 1 for connectors in quarantine."""
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
+
+
+def scheduler_share(*by: str) -> str:
+    """Return the share of time that the scheduler spends in calls into connectors."""
+    return SELECTION.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
 
 
 def load_speed(*by: str) -> str:
@@ -130,11 +136,13 @@ def verdict(*by: str) -> str:
     """Return a state by these labels, as a number of ``looks``; the worst state counts."""
     called = SELECTION.rate(signals.CALL_DURATION, *by, part="_count")
     p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by)
+    blocking = looks.bound(looks.SCHEDULER_SHARE, looks.WARNING)
     failing, slow = looks.bound(looks.FAILING_SHARE, looks.BAD), looks.bound(looks.LOAD_SECONDS, looks.WARNING)
     return " or ".join(
         (
             f"{looks.LEFT_OUT} * ({quarantined(*by)} > 0)",
             f"0 * ({failing_share(*by)} >= {failing:g}) + {looks.FAILING}",
+            f"0 * ({scheduler_share(*by)} >= {blocking:g}) + {looks.BLOCKING}",
             f"0 * ({p99} >= {slow:g}) + {looks.SLOW}",
             f"0 * ({called} > 0) + {looks.WELL}",
             f"{looks.IDLE_CHILD} * {every(*by)}",

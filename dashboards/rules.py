@@ -16,6 +16,7 @@ import yaml
 from dashboards.promql import Selection, ratio
 from dashboards.site import Site
 from kvobs import signals
+from kvobs.hooks import SCHEDULER_HOOKS
 from kvobs.signals import Kind, Scope, Signal
 
 WINDOW = "5m"
@@ -167,6 +168,7 @@ FAILED_SHARE = "connector:kvobs_failed_loads:ratio_rate5m"
 LOAD_P99 = "connector_mode:kvobs_load_duration_seconds:p99_rate5m"
 UNUSED_HIT_SHARE = "connector:kvobs_unused_hit_tokens:ratio_rate5m"
 OLDEST_AGE = "connector_kind:kvobs_oldest_in_flight:age_seconds"
+SCHEDULER_SHARE = "connector:kvobs_scheduler_seconds:rate5m"
 RANK_SHARE = "connector_rank:kvobs_slowest_rank:ratio_rate15m"
 RANK_SKEW = "connector:kvobs_rank_skew_seconds:mean_rate15m"
 STUCK = "connector_rank:kvobs_stuck_transfers:increase15m"
@@ -188,6 +190,7 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
         "connector:kvobs_load_bytes:rate5m": asks.rate(signals.LOAD_BYTES),
         "connector:kvobs_load_stall_seconds:rate5m": asks.rate(signals.LOAD_STALL, part="_sum"),
         UNUSED_HIT_SHARE: ratio(unused, offered),
+        SCHEDULER_SHARE: asks.rate(signals.CALL_DURATION, part="_sum", hook="|".join(SCHEDULER_HOOKS)),
         OLDEST_AGE: f"time() - {asks.series(signals.OLDEST_IN_FLIGHT)}",
         RANK_SHARE: "{} / ignoring (rank) group_left () ({} > 0)".format(*last),
         RANK_SKEW: asks.mean(signals.RANK_SKEW, window=LONG_WINDOW),

@@ -38,6 +38,11 @@ class Site:
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )
     few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
+    lookup_age_s: int = threshold(60, "age of the oldest unanswered lookup, in seconds")
+    scheduler_share: float = threshold(0.1, "share of the scheduler's time in one connector")
+    blocked_share: float = threshold(
+        0.5, "share of the scheduler's time in one connector with which hardly a step runs"
+    )
     save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")

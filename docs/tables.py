@@ -53,6 +53,13 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     "ConnectorFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
     ),
+    "ConnectorBlocksEngine": lambda site: (
+        f"the scheduler spends more than {_percent(site.blocked_share)} of its time in calls into a connector"
+    ),
+    "ConnectorBlocksScheduler": lambda site: f"the same with more than {_percent(site.scheduler_share)}",
+    "LookupUnanswered": lambda site: (
+        f"a connector has answered a lookup 'not yet' for more than {site.lookup_age_s} s, and its request waits"
+    ),
     "ConnectorQuarantined": lambda _: (
         "a best-effort connector was in quarantine for most of the last 5 minutes, while the engine works"
     ),

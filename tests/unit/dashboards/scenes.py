@@ -141,9 +141,35 @@ def quarantined(values: str, steps: str = "0+0.01x400") -> Series:
     return {"kvobs_quarantined": values, 'kvobs_self_seconds_total{where="record"}': steps}
 
 
+def scheduler_times(lookups: str, steps: str = "0+0.3x400", of_a_worker: str = "0+29x400") -> Series:
+    """Return seconds in three hooks; 30 of a sample's seconds are the whole time."""
+    return {
+        'kvobs_call_duration_seconds_sum{hook="get_num_new_matched_tokens"}': lookups,
+        'kvobs_call_duration_seconds_sum{hook="build_connector_meta"}': steps,
+        'kvobs_call_duration_seconds_sum{hook="start_load_kv"}': of_a_worker,
+    }
+
+
+def scheduler_share(healthy: str, bad: str, share: str, says: str, *quiet: Series) -> Scenes:
+    return Scenes(
+        healthy=scheduler_times(healthy),
+        fires=(
+            Fires(
+                scheduler_times(f"0{bad}x100"), "20m", f"The scheduler spent {share} of the last five minutes {says}"
+            ),
+        ),
+        ended=scheduler_times(f"0{bad}x100 {int(bad[1:]) * 100}{healthy[1:]}"),
+        idle=scheduler_times("400+0x400", "5+0x400", "5+0x400"),
+        restart=scheduler_times("0+0.3x100 _x4 0+0.3x300", "0+0.3x100 _x4 0+0.3x300", "0+0.3x100 _x4 0+0.3x300"),
+        quiet=quiet,
+    )
+
+
 LOAD_TIME = "kvobs_load_duration_seconds"
 OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
+OLDEST_LOOKUP = OLDEST.replace("save", "lookup")
+IN_CALLS = f"in calls into {OF_CHILD}. No step runs during such a call"
 DROPPED = 'kvobs_spans_dropped_total{where="queue"}'
 BUILD = 'kvobs_build_info{version="0.1.0",vllm_version="0.32.0"}'
 AGAIN = 'kvobs_build_info{version="0.1.0",vllm_version="0.32.0",job="vllm"}'
@@ -206,7 +232,38 @@ SCENES = {
         ended={OLDEST_LOAD: "1200+0x100 NaN+0x300"},
         idle={OLDEST_LOAD: "NaN+0x400"},
         restart={OLDEST_LOAD: "0+0x6 NaN+0x2 _x4 420+30x300"},
-        quiet=({OLDEST: "0+0x400"},),
+        quiet=({OLDEST: "0+0x400"}, {OLDEST_LOOKUP: "0+0x400"}),
+    ),
+    "KvobsConnectorBlocksEngine": scheduler_share(
+        "0+0.3x400",
+        "+18",
+        "61%",
+        f"{IN_CALLS}: all requests of this engine wait.",
+        scheduler_times("0+12x400"),
+    ),
+    "KvobsConnectorBlocksScheduler": scheduler_share(
+        "0+0.3x400",
+        "+6",
+        "21%",
+        f"{IN_CALLS}.",
+        scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
+        scheduler_times("0+0.3x400", of_a_worker="0+100x400"),
+    ),
+    "KvobsLookupUnanswered": Scenes(
+        healthy={OLDEST_LOOKUP: "0+30x400"},
+        fires=(
+            Fires(
+                {OLDEST_LOOKUP: "0+0x400"},
+                "20m",
+                f"The oldest lookup of {OF_CHILD} has been answered 'not yet' for 20m 0s. Its request waits for the "
+                "answer.",
+                {"kind": "lookup"},
+            ),
+        ),
+        ended={OLDEST_LOOKUP: "1200+0x100 NaN+0x300"},
+        idle={OLDEST_LOOKUP: "NaN+0x400"},
+        restart={OLDEST_LOOKUP: "0+0x4 NaN+0x4 _x4 420+30x300"},
+        quiet=({OLDEST: "0+0x400"}, {OLDEST_LOAD: "1200+30x400"}),
     ),
     "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorQuarantined": Scenes(

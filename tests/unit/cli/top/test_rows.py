@@ -27,8 +27,8 @@ COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 CHILDREN = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS,
-    SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS,
-    AMOUNTS, st.booleans(),
+    SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES,
+    COUNTS, COUNTS, AMOUNTS, st.booleans(),
 )  # fmt: skip
 SERVERS = st.lists(
     st.builds(
