@@ -21,15 +21,16 @@ OVERVIEW = "kvobs-overview"
 
 def job_missing(site: Site) -> Alert:
     up = f"up{{{_matchers(site)}}}"
-    by = f"group by ({site.cluster}, job)"
+    by, build = f"group by ({site.cluster}, job)", Asks(site.scope).series(signals.BUILD_INFO)
     return Alert(
         site,
         OVERVIEW,
         JOB,
         PREFIX + "JobMissing",
         Severity.WARNING,
-        # Of one cluster of several, or never there at all.
-        f"({by} (last_over_time({up}[{rules.DAY}])) unless {by} ({up}))\nor absent_over_time({up}[{rules.DAY}])",
+        # Of one cluster of several, or never there at all; and no other job has the metrics.
+        f"({by} (last_over_time({up}[{rules.DAY}])) unless {by} ({up}) unless on ({site.cluster}) {build})\n"
+        f"or (absent_over_time({up}[{rules.DAY}]) unless on () {build})",
         "15m",
         "Nothing is scraped for kvobs.",
         f"The job {{{{ $labels.job }}}}{{{{ with $labels.{site.cluster} }}}} of {{{{ . }}}}{{{{ end }}}} has no target."

@@ -77,7 +77,9 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
         f"of at least {site.few_tokens} a second"
     ),
-    "JobMissing": lambda site: f"the job `{site.job}` has no target, in a cluster or at all",
+    "JobMissing": lambda site: (
+        f"the job `{site.job}` has no target, in a cluster or at all, and no other job has the metrics"
+    ),
     "ScrapedTwice": lambda _: "an engine's metrics are scraped by more than one job: boards count twice",
     "TelemetryMissing": lambda site: (
         f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engine is gone"

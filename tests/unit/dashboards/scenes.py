@@ -39,8 +39,6 @@ class Scenes:
     """All stands still, after trouble long ago: looked at from the 40th minute on."""
     restart: Series
     quiet: tuple[Series, ...] = ()
-    is_of_target: bool = False
-    """Whether it is about targets as such, which are not there in a scrape gap: looked at after that only."""
 
 
 NOTHING: Series = {}
@@ -347,11 +345,14 @@ SCENES = {
     ),
     "KvobsJobMissing": Scenes(
         healthy={"up": UP},
-        fires=tuple(Fires(*at, NO_JOB) for at in (({"up": "1+0x20 stale"}, "40m"), ({"up": UNKNOWN}, "20m"))),
-        ended={"up": "1+0x20 stale _x78 1+0x300"},
+        fires=(
+            Fires({"up": "1+0x20 stale", BUILD: "1+0x20 stale"}, "40m", NO_JOB),
+            Fires({"up": UNKNOWN, BUILD: UNKNOWN}, "20m", NO_JOB),
+        ),
+        ended={"up": "1+0x20 stale _x78 1+0x300", BUILD: "1+0x20 stale _x78 1+0x300"},
         idle={"up": "0+0x400"},  # another alert's
-        restart={"up": "1+0x20 _x10 1+0x360"},
-        is_of_target=True,
+        restart={"up": "1+0x20 _x10 1+0x360", BUILD: "1+0x20 _x10 1+0x360"},
+        quiet=({"up": UNKNOWN, AGAIN: UP}, {"up": "1+0x20 stale", AGAIN: UP}),  # another job has the metrics
     ),
     "KvobsTelemetryMissing": Scenes(
         healthy={"up": UP, BUILD: UP},
