@@ -178,6 +178,7 @@ def test_alerts_are_in_the_order_of_their_severity() -> None:
     assert found == sorted(found)
     assert {alert.name for alert in BY_NAME.values() if alert.severity is Severity.CRITICAL} == {
         "KvobsRequestsFailing", "KvobsFailedSyncLoads", "KvobsStuckTransfers", "KvobsLoadUnfinished",
+        "KvobsConnectorBlocksEngine",
     }  # fmt: skip
 
 
