@@ -40,8 +40,7 @@ def overview() -> str:
                 "Over time",
                 [
                     (9, [(8, _failing()), (8, _slow()), (8, _ttft())]),
-                    (9, [(12, scheduler_time()), (12, _open())]),
-                    (9, [(12, _brought()), (12, _bytes())]),
+                    (9, [(8, scheduler_time()), (8, _brought()), (8, _open())]),
                 ],
             ),
         ],
@@ -283,19 +282,4 @@ def _open() -> Panel:
         ),
         of_child(questions.child_or_zero(SELECTION.gauge(signals.IN_FLIGHT, *by_child))),
         unit="short",
-    )
-
-
-def _bytes() -> Panel:
-    return lines(
-        "Bytes loaded by connector",
-        About(
-            "Bytes loaded per second over all ranks, by connector.",
-            "A plateau together with a rising p99: that connector's link or store is saturated.",
-            "Compare with the bandwidth of the link or store; reduce or distribute the loads.",
-            "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
-        ),
-        of_child(questions.child_or_zero(SELECTION.rate(signals.LOAD_BYTES, *by_child))),
-        unit="Bps",
-        stacked=True,
     )

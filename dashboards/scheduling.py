@@ -14,6 +14,7 @@ def scheduling() -> Section:
     return Section(
         "Scheduler: time in connectors, lookups that requests wait for, KV cache that is held",
         [(8, [(8, scheduler_time()), (8, _lookups()), (8, _call())]), (8, [(12, _resume()), (12, _held())])],
+        collapsed=True,
     )
 
 
@@ -57,7 +58,7 @@ def _call() -> Panel:
             "Check the connector's server: the engine waits for it.",
             "No data without the exporter.",
         ),
-        Query(f"time() - {since}", "{{connector}} {{hook}} {{instance}}"),
+        Query(f"topk(10, time() - {since})", "{{connector}} {{hook}} {{instance}} engine {{engine}}"),
         unit="s",
     )
 

@@ -98,6 +98,31 @@ def test_what_happens_to_the_exporter_changes_no_answer_and_no_number(server: An
     assert (server.pid() != pid) == (fault == "killed")
 
 
+def test_what_the_engine_waits_for_is_shown_while_it_waits(server: Any) -> None:
+    """A lookup that blocks the scheduler for seconds, and one that is answered late."""
+
+    def waiting(**steer: Any) -> threading.Thread:
+        about = {"kv_transfer_params": {"steer": {"steered": steer}}}
+        thread = threading.Thread(target=server.complete, args=(prompt("waits", *steer), 2), kwargs=about)
+        thread.start()
+        return thread
+
+    def value(name: str, **labels: str) -> float | None:
+        samples = parse_metrics(server.get("/metrics"))
+        return next((s.value for s in samples if s.name == name and labels.items() <= s.labels.items()), None)
+
+    call = {"connector": "steered", "hook": "get_num_new_matched_tokens"}
+    blocked = waiting(sleep_in="get_num_new_matched_tokens", sleep_ms=5000)
+    since = eventually(lambda: value("kvobs_call_in_progress_timestamp_seconds", **call), 5)
+    assert time.time() - 5 < (value("kvobs_call_in_progress_timestamp_seconds", **call) or 0) < time.time() - 1, since
+    blocked.join()
+    assert eventually(lambda: value("kvobs_call_in_progress_timestamp_seconds", **call) is None, 5)
+    late = waiting(not_yet_ms=3000)
+    assert eventually(lambda: value("kvobs_in_flight", connector="steered", kind="lookup") == 1, 3)
+    late.join()
+    assert eventually(lambda: value("kvobs_in_flight", connector="steered", kind="lookup") == 0, 3)
+
+
 def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends(server: Any) -> None:
     """This must be the last test of this server."""
     pid, hits = server.pid(), Growth(server)

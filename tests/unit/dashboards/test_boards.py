@@ -121,7 +121,9 @@ def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> 
     ]
     words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
     shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
-    assert [shown[str(n)]["text"] for n in range(5)] == ["Idle", "OK", "Slow", "Failing", "Quarantined"]
+    assert [shown[str(n)]["text"] for n in range(6)] == [
+        "Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined",
+    ]  # fmt: skip
     link = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "Connector")["properties"][0]
     assert link["value"][0]["url"].startswith(f"/d/{frame.CONNECTOR}?")
     assert "var-connector=${__value.raw}" in link["value"][0]["url"]
@@ -219,5 +221,7 @@ def test_boards_change_their_colour_where_alerts_begin() -> None:
     site = Site()
     assert looks.bound(looks.FAILING_SHARE, looks.BAD) == site.failed_share
     assert looks.bound(looks.LOAD_SECONDS, looks.WARNING) == pytest.approx(site.slow_load_s, rel=0.1)
+    assert looks.bound(looks.SCHEDULER_SHARE, looks.WARNING) == site.scheduler_share
+    assert looks.bound(looks.SCHEDULER_SHARE, looks.BAD) == site.blocked_share
     assert looks.bound(looks.AGE_SECONDS, looks.BAD) == site.save_age_s
     assert looks.bound(looks.UNUSED_HIT_SHARE, looks.WARNING) == site.unused_hit_share

@@ -51,6 +51,11 @@ def child(name: str, **counters: str) -> dict[str, str]:
 CALLED = {"call_duration_seconds_count": RISING}
 
 
+def calls(name: str, hook: str, seconds: str) -> dict[str, str]:
+    """Return the time of calls of a hook."""
+    return {f'kvobs_call_duration_seconds_sum{{connector="{name}",hook="{hook}"}}': seconds}
+
+
 def slow(name: str) -> dict[str, str]:
     """Return loads that all take between 2 and 4 seconds."""
     return {
@@ -70,7 +75,13 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         | child("well", **CALLED, loads_total__ok=RISING)
         | child("slow", **CALLED, loads_total__ok=RISING)
         | slow("slow")
+        | child("blocking", **CALLED, loads_total__ok=RISING)
+        | slow("blocking")
+        | calls("blocking", "get_num_new_matched_tokens", "0+6x20")  # a tenth
+        | calls("well", "build_connector_meta", "0+5x20")
+        | calls("well", "start_load_kv", RISING)
         | child("failing", **CALLED, loads_total__ok=RISING, loads_total__failed="0+6x20")
+        | calls("failing", "get_num_new_matched_tokens", RISING)
         | slow("failing")
         | child("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
         | child("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
@@ -79,6 +90,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         "idle": looks.IDLE_CHILD,
         "well": looks.WELL,
         "slow": looks.SLOW,
+        "blocking": looks.BLOCKING,
         "failing": looks.FAILING,
         "out": looks.LEFT_OUT,
         "back": looks.WELL,

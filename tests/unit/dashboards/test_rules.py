@@ -115,7 +115,8 @@ def test_recorded_names_say_level_metric_and_operation() -> None:
     for rule in RECORDINGS:
         level, metric, operation = rule.record.split(":")
         assert metric in {re.sub(r"_total$|_timestamp_seconds$", "", signal.name) for signal in SIGNALS} | {
-            "kvobs_failed_loads"
+            "kvobs_failed_loads",
+            "kvobs_scheduler_seconds",
         }
         assert re.fullmatch(r"(ratio_|p99_|mean_)?rate\d+m|age_seconds|increase\d+m", operation)
         assert level.split("_")[0] in {"connector", "engine"}
