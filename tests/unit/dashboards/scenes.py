@@ -239,6 +239,7 @@ SCENES = {
         f"{IN_CALLS}: all requests of this engine wait.",
         scheduler_times("0+12x400"),
     ),
+    "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorBlocksScheduler": scheduler_share(
         "0+0.3x400",
         "+6",
@@ -263,7 +264,6 @@ SCENES = {
         restart={OLDEST_LOOKUP: "0+0x4 NaN+0x4 _x4 420+30x300"},
         quiet=({OLDEST: "0+0x400"}, {OLDEST_LOAD: "1200+30x400"}),
     ),
-    "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorQuarantined": Scenes(
         healthy=quarantined("0+0x400"),
         fires=(
