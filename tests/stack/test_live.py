@@ -34,7 +34,7 @@ WITHOUT_DATA: dict[str, str] = {signal.name: BY_THE_API_SERVER for signal in SIG
 
 EMPTY: dict[str, str] = {
     f"kvobs-connector: {panel} (A)": BY_THE_API_SERVER
-    for panel in ("Engines", "Time since the engine's last numbers", "Spans queued")
+    for panel in ("Engines", "Time since the engine's last numbers", "Spans queued", "Call in progress: age")
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 
