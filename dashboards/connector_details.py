@@ -105,7 +105,7 @@ def calls() -> Panel:
             "p99 of calls into the connector by vLLM's hook: the ten slowest.",
             "Scheduler hooks delay every request; start_load_kv may be the load itself.",
             "Slow calls are spans: see Slow loads.",
-            "Values are interpolated within a bucket, a factor of four wide.",
+            "Values are interpolated within a bucket, a factor of four wide, or two from 1 s on.",
         ),
         Query(
             f"topk(10, {SELECTION.quantile(0.99, signals.CALL_DURATION, 'connector', 'hook')})",

@@ -104,9 +104,9 @@ class MetricsPush:
         now_ns = time.time_ns()
         current: _Known = {}
         metrics = [
-            Metric(signal.name, signal.help, _unit(signal), self._data(signal, points, now_ns, current))
+            Metric(signal.name, signal.help, _unit(signal), data)
             for signal, points in self._totals.series()
-            if points
+            if (data := self._data(signal, points, now_ns, current)).data_points  # without any it would have no kind
         ]
         scope = ScopeMetrics(self._scope, metrics, "")
         data = MetricsData([ResourceMetrics(self._resource, [scope], "")])

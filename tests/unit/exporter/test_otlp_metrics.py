@@ -129,6 +129,18 @@ def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     assert set(metrics) <= {signal.name for signal in signals.SIGNALS}
 
 
+def test_a_metric_without_a_value_is_not_sent() -> None:
+    """The age of the oldest load while there is none: in OTLP a metric without points has no kind."""
+    totals, kept = Totals(engine()), Kept()
+    oldest = slot(signals.OLDEST_IN_FLIGHT, "load")
+    for began_ns, is_sent in ((0, False), (10**18, True), (0, False)):
+        totals.add(Taken({}, [], {place(0, oldest): began_ns}))
+        push(totals, kept).send()
+        metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
+        assert all(metric.data.data_points for metric in metrics)
+        assert (signals.OLDEST_IN_FLIGHT.name in {metric.name for metric in metrics}) is is_sent
+
+
 def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
     totals, kept = Totals(engine()), Kept(DELTA)
     pushing = push(totals, kept)

@@ -219,6 +219,25 @@ def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while
     assert time.monotonic() - begin < 3 + 5
 
 
+def test_a_full_disk_costs_log_lines_only() -> None:
+    """What the exporter logs goes to the engine's stderr, which may be a file that can't grow any more."""
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    with socket.socket() as taken, open("/dev/full", "w") as full:
+        taken.bind(("127.0.0.1", fed.port))
+        taken.listen()
+        script = ENGINE.format(port=fed.port)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        time.sleep(1.0)  # it logs that the port is taken
+    try:
+        assert fed.counts(7)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_port_that_is_taken_costs_the_metrics_until_it_is_free_and_names_who_has_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
