@@ -9,8 +9,10 @@ from contextlib import ExitStack
 import pytest
 import yaml
 
+from dashboards.site import Site
 from kvobs.demo.model import make_model
 from kvobs.signals import SIGNALS, Scope
+from kvobs.spans import LOAD
 from tests.engine.serving import ROOT
 from tests.stack.queries import NOBODY, OPTIONAL, Target, boards, faults, filled, labels_of, targets
 from tests.stack.run import RULES, Live, live
@@ -111,7 +113,10 @@ def test_an_alert_fires_for_real_and_names_the_guilty(name: str, run: Live) -> N
 
 
 def test_the_healthy_child_is_not_accused(run: Live) -> None:
-    assert run.series('ALERTS{connector="cpu"}') == []
+    """But where the machine itself was so busy that its loads were slow, as their spans then say too."""
+    longest_s = max(s.end_ns - s.start_ns for s in run.collector.spans if s.name == f"{LOAD.name} cpu") / 1e9
+    true = {"KvobsLoadsSlow"} if longest_s > Site().slow_load_s else set()
+    assert {series["metric"]["alertname"] for series in run.series('ALERTS{connector="cpu"}')} <= true
 
 
 def test_what_an_alert_says_is_filled_in(run: Live) -> None:
