@@ -114,29 +114,38 @@ def load_unfinished(site: Site) -> Alert:
 
 
 def connector_blocks_engine(site: Site) -> Alert:
-    return _of_child(
+    return _blocking(
         site,
         "ConnectorBlocksEngine",
         Severity.CRITICAL,
-        f"{rules.SCHEDULER_SHARE} > {site.blocked_share}",
-        "5m",
-        "An engine spends most of its time in calls into a KV connector.",
-        "The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into " + OF_CHILD
-        + ". No step runs during such a call: all requests of this engine wait.",
-    )  # fmt: skip
+        site.blocked_share,
+        summary="An engine spends most of its time in calls into a KV connector.",
+        therefore=": all requests of this engine wait.",
+    )
 
 
 def connector_blocks_scheduler(site: Site) -> Alert:
-    return _of_child(
+    return _blocking(
         site,
         "ConnectorBlocksScheduler",
         Severity.WARNING,
-        f"{rules.SCHEDULER_SHARE} > {site.scheduler_share}",
+        site.scheduler_share,
+        summary="Calls into a KV connector take much of the scheduler's time.",
+        therefore=".",
+    )
+
+
+def _blocking(site: Site, name: str, severity: Severity, share: float, *, summary: str, therefore: str) -> Alert:
+    return _of_child(
+        site,
+        name,
+        severity,
+        f"{rules.SCHEDULER_SHARE} > {share}",
         "5m",
-        "Calls into a KV connector take much of the scheduler's time.",
-        "The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into " + OF_CHILD
-        + ". No step runs during such a call.",
-    )  # fmt: skip
+        summary,
+        "The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into "
+        f"{OF_CHILD}. No step runs during such a call{therefore}",
+    )
 
 
 def lookup_unanswered(site: Site) -> Alert:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import nan
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from kvobs.signals import (
     hook_label,
 )
 from kvobs.spans import CONNECTOR, Record, observed_in
+from kvobs.stats import wire
 from kvobs.stats.hello import Engine
 from kvobs.telemetry.taken import Taken
 from kvobs.version import __version__
@@ -139,8 +139,7 @@ class Totals:
             for (series, child), totals in self._counts.items():
                 points[series.signal].append(self._point(series, child, totals))
             for (series, child), value in self._gauges.items():
-                is_unset = series.signal is signals.OLDEST_IN_FLIGHT and not value
-                number = nan if is_unset else value * series.signal.unit
+                number = wire.gauge_value(series.signal, value)
                 points[series.signal].append(Point(self._values(child, series.values), number))
             for signal, opened in self._opened.items():
                 for (child, values), n in opened.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from math import nan
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from kvobs.exporting.metric_families import Buckets, Families, Sink
 from kvobs.log import once
 from kvobs.signals import LABEL, OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Scope, Series, Signal
 from kvobs.spans import Record, observed_in
+from kvobs.stats import wire
 from kvobs.stats.payload import KvobsStats, as_dict
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.version import __version__
@@ -210,7 +210,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
     def _set(self, slot: int, value: int, engine: int) -> None:
         series, _, child = signals.locate(slot)
         gauge = self._labelled(series.signal, engine, self._name(series, child), series.values)
-        gauge.set(value * series.signal.unit if value or series.signal is not signals.OLDEST_IN_FLIGHT else nan)
+        gauge.set(wire.gauge_value(series.signal, value))
 
     @faults.contained("apply")
     def _add_open(self, name: str, engine: int, child: int, values: tuple[str, ...], n: int) -> None:

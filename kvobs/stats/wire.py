@@ -18,9 +18,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import accumulate
+from math import nan
 from typing import Any
 
-from kvobs.signals import TABLE_DIGEST, place
+from kvobs.signals import OLDEST_IN_FLIGHT, TABLE_DIGEST, Signal, place
 from kvobs.telemetry.taken import Taken, nothing
 
 VERSION = 3
@@ -68,6 +69,11 @@ def add_rows(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
     for *key, n in (*mine, *theirs):
         added[tuple(key)] = added.get(tuple(key), 0) + n
     return [[*key, n] for key, n in added.items()]
+
+
+def gauge_value(signal: Signal, value: int) -> float:
+    """Return a payload's gauge in Prometheus's unit; a time that is not set is NaN."""
+    return nan if signal is OLDEST_IN_FLIGHT and not value else value * signal.unit
 
 
 # Lines, between EngineCore and the exporter

@@ -163,6 +163,19 @@ def scheduler_share(healthy: str, bad: str, share: str, says: str, *quiet: Serie
     )
 
 
+def unfinished(kind: str, says: str, restart: str, *quiet: Series) -> Scenes:
+    """Return the scenes of what has been in progress for long, by the time at which the oldest began."""
+    oldest = OLDEST.replace("save", kind)
+    return Scenes(
+        healthy={oldest: "0+30x400"},
+        fires=(Fires({oldest: "0+0x400"}, "20m", f"The oldest {kind} of {OF_CHILD} {says}", {"kind": kind}),),
+        ended={oldest: "1200+0x100 NaN+0x300"},
+        idle={oldest: "NaN+0x400"},
+        restart={oldest: restart},
+        quiet=quiet,
+    )
+
+
 LOAD_TIME = "kvobs_load_duration_seconds"
 OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
@@ -216,21 +229,12 @@ SCENES = {
             {STUCK: "3+0x400", OLDEST_LOAD: "0+0x400"},  # something else is old
         ),
     ),
-    "KvobsLoadUnfinished": Scenes(
-        healthy={OLDEST_LOAD: "0+30x400"},
-        fires=(
-            Fires(
-                {OLDEST_LOAD: "0+0x400"},
-                "20m",
-                f"The oldest load of {OF_CHILD} has been in progress for 20m 0s. Its request waits until all ranks "
-                "have reported it.",
-                {"kind": "load"},
-            ),
-        ),
-        ended={OLDEST_LOAD: "1200+0x100 NaN+0x300"},
-        idle={OLDEST_LOAD: "NaN+0x400"},
-        restart={OLDEST_LOAD: "0+0x6 NaN+0x2 _x4 420+30x300"},
-        quiet=({OLDEST: "0+0x400"}, {OLDEST_LOOKUP: "0+0x400"}),
+    "KvobsLoadUnfinished": unfinished(
+        "load",
+        "has been in progress for 20m 0s. Its request waits until all ranks have reported it.",
+        "0+0x6 NaN+0x2 _x4 420+30x300",
+        {OLDEST: "0+0x400"},
+        {OLDEST_LOOKUP: "0+0x400"},
     ),
     "KvobsConnectorBlocksEngine": scheduler_share(
         "0+0.3x400",
@@ -248,21 +252,12 @@ SCENES = {
         scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
         scheduler_times("0+0.3x400", of_a_worker="0+100x400"),
     ),
-    "KvobsLookupUnanswered": Scenes(
-        healthy={OLDEST_LOOKUP: "0+30x400"},
-        fires=(
-            Fires(
-                {OLDEST_LOOKUP: "0+0x400"},
-                "20m",
-                f"The oldest lookup of {OF_CHILD} has been answered 'not yet' for 20m 0s. Its request waits for the "
-                "answer.",
-                {"kind": "lookup"},
-            ),
-        ),
-        ended={OLDEST_LOOKUP: "1200+0x100 NaN+0x300"},
-        idle={OLDEST_LOOKUP: "NaN+0x400"},
-        restart={OLDEST_LOOKUP: "0+0x4 NaN+0x4 _x4 420+30x300"},
-        quiet=({OLDEST: "0+0x400"}, {OLDEST_LOAD: "1200+30x400"}),
+    "KvobsLookupUnanswered": unfinished(
+        "lookup",
+        "has been answered 'not yet' for 20m 0s. Its request waits for the answer.",
+        "0+0x4 NaN+0x4 _x4 420+30x300",
+        {OLDEST: "0+0x400"},
+        {OLDEST_LOAD: "1200+30x400"},
     ),
     "KvobsConnectorQuarantined": Scenes(
         healthy=quarantined("0+0x400"),
