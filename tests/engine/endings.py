@@ -29,7 +29,7 @@ from kvobs.demo.model import NAME, make_model
 from kvobs.demo.processes import group_members, stat
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, of_tests, prompt, serve, stock
 
 CLIENTS = 2  # of each kind
 SHORT, LONG = 40, 1500  # tokens of an answer
@@ -215,7 +215,9 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     config = config if router == "kvobs" else stock(config)
     env = BOTH_RANKS_ON_ONE_CORE if case.ranks > 1 else {}
     shared_before = set(os.listdir(SHARED_MEMORY))
-    with serve(model, folder, config, *case.args, tensor_parallel=case.ranks, env=env, timeout=360) as server:
+    with serve(
+        model, folder, config, *case.args, tensor_parallel=case.ranks, env=env, timeout=360, launch=SPAWNING
+    ) as server:
         process, scratch = server.process, server.scratch
         assert process is not None
         assert scratch is not None

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,11 @@ BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 seconds (Linux 6.18), and what is to happen during the transfer happens after it. `serve` leaves that core to them."""
 
 
+SPAWNING = Server.launch
+FORKING = (sys.executable, "-m", "tests.engine.forking_serve")
+"""Starts in half the time, which is right wherever a test is not about processes that start or end."""
+
+
 def importing_tests() -> dict[str, str]:
     """Return what lets a server import the tests' connectors."""
     return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -39,6 +45,7 @@ def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, 
     """Run a server that can import the tests' connectors; a test that fails prints what the server said last."""
     env = {**importing_tests(), **more.pop("env", {})}
     shares = BOTH_RANKS_ON_ONE_CORE.items() <= env.items()
+    more = {"launch": FORKING, **more}
     with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
         try:
             with keeping_off(THE_CORE) if shares else nullcontext():

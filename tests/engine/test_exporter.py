@@ -34,7 +34,7 @@ from tests.engine.metered import (
     counting_child,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, importing_tests, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, ask_all, eventually, importing_tests, prompt, serve
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,8 @@ def server(model: Path, folder: Path) -> Iterator[Any]:
     config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"]["lookup_timeout_ms"] = 60_000
     config, port = with_exporter(config)
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    env = BOTH_RANKS_ON_ONE_CORE
+    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=env, launch=SPAWNING) as server:
         exported = Exported(server, port)
         ask(exported, prompt("warm"))  # type: ignore[arg-type]
         exported.until_up()

@@ -16,7 +16,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import Exported, with_exporter
-from tests.engine.serving import ROOT, eventually, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, eventually, prompt, serve
 from tests.versions.engines import overlay
 from tests.versions.rust import VERSION, rust_front_end
 
@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]  
 REQUESTS = 6
 
 
-def ask(server: Server, text: str) -> list[int]:
+def ask(server: Server, text: str, **headers: str) -> list[int]:
     body = {"model": NAME, "prompt": text, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return list(json.load(answer)["choices"][0]["token_ids"])
@@ -71,6 +71,37 @@ def test_the_exporter_has_the_numbers(model: Path, tmp_path: Path, rust: dict[st
             s.name: s.value for s in server.metrics() if s.name.endswith(("load_tokens_total", "cache_hits_total"))
         }
         assert tokens["kvobs_load_tokens_total"] == tokens["vllm:external_prefix_cache_hits_total"] > 0
+
+
+def test_each_engine_of_a_data_parallel_group_has_its_exporter(
+    model: Path, tmp_path: Path, rust: dict[str, Any]
+) -> None:
+    config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
+    with serve(
+        model, tmp_path, config, "--data-parallel-size", "2", **(rust | {"env": rust["env"] | BOTH_RANKS_ON_ONE_CORE})
+    ) as plain:
+        server: Any = Exported(plain, port, port + 1)
+        server.until_up()
+        requests = {"0": 2, "1": 5}
+        for engine, count in requests.items():
+            texts = [prompt("rust", engine, i) for i in range(count)]
+            answers = [ask(plain, text, **{"X-data-parallel-rank": engine}) for text in texts]
+            plain.reset_prefix_cache()
+            assert [ask(plain, text, **{"X-data-parallel-rank": engine}) for text in texts] == answers
+
+        def counted() -> dict[tuple[str, str, str], float]:
+            return {
+                (s.labels["engine"], s.name, s.labels["outcome"]): s.value
+                for s in server.metrics()
+                if s.name in ("kvobs_lookups_total", "kvobs_loads_total")
+            }
+
+        expected = {
+            (engine, f"kvobs_{metric}_total", outcome): count
+            for engine, count in requests.items()
+            for metric, outcome in (("lookups", "miss"), ("lookups", "hit"), ("loads", "ok"))
+        }
+        assert eventually(lambda: counted() == expected, 10), counted()
 
 
 def test_without_the_exporter_a_warning_says_what_is_missing(model: Path, tmp_path: Path, rust: dict[str, Any]) -> None:

@@ -18,7 +18,17 @@ from kvobs.demo.server import Server
 from tests.engine.exported import Exported, with_exporter
 from tests.engine.metered import configuration
 from tests.engine.readings import IDLE_S
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, hang_up, of_tests, prompt, resident, serve, total
+from tests.engine.serving import (
+    BOTH_RANKS_ON_ONE_CORE,
+    SPAWNING,
+    eventually,
+    hang_up,
+    of_tests,
+    prompt,
+    resident,
+    serve,
+    total,
+)
 from tests.soak.memory import Sample
 from tests.soak.orders import COUNTED, NEVER, Order, draw, expected
 from tests.soak.report import Result
@@ -97,7 +107,7 @@ def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: 
         collector.stop()  # its port is known now
         with serve(
             make_model(folder / "model"), folder, config, "--num-gpu-blocks-override", str(BLOCKS), env=env,
-            tensor_parallel=2, timeout=360,
+            tensor_parallel=2, timeout=360, launch=SPAWNING,
         ) as plain:  # fmt: skip
             server: Any = Exported(plain, port) if port is not None else plain
             if port is not None:

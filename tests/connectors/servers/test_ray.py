@@ -24,7 +24,7 @@ from tests.engine.metered import (
     counting_child,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted
-from tests.engine.serving import TOKENS, eventually, hang_up, prompt, serve
+from tests.engine.serving import SPAWNING, TOKENS, eventually, hang_up, prompt, serve
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -48,7 +48,9 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector, cluster(**EXECUTORS[request.param], **collector.env) as ranks:
         args = (*ON_RAY, "--otlp-traces-endpoint", collector.endpoint)
-        with serve(model, folder, config, *args, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S) as server:
+        with serve(
+            model, folder, config, *args, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S, launch=SPAWNING
+        ) as server:
             ask(server, prompt("warm"))
             yield Engine(server, ranks, collector, folder)
 
