@@ -60,17 +60,13 @@ def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) ->
 
 
 def _any(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = _calls(hook, children)
+    calls = tuple(getattr(child, hook.name) for child in children)
     return lambda *args, **kwargs: any(call(*args, **kwargs) for call in calls)
 
 
 def _chain(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = _calls(hook, children)
+    calls = tuple(getattr(child, hook.name) for child in children if child.does(hook.name))
     return lambda *args, **kwargs: [item for call in calls for item in call(*args, **kwargs) or ()]
-
-
-def _calls(hook: Hook, children: Sequence[Child]) -> tuple[Call, ...]:
-    return tuple(getattr(child, hook.name) for child in children)
 
 
 RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {

@@ -59,15 +59,20 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     flush: bool = False  # whether the workers send their numbers in this step
 
 
-@dataclass
 class PendingMetadata:
-    """Changes since the previous step, sent with the next metadata; the fields are explained there."""
+    """Changes since the previous step, sent with the next metadata; the fields are explained there.
 
-    loads: dict[str, LoadOrder] = field(default_factory=dict)
-    closed: list[str] = field(default_factory=list)
-    promised: list[tuple[int, str]] = field(default_factory=list)
-    orphaned: list[str] = field(default_factory=list)
-    saved: list[tuple[int, str]] = field(default_factory=list)
+    Not a dataclass: there is a new one in every step, and five factories cost more than five literals.
+    """
+
+    __slots__ = ("closed", "loads", "orphaned", "promised", "saved")
+
+    def __init__(self) -> None:
+        self.loads: dict[str, LoadOrder] = {}
+        self.closed: list[str] = []
+        self.promised: list[tuple[int, str]] = []
+        self.orphaned: list[str] = []
+        self.saved: list[tuple[int, str]] = []
 
 
 @dataclass

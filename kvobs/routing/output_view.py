@@ -53,6 +53,11 @@ class OutputView:
         self._visibility = visibility
         self._stray = stray
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether any child looks at the output: if none does, one without loads and saves need not be shown."""
+        return bool(self._shown_to)
+
     def show(
         self,
         output: KVConnectorOutput,

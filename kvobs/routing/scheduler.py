@@ -15,7 +15,7 @@ from kvobs.children.child import Child
 from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.config import Options
-from kvobs.faults import contained
+from kvobs.faults import contain, contained
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import (
@@ -175,7 +175,8 @@ class SchedulerSide:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         self.isolation.begin_step()
-        self._open_lookups.poll(self.isolation.is_slow)
+        if self._open_lookups:
+            self._open_lookups.poll(self.isolation.is_slow)
         pending, self._pending = self._pending, PendingMetadata()
         trace = self._traces.begin_step()
         if any(self._visibility):
@@ -195,7 +196,7 @@ class SchedulerSide:
             isolated=self.isolation.words(),
             hidden=self._hidden_ends(scheduler_output.finished_req_ids),
             has_forward=has_forward,
-            flush=self._decide_flush(has_forward, bool(scheduler_output.finished_req_ids)) or False,
+            flush=self._decide_flush(has_forward, bool(scheduler_output.finished_req_ids)),
         )
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
@@ -219,9 +220,12 @@ class SchedulerSide:
                 visibility.forget(finished, self.ledger)
         return hidden
 
-    @contained("flush")
     def _decide_flush(self, has_forward: bool, has_finished: bool) -> bool:
-        return self._flush_rule.decide(wall_ns(), has_forward=has_forward, has_finished=has_finished)
+        try:  # `contained` would cost a call more, once a step
+            return self._flush_rule.decide(wall_ns(), has_forward=has_forward, has_finished=has_finished)
+        except Exception:
+            contain("flush")
+            return False
 
     @contained("flush")
     def _are_telling(self, stats: KVConnectorStats) -> bool:
@@ -244,9 +248,8 @@ class SchedulerSide:
         loads = self.ledger.take_loads_in()
         saves = [*self.ledger.take_saves_in(), *self._early]
         self._early.clear()
-        shown = self._output_view.show(connector_output, meta, loads, saves)
-        if shown.loads or shown.saves:
-            self._close(shown)
+        if loads or saves or self._output_view.is_watched:
+            self._close(self._output_view.show(connector_output, meta, loads, saves))
         connector_output.finished_recving = self.ledger.take_received() or None
         connector_output.finished_sending = self.ledger.take_sent() or None
         for index, requests in failed_syncs.items():

@@ -15,7 +15,7 @@ from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector
 from kvobs.children.stalls import Stalls
-from kvobs.faults import contained
+from kvobs.faults import contain, contained
 from kvobs.log import once
 from kvobs.routing.metadata import (
     LoadOrder,
@@ -250,14 +250,16 @@ class WorkerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload; with kvobs's own numbers if the scheduler orders it, or nothing else runs."""
-        return self._collector.collect(is_due=self._close_step() or False)
+        is_due = False
+        if self._meta is not None:
+            try:  # `contained` would cost a call more, once a step
+                is_due = self._close_step(self._meta)
+            except Exception:
+                contain("record")
+        return self._collector.collect(is_due=is_due)
 
-    @contained("record")
-    def _close_step(self) -> bool:
+    def _close_step(self, meta: MultiKVConnectorMetadata) -> bool:
         """Measure the step that ends; return whether kvobs's own numbers are due."""
-        meta = self._meta
-        if meta is None:
-            return False
         has_sync_loads = bool(meta.loads) and any(not load.is_async for load in meta.loads.values())
         self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
         self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
