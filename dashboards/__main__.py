@@ -12,6 +12,7 @@ from dashboards import kubernetes
 from dashboards.alerts import rules_yaml
 from dashboards.connector import connector
 from dashboards.overview import overview
+from dashboards.prefill_decode import prefill_decode
 from dashboards.site import placeholders, settings
 from dashboards.slow_loads import slow_loads
 
@@ -21,6 +22,7 @@ BOARDS: dict[str, Callable[[], str]] = {
     "kvobs-overview": overview,
     "kvobs-connector": connector,
     "kvobs-slow-loads": slow_loads,
+    "kvobs-prefill-decode": prefill_decode,
 }
 FILES: dict[str, Callable[[], str]] = {
     **{f"boards/{uid}.json": text for uid, text in BOARDS.items()},

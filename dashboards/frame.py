@@ -15,6 +15,7 @@ from dashboards.site import RUNBOOK
 from kvobs import signals
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
+PREFILL_DECODE = "kvobs-prefill-decode"
 
 COLUMNS = 24
 SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
@@ -26,6 +27,7 @@ LABELS = {
     "model_name": "Model",
     "engine": "Engine",
     "connector": "Connector",
+    questions.ROLE: "Role",
 }
 
 
@@ -118,24 +120,26 @@ def _sources() -> list[Builder[model.VariableModel]]:
 
 def _variables() -> list[Builder[model.VariableModel]]:
     """Return a variable for each label; its values are filtered by the variables before it."""
-    made: list[Builder[model.VariableModel]] = []
-    for index, name in enumerate(questions.VARIABLES):
-        before = ",".join(f'{label}=~"${label}"' for label in questions.VARIABLES[:index])
-        query = f"label_values({signals.CONNECTOR_INFO.name}{{{before}}}, {name})"
-        made.append(
-            board.QueryVariable(name)
-            .label(LABELS[name])
-            .datasource(PROMETHEUS)
-            .definition(query)
-            .query({"query": query, "refId": name, "qryType": 1})
-            .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .sort(model.VariableSort.ALPHABETICAL_ASC)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
-            .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
-        )
-    return made
+    return [of_label(name, questions.VARIABLES[:index]) for index, name in enumerate(questions.VARIABLES)]
+
+
+def of_label(name: str, before: Sequence[str]) -> Builder[model.VariableModel]:
+    """Return a variable for a label, its values filtered by the variables before it."""
+    matchers = ",".join(f'{label}=~"${label}"' for label in before)
+    query = f"label_values({signals.CONNECTOR_INFO.name}{{{matchers}}}, {name})"
+    return (
+        board.QueryVariable(name)
+        .label(LABELS[name])
+        .datasource(PROMETHEUS)
+        .definition(query)
+        .query({"query": query, "refId": name, "qryType": 1})
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
+        .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
 
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:

@@ -30,7 +30,7 @@ def test_a_checkout_has_all_that_is_made() -> None:
             {"": path.read_bytes()} if path.is_file() else {f"/{name}": text for name, text in tree(path).items()}
         )
         assert {name.removeprefix(place): text for name, text in files.items() if name.startswith(place)} == expected
-    assert len([name for name in files if name.startswith("boards/")]) == 3
+    assert len([name for name in files if name.startswith("boards/")]) == 4
 
 
 def test_the_places_are_those_of_the_wheel() -> None:
