@@ -1,4 +1,4 @@
-"""The common parts of all boards: variables, annotations, links, and the layout of panels on 24 columns."""
+"""What a board is, and the common parts of all: variables, annotations, links, and panels on 24 columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
 from dashboards.site import RUNBOOK
 from kvobs import signals
+from kvobs.signals import Signal
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
 PREFILL_DECODE = "kvobs-prefill-decode"
 
+TEMPO_SOURCE = "tempo_datasource"
 COLUMNS = 24
 SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
 
@@ -35,42 +37,54 @@ LABELS = {
 class Section:
     """A titled row: lines of panels, each panel with its width; the first number of a line is its height.
 
-    ``repeats``: once for each chosen connector, which the title names.
+    ``repeats``: once for each chosen connector, which the title names. ``needs``: metrics, or variables, without which
+    there is nothing to show; a dynamic board has the row only where there is one of them.
     """
 
     title: str
     lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
     collapsed: bool = False
     repeats: bool = False
+    needs: Sequence[Signal | str] = ()
+
+    @property
+    def heading(self) -> str:
+        """Return the title as it is shown."""
+        return f"{self.title}: $connector" if self.repeats else self.title
 
 
-def board_text(
-    uid: str,
-    title: str,
-    description: str,
-    sections: Sequence[Section],
-    more: Sequence[Builder[model.VariableModel]] = (),
-) -> str:
-    """Return a board's JSON; the first section has no header, its panels are on top; ``more`` are variables."""
+@dataclass(frozen=True)
+class Board:
+    """One board; its first section has no header, the panels are on top. ``more`` are variables."""
+
+    uid: str
+    title: str
+    description: str
+    sections: Sequence[Section]
+    more: Sequence[Builder[model.VariableModel]] = ()
+
+
+def classic(of: Board) -> str:
+    """Return a board's JSON for Grafana 10.4 and newer."""
     filters = board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)
     builder = (
-        board.Dashboard(title)
-        .uid(uid)
-        .description(description)
+        board.Dashboard(of.title)
+        .uid(of.uid)
+        .description(of.description)
         .tags(["kvobs", "vllm-kv-transfer"])
         .readonly()
         .refresh("30s")
         .time("now-1h", "now")
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .variables([*_sources(), *_variables(), *more, filters])
+        .variables([*_sources(), *_variables(), *of.more, filters])
         .annotations(_annotations())
     )
     for link in _links():
         builder.link(link)
     built = builder.build()
     built.schema_version = SCHEMA
-    built.panels = list(_placed(sections))
+    built.panels = list(_placed(of.sections))
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for shown in (*content["links"], *content["annotations"]["list"]):
         del shown["placement"]  # the SDK knows only the menu, where nobody looks
@@ -87,8 +101,7 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
     for section in sections:
         inside: list[model.Panel] = []
         if section.title:
-            title = f"{section.title}: $connector" if section.repeats else section.title
-            header = board.Row(title).id(panel_id(section.title)).collapsed(section.collapsed)
+            header = board.Row(section.heading).id(panel_id(section.title)).collapsed(section.collapsed)
             row = (header.repeat("connector") if section.repeats else header).build()
             row.grid_pos = model.GridPos(h=1, w=COLUMNS, x=0, y=y)
             row.panels = inside if section.collapsed else []
@@ -114,7 +127,7 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
 def _sources() -> list[Builder[model.VariableModel]]:
     return [
         board.DatasourceVariable("prometheus_datasource").label("Prometheus data source").type("prometheus"),
-        board.DatasourceVariable("tempo_datasource").label("Tempo data source").type("tempo"),
+        board.DatasourceVariable(TEMPO_SOURCE).label("Tempo data source").type("tempo"),
     ]
 
 

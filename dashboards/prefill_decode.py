@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import frame, looks, questions
 from dashboards.engines import PLACE
-from dashboards.frame import Section
+from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, lines, of_child
 from dashboards.promql import Selection
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
@@ -14,9 +14,9 @@ from kvobs import signals
 NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot tell them apart."
 
 
-def prefill_decode() -> str:
-    """Return the board's JSON."""
-    return frame.board_text(
+def prefill_decode() -> Board:
+    """Return the board."""
+    return Board(
         frame.PREFILL_DECODE,
         "kvobs / Prefill and decode",
         "The way of a request with separate engines for prefill and decode: it waits for prefill, is computed, its "

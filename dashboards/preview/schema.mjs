@@ -31,7 +31,14 @@ ${Object.entries(PLUGINS)
   .map(([name, path]) => `import type * as ${identifier(name)} from '${RAW}/composable/${path}';`)
   .join('\n')}
 
-/** A type as it is in JSON: enums are their values, and what is left out has Grafana's default. */
+/** A type as it is in JSON, where enums are their values. */
+type Whole<T> = unknown extends T ? any
+  : T extends string ? \`\${T}\`
+  : T extends boolean | number | null | undefined ? T
+  : T extends readonly (infer E)[] ? Whole<E>[]
+  : T extends object ? { [K in keyof T]: Whole<T[K]> }
+  : T;
+/** The same where what is left out has Grafana's default. */
 type Json<T> = unknown extends T ? any
   : T extends string ? \`\${T}\`
   : T extends number ? (\`\${T}\` extends \`\${infer N extends number}\` ? N : T)
@@ -78,7 +85,7 @@ function* ofClassic({ panels, templating, annotations, ...rest }) {
 }
 
 function* ofDynamic(spec) {
-  yield ['the board', 'Json<v2.Spec>', spec];
+  yield ['the board', 'Whole<v2.Spec>', spec];
   for (const { spec: panel } of Object.values(spec.elements)) {
     const { group, spec: config } = panel.vizConfig;
     yield* ofPlugin(panel.title, group, config.options, config.fieldConfig);
