@@ -23,7 +23,7 @@ def prefill_decode() -> Board:
         "blocks are held until decode has fetched them, decode waits for them, resumes and generates. Prefill are "
         "engines with a kv_producer, decode those with a kv_consumer; engines with kv_both alone count for both.",
         [
-            Section("", [(7, [(24, _engines())])]),
+            Section("", [(9, [(24, _engines())])]),
             Section(
                 "1. Prefill: queue and computation",
                 [(8, [(8, _waiting("Prefill", PREFILL_VLLM)), (8, _prefill_times()), (8, _lookups())])],
@@ -182,7 +182,7 @@ def _oldest_save() -> Panel:
 
 def _loads() -> Panel:
     return lines(
-        "Decode: loads in progress, and the oldest (dashed, s)",
+        "Decode: loads; oldest in s (dashed)",
         About(
             "Loads in progress on the decode engines, whose requests wait for them, and the oldest one's age.",
             "A line that only rises is a backlog; an age that only rises is a load that never ends.",

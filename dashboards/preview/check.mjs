@@ -6,7 +6,6 @@
  * It prints each finding, and ends with 1 if there is one.
  */
 import { readFile } from 'node:fs/promises';
-import { basename } from 'node:path';
 
 import { offSchema } from './schema.mjs';
 import { offGrammar, traceqlQueries } from './traceql.mjs';
@@ -16,7 +15,7 @@ if (paths.length === 0) {
   console.error('No board was named. Use: node check.mjs BOARD.json...');
   process.exit(2);
 }
-const read = paths.map(async (path) => [basename(path), JSON.parse(await readFile(path, 'utf8'))]);
+const read = paths.map(async (path) => [path, JSON.parse(await readFile(path, 'utf8'))]);
 const boards = Object.fromEntries(await Promise.all(read));
 const findings = [...offGrammar(boards), ...offSchema(boards)];
 for (const finding of findings) console.error(finding);

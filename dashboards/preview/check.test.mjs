@@ -1,6 +1,11 @@
 import assert from 'node:assert/strict';
-import { readFile } from 'node:fs/promises';
+import { execFile } from 'node:child_process';
+import { mkdtemp, readFile, rm, writeFile } from 'node:fs/promises';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
 import { test } from 'node:test';
+import { fileURLToPath } from 'node:url';
+import { promisify } from 'node:util';
 
 import { everyPanel } from './queries.mjs';
 import { offSchema } from './schema.mjs';
@@ -101,4 +106,28 @@ test('TraceQL of a dynamic board', async () => {
     spec.data.spec.queries[0].spec.query.spec.query += ' | ';
   });
   assert.equal(offGrammar(changed).length, 1);
+});
+
+/** What the command says of these files. */
+function check(...paths) {
+  const here = fileURLToPath(new URL('.', import.meta.url));
+  return promisify(execFile)(process.execPath, ['check.mjs', ...paths], { cwd: here });
+}
+
+test('the command checks a classic and a dynamic board of the same name', async () => {
+  const paths = ['boards', 'boards-v2'].map((folder) => `../generated/${folder}/kvobs-slow-loads.json`);
+  const { stdout } = await check(...paths);
+  assert.equal(stdout, '2 boards with 8 TraceQL queries: 0 findings\n');
+});
+
+test('the command names what it finds, and ends with 1', async (t) => {
+  const folder = await mkdtemp(join(tmpdir(), 'boards-'));
+  t.after(() => rm(folder, { recursive: true }));
+  const [changed] = Object.values(await board('boards/kvobs-slow-loads', (of) => (of.refesh = '5s')));
+  const path = join(folder, 'board.json');
+  await writeFile(path, JSON.stringify(changed));
+  await assert.rejects(check(path), ({ code, stdout, stderr }) => {
+    assert.deepEqual([code, stdout], [1, '1 boards with 4 TraceQL queries: 1 findings\n']);
+    return stderr.startsWith(`${path}: the board: `) && stderr.includes('"refesh"');
+  });
 });

@@ -78,12 +78,12 @@ def test_every_panel_is_in_one_place_and_rows_are_those_of_the_classic_board(uid
     assert [(row["title"], row["collapse"], row.get("repeat", {}).get("value")) for row in titled] == [
         (panel["title"], panel["collapsed"], panel.get("repeat")) for panel in classic
     ]
-    for row in rows(uid):
-        if row["layout"]["kind"] == "GridLayout":
-            lines: dict[int, int] = {}
-            for item in items(row):
-                lines[item["y"]] = lines.get(item["y"], 0) + item["width"]
-            assert set(lines.values()) == {24}
+    placed = {f"panel-{panel['id']}": panel["gridPos"] for panel in panels(CLASSIC[uid])}
+    for row in (row for row in rows(uid) if row["layout"]["kind"] == "GridLayout"):
+        top = min(placed[item["element"]["name"]]["y"] for item in items(row))
+        for item in items(row):
+            at = {"x": item["x"], "y": top + item["y"], "w": item["width"], "h": item["height"]}
+            assert at == placed[item["element"]["name"]]
 
 
 @each
