@@ -7,6 +7,7 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PREVIEW := dashboards/preview/node_modules/.package-lock.json
 DEMO_TEST := tests/engine/test_demo.py::test_the_demo_shows_both_connectors_loading
 
 # Two files of tests at a time: an engine mostly waits for one core, when it starts and when it is asked.
@@ -15,7 +16,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format bench soak pictures dashboards docs hosts packages rdma promtool clean
+.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format bench soak check-boards pictures dashboards docs hosts packages rdma promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,8 +62,11 @@ soak: $(INSTALLED) ## Serve 220,000 requests with every fault there is, and end 
 	$(BIN)/python -m tests.soak $(SOAK)
 	$(BIN)/python -m tests.engine.endings
 
-pictures: ## Draw the boards: make pictures PICTURES='--prometheus URL --from T --to T --out DIR'
-	@test -d dashboards/preview/node_modules || npm --prefix dashboards/preview ci
+check-boards: $(PREVIEW) ## Check the boards with Grafana's grammar of TraceQL and the types of its schema; needs Node 20
+	npm --prefix dashboards/preview test
+	node dashboards/preview/check.mjs dashboards/generated/boards{,-v2}/*.json
+
+pictures: $(PREVIEW) ## Draw the boards: make pictures PICTURES='--prometheus URL --from T --to T --out DIR'
 	node dashboards/preview/pictures.mjs $(PICTURES) dashboards/generated/boards/*.json
 
 dashboards: $(INSTALLED) ## Make boards, rules and manifests anew from the table of metrics
@@ -104,4 +108,9 @@ $(INSTALLED): pyproject.toml
 	@echo "Installing into .venv. At its end all is compiled, once: half a minute without a word."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --python $(BIN)/python $(WHEELS) --compile-bytecode --editable '.[engine]' --group dev
+	@touch $@
+
+$(PREVIEW): dashboards/preview/package-lock.json
+	@command -v npm >/dev/null || { echo "Boards are checked and drawn with Grafana's npm packages: install Node 20 with npm"; false; }
+	npm --prefix dashboards/preview ci
 	@touch $@

@@ -6,24 +6,35 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from dashboards import kubernetes
+from dashboards import frame, kubernetes
 from dashboards.alerts import rules_yaml
 from dashboards.connector import connector
+from dashboards.dynamic import dynamic
+from dashboards.frame import Board
 from dashboards.overview import overview
+from dashboards.prefill_decode import prefill_decode
 from dashboards.site import placeholders, settings
 from dashboards.slow_loads import slow_loads
 
 GENERATED = Path(__file__).parent / "generated"
 
-BOARDS: dict[str, Callable[[], str]] = {
-    "kvobs-overview": overview,
-    "kvobs-connector": connector,
-    "kvobs-slow-loads": slow_loads,
+
+def _text(schema: Callable[[Board], str], made: Callable[[], Board]) -> str:
+    return schema(made())
+
+
+BOARDS: dict[str, Callable[[], Board]] = {
+    frame.OVERVIEW: overview,
+    frame.CONNECTOR: connector,
+    frame.SLOW_LOADS: slow_loads,
+    frame.PREFILL_DECODE: prefill_decode,
 }
 FILES: dict[str, Callable[[], str]] = {
-    **{f"boards/{uid}.json": text for uid, text in BOARDS.items()},
+    **{f"boards/{uid}.json": partial(_text, frame.classic, made) for uid, made in BOARDS.items()},
+    **{f"boards-v2/{uid}.json": partial(_text, dynamic, made) for uid, made in BOARDS.items()},
     "rules/kvobs.rules.yml": rules_yaml,
     "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
     "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,

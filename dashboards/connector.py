@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame, looks, questions
 from dashboards.connector_details import details
 from dashboards.engines import engines
-from dashboards.frame import Section
+from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.scheduling import scheduling
@@ -13,9 +13,9 @@ from dashboards.tables import Column, rows
 from kvobs import signals
 
 
-def connector() -> str:
-    """Return the board's JSON."""
-    return frame.board_text(
+def connector() -> Board:
+    """Return the board."""
+    return Board(
         frame.CONNECTOR,
         "kvobs / Connector",
         "One connector, or several: a row for each with its lookups, loads, failures and durations; then all side by "

@@ -1,4 +1,4 @@
-"""The common parts of all boards: variables, annotations, links, and the layout of panels on 24 columns."""
+"""What a board is, and the common parts of all: variables, annotations, links, and panels on 24 columns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
 from dashboards.site import RUNBOOK
 from kvobs import signals
+from kvobs.signals import Signal
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
+PREFILL_DECODE = "kvobs-prefill-decode"
 
+TEMPO_SOURCE = "tempo_datasource"
 COLUMNS = 24
 SCHEMA = 39  # loads in Grafana 10.4; newer ones migrate it
 
@@ -26,6 +29,7 @@ LABELS = {
     "model_name": "Model",
     "engine": "Engine",
     "connector": "Connector",
+    questions.ROLE: "Role",
 }
 
 
@@ -33,42 +37,54 @@ LABELS = {
 class Section:
     """A titled row: lines of panels, each panel with its width; the first number of a line is its height.
 
-    ``repeats``: once for each chosen connector, which the title names.
+    ``repeats``: once for each chosen connector, which the title names. ``needs``: metrics, or variables, without which
+    there is nothing to show; a dynamic board has the row only where there is one of them.
     """
 
     title: str
     lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
     collapsed: bool = False
     repeats: bool = False
+    needs: Sequence[Signal | str] = ()
+
+    @property
+    def heading(self) -> str:
+        """Return the title as it is shown."""
+        return f"{self.title}: $connector" if self.repeats else self.title
 
 
-def board_text(
-    uid: str,
-    title: str,
-    description: str,
-    sections: Sequence[Section],
-    more: Sequence[Builder[model.VariableModel]] = (),
-) -> str:
-    """Return a board's JSON; the first section has no header, its panels are on top; ``more`` are variables."""
+@dataclass(frozen=True)
+class Board:
+    """One board; its first section has no header, the panels are on top. ``more`` are variables."""
+
+    uid: str
+    title: str
+    description: str
+    sections: Sequence[Section]
+    more: Sequence[Builder[model.VariableModel]] = ()
+
+
+def classic(of: Board) -> str:
+    """Return a board's JSON for Grafana 10.4 and newer."""
     filters = board.AdHocVariable("filters").label("Filters").datasource(PROMETHEUS)
     builder = (
-        board.Dashboard(title)
-        .uid(uid)
-        .description(description)
+        board.Dashboard(of.title)
+        .uid(of.uid)
+        .description(of.description)
         .tags(["kvobs", "vllm-kv-transfer"])
         .readonly()
         .refresh("30s")
         .time("now-1h", "now")
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .variables([*_sources(), *_variables(), *more, filters])
+        .variables([*_sources(), *_variables(), *of.more, filters])
         .annotations(_annotations())
     )
     for link in _links():
         builder.link(link)
     built = builder.build()
     built.schema_version = SCHEMA
-    built.panels = list(_placed(sections))
+    built.panels = list(_placed(of.sections))
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for shown in (*content["links"], *content["annotations"]["list"]):
         del shown["placement"]  # the SDK knows only the menu, where nobody looks
@@ -85,8 +101,7 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
     for section in sections:
         inside: list[model.Panel] = []
         if section.title:
-            title = f"{section.title}: $connector" if section.repeats else section.title
-            header = board.Row(title).id(panel_id(section.title)).collapsed(section.collapsed)
+            header = board.Row(section.heading).id(panel_id(section.title)).collapsed(section.collapsed)
             row = (header.repeat("connector") if section.repeats else header).build()
             row.grid_pos = model.GridPos(h=1, w=COLUMNS, x=0, y=y)
             row.panels = inside if section.collapsed else []
@@ -112,30 +127,32 @@ def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPane
 def _sources() -> list[Builder[model.VariableModel]]:
     return [
         board.DatasourceVariable("prometheus_datasource").label("Prometheus data source").type("prometheus"),
-        board.DatasourceVariable("tempo_datasource").label("Tempo data source").type("tempo"),
+        board.DatasourceVariable(TEMPO_SOURCE).label("Tempo data source").type("tempo"),
     ]
 
 
 def _variables() -> list[Builder[model.VariableModel]]:
     """Return a variable for each label; its values are filtered by the variables before it."""
-    made: list[Builder[model.VariableModel]] = []
-    for index, name in enumerate(questions.VARIABLES):
-        before = ",".join(f'{label}=~"${label}"' for label in questions.VARIABLES[:index])
-        query = f"label_values({signals.CONNECTOR_INFO.name}{{{before}}}, {name})"
-        made.append(
-            board.QueryVariable(name)
-            .label(LABELS[name])
-            .datasource(PROMETHEUS)
-            .definition(query)
-            .query({"query": query, "refId": name, "qryType": 1})
-            .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .sort(model.VariableSort.ALPHABETICAL_ASC)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
-            .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
-        )
-    return made
+    return [of_label(name, questions.VARIABLES[:index]) for index, name in enumerate(questions.VARIABLES)]
+
+
+def of_label(name: str, before: Sequence[str]) -> Builder[model.VariableModel]:
+    """Return a variable for a label, its values filtered by the variables before it."""
+    matchers = ",".join(f'{label}=~"${label}"' for label in before)
+    query = f"label_values({signals.CONNECTOR_INFO.name}{{{matchers}}}, {name})"
+    return (
+        board.QueryVariable(name)
+        .label(LABELS[name])
+        .datasource(PROMETHEUS)
+        .definition(query)
+        .query({"query": query, "refId": name, "qryType": 1})
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*" if name == CLUSTER else ".+")  # a site may have no such label
+        .current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
 
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:

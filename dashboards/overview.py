@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dashboards import frame, looks, questions
 from dashboards.engines import engines, firing
-from dashboards.frame import Section
+from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
@@ -20,9 +20,9 @@ NAMED = "{{connector}} {{instance}}"
 TO_CHILD = frame.to_board(frame.CONNECTOR, "${__value.raw}")
 
 
-def overview() -> str:
-    """Return the board's JSON."""
-    return frame.board_text(
+def overview() -> Board:
+    """Return the board."""
+    return Board(
         frame.OVERVIEW,
         "kvobs / Overview",
         "Health of KV transfers, the connector that causes a problem, and the effect on time to first token. Top line: "

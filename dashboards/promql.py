@@ -15,6 +15,8 @@ HOST_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
 SITE_LABELS = (CLUSTER, "namespace", "pod")
 """Labels that some sites have, and others have not."""
 CHILD = "connector"
+ENGINE = f"on ({', '.join(HOST_LABELS)})"
+"""What joins series of one engine."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,15 @@ class Selection:
     """Say whose series are meant, and over which window rates go.
 
     ``host`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends without
-    a comma, as ``job=~"$job"``. ``beside`` is a selector: metrics of vLLM's own are those of the engines that it
-    selects, on the same host, whatever the port.
+    a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it finds, on
+    the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are meant.
     """
 
     window: str
     host: str = ""
     child: str = ""
     beside: str = ""
+    among: str = ""
 
     def series(self, signal: Signal, part: str = "", **labels: str) -> str:
         """Return a selector; ``part`` is a histogram's ``_bucket``, ``_sum`` or ``_count``.
@@ -71,7 +74,7 @@ class Selection:
 
     def gauge(self, signal: Signal, *by: str, how: str = "sum", **labels: str) -> str:
         """Return a gauge, put together by these labels: ``how`` is sum, max or min."""
-        return f"{how}{_by(by)} ({self.series(signal, **labels)})"
+        return f"{how}{_by(by)} ({self._of_engines(self.series(signal, **labels))})"
 
     def rates(self, signal: Signal, **labels: str) -> str:
         """Return a counter's rates per second, series by series, to be put together with those of others."""
@@ -94,20 +97,28 @@ class Selection:
         """Return the rate per second of a counter of vLLM's own."""
         return f"sum{_by(by)} ({self._host_rates(name)})"
 
+    def host_gauge(self, name: str, *by: str, how: str = "sum") -> str:
+        """Return a gauge of vLLM's own, put together by these labels."""
+        return f"{how}{_by(by)} ({self._beside(self.host_series(name))})"
+
     def _host_rates(self, name: str) -> str:
-        rates = f"rate({self.host_series(name)}[{self.window}])"
-        return (
-            f"{_with_host(rates)} and on (cluster, host, model_name, engine) {_with_host(self.beside)}"
-            if self.beside
-            else rates
-        )
+        return self._beside(f"rate({self.host_series(name)}[{self.window}])")
+
+    def _beside(self, series: str) -> str:
+        if not self.beside:
+            return series
+        return f"{_with_host(series)} and on (cluster, host, model_name, engine) {_with_host(self.beside)}"
+
+    def _of_engines(self, series: str) -> str:
+        return f"{series} and {ENGINE} ({self.among})" if self.among else series
 
     def _summed(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
         if signal.kind is Kind.GAUGE:
             raise ValueError(f"{signal.name} is a gauge: it has no rate")
         for name in by:
             _check_label(signal, name)
-        return f"sum{_by(by)} ({function}({self.series(signal, part, **labels)}[{self.window}]))"
+        rates = f"{function}({self.series(signal, part, **labels)}[{self.window}])"
+        return f"sum{_by(by)} ({self._of_engines(rates)})"
 
 
 def ratio(part: str, whole: str) -> str:

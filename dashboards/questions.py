@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dashboards import looks
-from dashboards.promql import HOST_LABELS, SITE_LABELS, Selection, ratio, share
+from dashboards.promql import ENGINE, HOST_LABELS, SITE_LABELS, Selection, ratio, share
 from kvobs import signals
 from kvobs.hooks import SCHEDULER_HOOKS
 
 VARIABLES = (*HOST_LABELS, "connector")
+ROLE = "role"
+"""A further variable, of the board *Prefill and decode*: the connector's kv_role."""
 
 SELECTION = Selection(
     window="$__rate_interval",
@@ -23,6 +27,25 @@ _INFO = SELECTION.series(signals.CONNECTOR_INFO)
 
 VLLM = Selection(SELECTION.window, 'cluster=~"$cluster",model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
 """vLLM's own metrics come from another job, and with the exporter from another port (see the README)."""
+
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+
+
+def side(role: str, other: str) -> tuple[Selection, Selection]:
+    """Return kvobs's and vLLM's series of the engines of one side: those with a connector of this role, or of both.
+
+    An engine with a connector of the ``other`` role is on the other side, whatever else it has.
+    """
+    engines = replace(SELECTION, host=f'{SELECTION.host},{ROLE}=~"${ROLE}"').series(
+        signals.CONNECTOR_INFO, role=f"{role}|{BOTH}"
+    )
+    others = replace(SELECTION, child="").series(signals.CONNECTOR_INFO, role=other)
+    found = f"{engines} unless {ENGINE} {others}"
+    return replace(SELECTION, among=found), replace(VLLM, beside=f"({found})")
+
+
+PREFILL, PREFILL_VLLM = side(PRODUCER, CONSUMER)
+DECODE, DECODE_VLLM = side(CONSUMER, PRODUCER)
 
 EVERY_CHILD = SELECTION.gauge(signals.CONNECTOR_INFO, *by_child, how="max")
 """A 1 for every configured child, whether or not it has done anything."""
@@ -93,9 +116,9 @@ def loaded_share() -> str:
     return share(SELECTION.rate(signals.LOAD_TOKENS), VLLM.host_rate("prompt_tokens_total"))
 
 
-def oldest(*by: str, **labels: str) -> str:
+def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
     """Return the age of the oldest lookup, load or promised save in progress; nothing while none is."""
-    return f"(time() - {SELECTION.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
+    return f"(time() - {of.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
 
 
 def quarantined(*by: str) -> str:
@@ -108,9 +131,16 @@ def scheduler_share(*by: str) -> str:
     return SELECTION.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
 
 
-def load_speed(*by: str) -> str:
+def load_speed(*by: str, of: Selection = SELECTION) -> str:
     """Return bytes per second of a load while it runs, as a mean."""
-    return ratio(SELECTION.rate(signals.LOAD_BYTES, *by), SELECTION.rate(signals.LOAD_DURATION, *by, part="_sum"))
+    return ratio(of.rate(signals.LOAD_BYTES, *by), of.rate(signals.LOAD_DURATION, *by, part="_sum"))
+
+
+def with_role(expr: str) -> str:
+    """Return values of connectors of single engines (``by_engine``), with their role as a label."""
+    chosen = replace(SELECTION, host=f'{SELECTION.host},{ROLE}=~"${ROLE}"')
+    roles = chosen.gauge(signals.CONNECTOR_INFO, *by_engine, ROLE, how="max")
+    return f"({expr}) * on ({', '.join(by_engine)}) group_left ({ROLE}) {roles}"
 
 
 def none_if_empty(expr: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dashboards import frame, questions
-from dashboards.connector_details import calls, ranks, slow_calls
-from dashboards.frame import Section
+from dashboards.connector_details import RANKS, calls, ranks, slow_calls
+from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
@@ -14,9 +14,9 @@ from kvobs import spans as names
 from kvobs.spans import Reason, Span
 
 
-def slow_loads() -> str:
-    """Return the board's JSON."""
-    return frame.board_text(
+def slow_loads() -> Board:
+    """Return the board."""
+    return Board(
         frame.SLOW_LOADS,
         "kvobs / Slow loads",
         "Slow and failed loads, their traces, and the rank that was last. The tables need Tempo; the metrics work "
@@ -30,8 +30,13 @@ def slow_loads() -> str:
                     (8, [(12, _failed_loads()), (12, _slow_calls())]),
                     (8, [(24, _of_request())]),
                 ],
+                needs=[frame.TEMPO_SOURCE],
             ),
-            Section("Ranks (requires more than one rank)", [(8, ranks())]),
+            Section(
+                "Ranks (requires more than one rank)",
+                [(8, ranks())],
+                needs=RANKS,
+            ),
             Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],
         [board.TextBoxVariable(REQUEST).label("Request id").default_value("")],

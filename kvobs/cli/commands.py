@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
+from kvobs.cli.dashboards import Schema
 from kvobs.demo.scenarios import FAULTS
 from kvobs.version import __version__
 
@@ -266,6 +267,9 @@ def export_dashboards(
     threshold: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
     ] = None,
+    schema: Annotated[
+        Schema, typer.Option(help="Schema of boards: v1, or v2 to have dynamic boards too, in boards-v2.")
+    ] = Schema.V1,
 ) -> None:
     """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
 
@@ -276,7 +280,7 @@ def export_dashboards(
 
     try:
         site = Site(grafana, runbook, job, cluster, label or (), namespace or (), pairs(threshold or ()))
-        files = dashboards.contents(site)
+        files = dashboards.contents(site, schema=schema)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:
         raise _fail(str(error)) from None

@@ -64,7 +64,7 @@ def test_every_metric_has_data(run: Live) -> None:
 
 
 def test_there_are_boards_and_rules() -> None:
-    assert {"kvobs-overview", "kvobs-connector", "kvobs-slow-loads"} == BOARDS.keys()
+    assert {"kvobs-overview", "kvobs-connector", "kvobs-slow-loads", "kvobs-prefill-decode"} == BOARDS.keys()
     assert all(any(target.board == uid for target in TARGETS) for uid in BOARDS)
     assert RECORDED
     assert len(ALERTS) >= 9

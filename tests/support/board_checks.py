@@ -20,9 +20,17 @@ QUERIED = {signal.name + suffix: signal for signal in SIGNALS for suffix in SUFF
 NOT_OURS = {
     "vllm[:_]prompt_tokens_total",
     "vllm[:_]time_to_first_token_seconds_bucket",
+    "vllm[:_]inter_token_latency_seconds_bucket",
+    "vllm[:_]request_queue_time_seconds_bucket",
+    "vllm[:_]request_prefill_time_seconds_bucket",
+    "vllm[:_]num_requests_waiting",
+    "vllm[:_]num_requests_running",
+    "vllm[:_]kv_cache_usage_perc",
     "process_start_time_seconds",
     "ALERTS",
 }
+OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
+"""An engine is of this role by any connector, whichever are chosen."""
 OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
 GREYS_AND_TINTS = {looks.IDLE, looks.HOST, looks.BY_QUANTILE["p50"]}
 
@@ -76,11 +84,8 @@ def works_without_tempo(board: Board) -> list[str]:
 
 def templates(board: Board) -> list[str]:
     found = {v["name"]: v for v in variables(board, "query")}
-    wrong = (
-        []
-        if list(found) == ["cluster", "job", "instance", "model_name", "engine", "connector"]
-        else [f"variables {[*found]}"]
-    )
+    wanted = ["cluster", "job", "instance", "model_name", "engine", "connector"]
+    wrong = [] if list(found) in (wanted, [*wanted, "role"]) else [f"variables {[*found]}"]
     for name, variable in found.items():
         state = [variable[key] for key in ("multi", "includeAll", "allValue", "refresh")]
         if state != [True, True, ".*" if name == "cluster" else ".+", 2] or variable["current"]["value"] != ["$__all"]:
@@ -96,7 +101,8 @@ def selections(board: Board) -> list[str]:
         signal = QUERIED.get(metric(selector))
         labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
         labels += ["job", "instance"] if signal else []
-        labels += ["connector"] if signal and signal.scope is Scope.CHILD else []
+        is_about_engines = matchers(selector).get("role") in OF_ONE_ROLE
+        labels += ["connector"] if signal and signal.scope is Scope.CHILD and not is_about_engines else []
         labels += ["cluster"]
         or_none = ""
         if metric(selector) == "ALERTS":  # not all have all labels

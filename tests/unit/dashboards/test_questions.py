@@ -20,7 +20,9 @@ def answers(
     tmp_path: Path, series: dict[str, str], expr: str, at: str = "10m", label: str = "connector"
 ) -> dict[str, float]:
     """Return an expression's values by child, or another label, for series written without host labels."""
-    filled = re.sub(r"\$(job|instance|model_name|engine|connector)\b", ".+", expr).replace("$__rate_interval", "4m")
+    filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr).replace(
+        "$__rate_interval", "4m"
+    )
     filled = filled.replace("$cluster", ".*")
     whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
     made = [{"series": name, "values": values} for name, values in whole.items()]
@@ -215,6 +217,55 @@ def test_a_child_is_numbered_by_its_place(tmp_path: Path) -> None:
     assert answers(tmp_path, child("cpu", loads_total__ok="0+120x20"), asked, label="index") == {"0": 2}
     differing = child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"}
     assert answers(tmp_path, differing, asked) == {"disk": 1}
+
+
+def engine(name: str, roles: dict[str, str]) -> dict[str, str]:
+    """Return an engine with connectors of these roles: each loads once a second; vLLM on another port has a queue."""
+    of = ',job="{}",instance="{}:{}",model_name="m",engine="0"}}'.format
+    made = {f'vllm:num_requests_waiting{{x="1"{of("vllm", name, 8000)}': "7x20"}
+    for connector, role in roles.items():
+        labels = f'connector="{connector}"'
+        made[f'kvobs_connector_info{{{labels},index="0",role="{role}"{of("kvobs", name, 9464)}'] = "1x20"
+        made[f'kvobs_loads_total{{{labels},outcome="ok"{of("kvobs", name, 9464)}'] = RISING
+        made[f'kvobs_held_tokens{{{labels},kind="save"{of("kvobs", name, 9464)}'] = "64x20"
+    return made
+
+
+SPLIT = engine("p", {"nixl": "kv_producer", "cpu": "kv_both"}) | engine("d", {"nixl": "kv_consumer", "cpu": "kv_both"})
+SPLIT |= engine("d2", {"nixl": "kv_consumer"})
+
+
+def test_an_engine_is_on_the_side_of_its_producer_or_consumer(tmp_path: Path) -> None:
+    def loads(selection: promql.Selection) -> dict[str, float]:
+        return answers(tmp_path, SPLIT, selection.rate(signals.LOADS, *by_child))
+
+    assert loads(questions.PREFILL) == {"nixl": 1, "cpu": 1}
+    assert loads(questions.DECODE) == {"nixl": 2, "cpu": 1}
+    held = questions.DECODE.gauge(signals.HELD_TOKENS, *by_child, kind="save")
+    assert answers(tmp_path, SPLIT, held) == {"nixl": 128, "cpu": 64}
+    asked = questions.DECODE.rate(signals.LOADS, "instance", "connector").replace("$connector", "cpu")
+    assert answers(tmp_path, SPLIT, asked, label="instance") == {"d:9464": 1}, "whichever connector is chosen"
+
+
+def test_vllms_queue_is_that_of_the_engines_of_a_side(tmp_path: Path) -> None:
+    for selection, waiting in ((questions.PREFILL_VLLM, 7), (questions.DECODE_VLLM, 14)):
+        assert answers(tmp_path, SPLIT, selection.host_gauge("num_requests_waiting")) == {"": waiting}
+        asked = selection.host_gauge("num_requests_waiting").replace("$role", "kv_consumer")
+        assert answers(tmp_path, SPLIT, asked) == ({} if selection is questions.PREFILL_VLLM else {"": 14})
+
+
+def test_engines_of_both_roles_count_for_both_sides(tmp_path: Path) -> None:
+    series = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
+    for selection in (questions.PREFILL, questions.DECODE):
+        assert answers(tmp_path, series, selection.rate(signals.LOADS, *by_child)) == {"nixl": 2}
+
+
+def test_a_connector_of_an_engine_has_its_role(tmp_path: Path) -> None:
+    asked = questions.with_role(SELECTION.rate(signals.LOADS, *by_engine))
+    assert answers(tmp_path, engine("p", {"nixl": "kv_producer"}), asked, label="role") == {"kv_producer": 1}
+    both = SPLIT | engine("b", {"nixl": "kv_both"})
+    chosen = asked.replace("$role", "kv_producer")
+    assert answers(tmp_path, both, chosen, label="instance") == {"p:9464": 1}
 
 
 def test_a_restart_is_that_of_a_process_that_runs_kvobs(tmp_path: Path) -> None:

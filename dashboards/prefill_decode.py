@@ -1,0 +1,283 @@
+"""The board *Prefill and decode*: engines of two roles, in the order in which a request passes through them."""
+
+from __future__ import annotations
+
+from dashboards import frame, looks, questions
+from dashboards.engines import PLACE
+from dashboards.frame import Board, Section
+from dashboards.panels import About, Panel, Query, lines, of_child
+from dashboards.promql import Selection
+from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
+from dashboards.tables import Column, rows
+from kvobs import signals
+
+NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot tell them apart."
+
+
+def prefill_decode() -> Board:
+    """Return the board."""
+    return Board(
+        frame.PREFILL_DECODE,
+        "kvobs / Prefill and decode",
+        "The way of a request with separate engines for prefill and decode: it waits for prefill, is computed, its "
+        "blocks are held until decode has fetched them, decode waits for them, resumes and generates. Prefill are "
+        "engines with a kv_producer, decode those with a kv_consumer; engines with kv_both alone count for both.",
+        [
+            Section("", [(9, [(24, _engines())])]),
+            Section(
+                "1. Prefill: queue and computation",
+                [(8, [(8, _waiting("Prefill", PREFILL_VLLM)), (8, _prefill_times()), (8, _lookups())])],
+            ),
+            Section(
+                "2. Save hold: blocks on the prefill side wait to be fetched",
+                [(8, [(6, _hold()), (6, _usage("Prefill", PREFILL_VLLM)), (6, _held()), (6, _oldest_save())])],
+            ),
+            Section(
+                "3. Transfer: requests on the decode side wait for their blocks",
+                [(8, [(6, _loads()), (6, _load_times()), (6, _speed()), (6, _failures())])],
+            ),
+            Section(
+                "4. Resume and decode",
+                [
+                    (8, [(8, _waiting("Decode", DECODE_VLLM)), (8, _resume()), (8, _usage("Decode", DECODE_VLLM))]),
+                    (8, [(12, _first_token()), (12, _between_tokens())]),
+                ],
+            ),
+        ],
+        [frame.of_label(questions.ROLE, questions.VARIABLES)],
+    )
+
+
+def _engines() -> Panel:
+    return rows(
+        "Engines by role, oldest transfer first",
+        About(
+            "One row per connector of each engine, with its role (kv_role).",
+            "Producers save and hold, consumers load: held tokens on a producer are blocks that no consumer has "
+            "fetched yet.",
+            "Old transfers on producers only: the consumers are slow or gone. On consumers only: the link or the "
+            "producers are.",
+            "All rows kv_both: set kv_role to kv_producer and kv_consumer where the connector allows it, or choose the "
+            "instances of one side above.",
+        ),
+        {"connector": "Connector", "role": "Role", **PLACE},
+        [
+            Column("Oldest transfer", with_role(questions.oldest(*by_engine)), "s", looks.AGE_SECONDS),
+            Column("Held tokens", with_role(SELECTION.gauge(signals.HELD_TOKENS, *by_engine))),
+            Column("Saves/s", with_role(SELECTION.rate(signals.SAVES, *by_engine)), decimals=2),
+            Column(
+                "Save hold p99", with_role(SELECTION.quantile(0.99, signals.SAVE_HOLD, *by_engine)), "s",
+            ),
+            Column("Loads/s", with_role(SELECTION.rate(signals.LOADS, *by_engine)), decimals=2),
+            Column(
+                "Load p99", with_role(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)), "s",
+                looks.LOAD_SECONDS,
+            ),
+            Column("", with_role(questions.every(*by_engine))),
+        ],
+        limit=50,
+    )  # fmt: skip
+
+
+def _waiting(side: str, vllm: Selection) -> Panel:
+    return lines(
+        f"{side}: requests waiting and running (dashed)",
+        About(
+            f"vLLM's queue on the {side.lower()} engines: requests that wait to be scheduled, and requests that run.",
+            "Waiting rises and running is flat: these engines are full. A request that waits for its load is waiting.",
+            "Compare both sides: the one whose queue grows needs more engines, or faster transfers.",
+            NOT_SPLIT,
+        ),
+        Query(vllm.host_gauge("num_requests_waiting"), "waiting", looks.HOST, 2),
+        Query(vllm.host_gauge("num_requests_running"), "running", looks.HOST, dashed=True),
+        unit="short",
+    )
+
+
+def _prefill_times() -> Panel:
+    return lines(
+        "Prefill: time in the queue (dashed) and in computation (p95)",
+        About(
+            "vLLM's time of requests in the queue, and from then to their first token, on the prefill engines: p95.",
+            "A long queue with short computation: too few prefill engines, or their KV cache is held by saves.",
+            "Compare with the save hold and the KV cache usage below.",
+            NOT_SPLIT,
+        ),
+        Query(PREFILL_VLLM.host_quantile(0.95, "request_queue_time_seconds"), "queue", looks.HOST, dashed=True),
+        Query(PREFILL_VLLM.host_quantile(0.95, "request_prefill_time_seconds"), "computation", looks.HOST, 2),
+        unit="s",
+    )
+
+
+def _lookups() -> Panel:
+    return lines(
+        "Prefill: lookup delay (mean)",
+        About(
+            "Mean time from the connector's first 'not yet' for a request to its answer, on the prefill engines.",
+            "It is spent in the queue, before the computation begins.",
+            "Set lookup_timeout_ms, so that a request is computed without the answer.",
+            "Requests answered immediately are not included.",
+        ),
+        of_child(PREFILL.mean(signals.LOOKUP_DELAY, "connector")),
+        unit="s",
+    )
+
+
+def _hold() -> Panel:
+    return lines(
+        "Save hold on the prefill side (p99)",
+        About(
+            "Time from a request's end on a prefill engine to the completion of its promised save.",
+            "Blocks wait to be fetched, and no other request can use them.",
+            "Long holds and a full KV cache (to the right): decode engines fetch too late, or too few of them do.",
+            "It includes the time the blocks wait to be fetched, not only the transfer itself.",
+        ),
+        of_child(PREFILL.quantile(0.99, signals.SAVE_HOLD, "connector")),
+        unit="s",
+        exemplars=True,
+    )
+
+
+def _usage(side: str, vllm: Selection) -> Panel:
+    return lines(
+        f"{side}: KV cache usage (fullest engine)",
+        About(
+            f"Share of the KV cache that is in use, as vLLM reports it, on the fullest of the {side.lower()} engines.",
+            "Near 100 %: requests wait for blocks, or are preempted.",
+            "Compare with the tokens held by transfers: held blocks are in use.",
+            NOT_SPLIT,
+        ),
+        Query(vllm.host_gauge("kv_cache_usage_perc", how="max"), "fullest engine", looks.HOST, 2),
+        unit="percentunit",
+    )
+
+
+def _held() -> Panel:
+    return lines(
+        "Prefill: KV cache held by saves (tokens)",
+        About(
+            "Tokens whose blocks are held on prefill engines by promised saves of finished requests.",
+            "Up and down is normal. A line that only rises fills the KV cache.",
+            "Look for decode engines that stopped: their requests' blocks are held until they are fetched.",
+            "Blocks that requests share are counted for each. An idle engine keeps its last value.",
+        ),
+        of_child(PREFILL.gauge(signals.HELD_TOKENS, "connector", kind="save")),
+        unit="short",
+    )
+
+
+def _oldest_save() -> Panel:
+    return lines(
+        "Prefill: age of the oldest save",
+        About(
+            "Age of the oldest promised save in progress on the prefill engines.",
+            "A sawtooth is normal. A line that only rises: nobody fetches these blocks.",
+            "Compare with the connector's own timeout for blocks that nobody fetches.",
+            "There is no data while no save is in progress.",
+        ),
+        of_child(questions.oldest("connector", of=PREFILL, kind="save")),
+        unit="s",
+    )
+
+
+def _loads() -> Panel:
+    return lines(
+        "Decode: loads; oldest in s (dashed)",
+        About(
+            "Loads in progress on the decode engines, whose requests wait for them, and the oldest one's age.",
+            "A line that only rises is a backlog; an age that only rises is a load that never ends.",
+            "Compare with 'Save hold' above. Both long: the link. Short holds and long loads: the decode side.",
+            "The value is updated in engine steps: an idle engine keeps its last value.",
+        ),
+        of_child(DECODE.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
+        of_child(questions.oldest("connector", of=DECODE, kind="load"), "oldest", dashed=True),
+        unit="short",
+    )
+
+
+def _load_times() -> Panel:
+    return lines(
+        "Decode: load duration (p99)",
+        About(
+            "p99 of loads on the decode engines, from allocation to the last rank's receipt.",
+            "It is part of the time to first token on the decode side.",
+            "Click a point for its trace, or open Slow loads.",
+            "Values are interpolated within a histogram bucket: small steps mean nothing.",
+        ),
+        of_child(DECODE.quantile(0.99, signals.LOAD_DURATION, "connector")),
+        unit="s",
+        exemplars=True,
+    )
+
+
+def _speed() -> Panel:
+    return lines(
+        "Decode: throughput of a load (mean)",
+        About(
+            "Bytes of successful loads on the decode engines divided by the time they took.",
+            "Falling while loads get slower: the link is slower. Unchanged: the loads are larger.",
+            "Compare with the bandwidth of the link.",
+            "Loads that run at the same time share the link: together they may be faster than this.",
+        ),
+        of_child(questions.load_speed("connector", of=DECODE)),
+        unit="Bps",
+    )
+
+
+def _failures() -> Panel:
+    return lines(
+        "Decode: failed loads (loads/s)",
+        About(
+            "Loads that failed on the decode engines, per second.",
+            "No data or zero is normal.",
+            "See their traces on Slow loads, then the producers: they may have restarted, or dropped the blocks.",
+            "A failed load is not a failed request: decode computes the prompt itself, unless kv_load_failure_policy "
+            "is fail.",
+        ),
+        of_child(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
+        unit="ops",
+    )
+
+
+def _resume() -> Panel:
+    return lines(
+        "Decode: resume delay after a load (p99)",
+        About(
+            "Time from an async load's end on all ranks to the step that schedules its request.",
+            "The blocks are there, the request still waits: high with many waiting requests, the engine is full.",
+            "High without waiting requests: a connector blocks the scheduler, see board Connector.",
+            "Synchronous loads have none.",
+        ),
+        of_child(DECODE.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector")),
+        unit="s",
+    )
+
+
+def _first_token() -> Panel:
+    return lines(
+        "Decode: time to first token and load duration (p95)",
+        About(
+            "vLLM's time to first token on the decode engines (grey), and load durations by connector: p95.",
+            "Both rise together: transfers delay the first token. Only the grey one rises: the queue does.",
+            "Compare with the prefill side's queue: the client waits for both sides, one after the other.",
+            "A proxy in front adds the time on the prefill side; it is not in this number.",
+        ),
+        Query(DECODE_VLLM.host_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.HOST, 3),
+        of_child(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),
+        unit="s",
+    )
+
+
+def _between_tokens() -> Panel:
+    return lines(
+        "Decode: time between tokens, and steps blocked by loads (p95)",
+        About(
+            "vLLM's time between tokens on the decode engines (grey), and the time steps wait for loads: p95.",
+            "A connector's line near the grey one: its synchronous loads slow down every running request.",
+            "Load asynchronously on decode engines.",
+            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
+        ),
+        Query(DECODE_VLLM.host_quantile(0.95, "inter_token_latency_seconds"), "between tokens", looks.HOST, 3),
+        of_child(DECODE.quantile(0.95, signals.LOAD_STALL, "connector"), "steps blocked"),
+        unit="s",
+    )
