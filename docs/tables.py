@@ -41,6 +41,11 @@ COMBINED = {
 }
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {
+    "EnginesFailingRequests": lambda site: (
+        f"on more than {_percent(site.failing_engines)} of a cluster's engines that load from a connector, and on at "
+        f"least {site.few_failing_engines}, more than {_percent(site.failed_share)} of these loads fail, and their "
+        "requests with them"
+    ),
     "RequestsFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
         f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes"
@@ -50,6 +55,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"
     ),
     "LoadUnfinished": lambda site: f"a load has been in progress for more than {site.load_age_s} s",
+    "EnginesFailing": lambda _: "the same, and their tokens are recomputed (`kv_load_failure_policy` `recompute`)",
     "ConnectorFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
     ),
