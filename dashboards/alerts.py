@@ -1,6 +1,6 @@
 """Define the alerts about connectors: condition, severity, and the board to open; and put all alerts together.
 
-An alert is about one engine, and mostly about one of its connectors. Vectors are matched with ``ignoring``, not ``on``:
+Most alerts are about one engine, and one of its connectors. Vectors are matched with ``ignoring``, not ``on``:
 so labels of a site (cluster, namespace) count, and clusters do not hide each other.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dashboards import rules, telemetry_alerts
+from dashboards import fleet_alerts, rules, telemetry_alerts
 from dashboards.promql import ratio
 from dashboards.rules import Alert, Asks, Group, Severity
 from dashboards.site import Site
@@ -52,14 +52,8 @@ def connector_failing(site: Site) -> Alert:
 
 
 def _failing(site: Site, with_policy_fail: str) -> str:
-    asks = Asks(site.scope)
-    failed = asks.increase(signals.LOADS, window=rules.LONG_WINDOW, outcome="failed")
-    policy, own = asks.series(signals.CONNECTOR_INFO, failure_policy="fail"), ", ".join(signals.CONNECTOR_INFO.labels)
-    return (
-        f"{rules.FAILED_SHARE} > {site.failed_share}\n"
-        f"and {failed} >= {site.few_failed}\n"
-        f"{with_policy_fail} ignoring ({own}) {policy}"
-    )
+    failed = Asks(site.scope).increase(signals.LOADS, window=rules.LONG_WINDOW, outcome="failed")
+    return f"{fleet_alerts.failing(site, with_policy_fail)}\nand {failed} >= {site.few_failed}"
 
 
 def failed_sync_loads(site: Site) -> Alert:
@@ -256,11 +250,13 @@ def unused_hit_tokens(site: Site) -> Alert:
 
 
 ALERTS: tuple[Callable[[Site], Alert], ...] = (
+    fleet_alerts.engines_failing_requests,
     requests_failing,
     failed_sync_loads,
     stuck_transfers,
     load_unfinished,
     connector_blocks_engine,
+    fleet_alerts.engines_failing,
     connector_failing,
     connector_blocks_scheduler,
     lookup_unanswered,

@@ -65,7 +65,7 @@ VERDICTS = {
 }
 
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
-ENGINES_FAILING = thresholds((1e-9, WARNING), (0.1, BAD))
+ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))
 
 PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
 

@@ -70,7 +70,7 @@ def _verdicts() -> list[Panel]:
             "Engines failing",
             About(
                 "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
-                "0: no engine. Amber: some engine. Red: 10 % of the engines or more.",
+                "0: no engine. Amber: some engine. Red: 20 % of the engines or more.",
                 "One engine: its machine. Many: the connector, its store or the network. See the engines below.",
                 "Engines without traffic count as engines that do not fail.",
             ),

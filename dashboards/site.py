@@ -31,6 +31,8 @@ class Site:
 
     failed_share: float = threshold(0.05, "share of loads that failed, in 5 minutes")
     few_failed: int = threshold(5, "failed loads in 15 minutes; fewer are no trend")
+    failing_engines: float = threshold(0.2, "share of a cluster's loading engines whose loads fail at the same time")
+    few_failing_engines: int = threshold(3, "engines whose loads fail; fewer have alerts of their own only")
     load_age_s: int = threshold(120, "age of the oldest unfinished load, in seconds")
     # It must be a bucket bound: only there is a histogram exact.
     slow_load_s: float = threshold(signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds")

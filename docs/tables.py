@@ -41,6 +41,11 @@ COMBINED = {
 }
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {
+    "EnginesFailingRequests": lambda site: (
+        f"on more than {_percent(site.failing_engines)} of a cluster's engines that load from a connector, and on at "
+        f"least {site.few_failing_engines}, more than {_percent(site.failed_share)} of these loads fail, and their "
+        "requests with them"
+    ),
     "RequestsFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
         f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes"
@@ -50,13 +55,16 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"
     ),
     "LoadUnfinished": lambda site: f"a load has been in progress for more than {site.load_age_s} s",
+    "EnginesFailing": lambda _: "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
     "ConnectorFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
     ),
     "ConnectorBlocksEngine": lambda site: (
         f"the scheduler spends more than {_percent(site.blocked_share)} of its time in calls into a connector"
     ),
-    "ConnectorBlocksScheduler": lambda site: f"the same with more than {_percent(site.scheduler_share)}",
+    "ConnectorBlocksScheduler": lambda site: (
+        f"as `KvobsConnectorBlocksEngine`, with more than {_percent(site.scheduler_share)}"
+    ),
     "LookupUnanswered": lambda site: (
         f"a connector has answered a lookup 'not yet' for more than {site.lookup_age_s} s, and its request waits"
     ),

@@ -70,11 +70,23 @@ def fill(path: str, content: bytes, site: Site, defaults: Mapping[str, Any]) -> 
         return _template(content.decode(), site, defaults).encode()
     if path.startswith(("boards/", "boards-v2/")):
         return _board(content.decode(), site, defaults).encode()
-    if path == "stack/prometheus.yml" and site.job:
-        return content.replace(f"job_name: {defaults['job']}\n".encode(), f"job_name: {site.job}\n".encode())
-    if path == "runbook.md" and site.job:
-        return content.replace(f'job="{defaults["job"]}"'.encode(), f'job="{site.job}"'.encode())
+    job, cluster = site.job or defaults["job"], site.cluster or defaults["cluster"]
+    if path == "stack/prometheus.yml":
+        return content.replace(f"job_name: {defaults['job']}\n".encode(), f"job_name: {job}\n".encode())
+    if path == "stack/alertmanager.yml":
+        return _in_lists(content.decode(), defaults["cluster"], cluster).encode()
+    if path == "runbook.md":
+        text = content.decode().replace(f'job="{defaults["job"]}"', f'job="{job}"')
+        # Its queries are indented.
+        return re.sub(
+            "^    .*$", lambda line: _in_lists(line[0], defaults["cluster"], cluster), text, flags=re.MULTILINE
+        ).encode()
     return content
+
+
+def _in_lists(text: str, name: str, new: str) -> str:
+    """Replace a name where it is an item of a list in brackets."""
+    return re.sub(rf"(?<=[\[(, ]){name}(?=[\],)])", new, text)
 
 
 def _template(text: str, site: Site, defaults: Mapping[str, Any]) -> str:

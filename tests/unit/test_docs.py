@@ -12,6 +12,10 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from dashboards import rules
+from dashboards.__main__ import BOARDS
+from dashboards.alerts import ALERTS
+from dashboards.rules import Asks
 from docs.__main__ import generated, main
 from docs.pages import FOLDER, ROOT, fill, pages, parts, table, write
 from docs.tables import TABLES
@@ -50,6 +54,13 @@ def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
 
 def test_every_table_is_in_a_page() -> None:
     assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
+
+
+def test_the_page_of_dashboards_counts_right() -> None:
+    words = {"three": 3}
+    pattern = r"ships (\w+) Grafana boards, (\d+) recording rules, (\d+) alerts"
+    ((boards, recordings, alerts),) = re.findall(pattern, TEXTS["docs/dashboards-and-alerts.md"])
+    assert (words[boards], int(recordings), int(alerts)) == (len(BOARDS), len(rules.recordings(Asks())), len(ALERTS))
 
 
 def test_measurements_have_their_place() -> None:

@@ -120,6 +120,22 @@ def test_dynamic_boards_are_changed_as_classic_ones_are() -> None:
         assert back == plain[f"boards-v2/{uid}"].decode(), "nothing else changes"
 
 
+def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
+    """With a label that alerts do not have, an alert of one cluster would silence those of the others."""
+    routing = yaml.safe_load(CHANGED["stack/alertmanager.yml"])
+    assert "k8s_cluster" in routing["route"]["group_by"]
+    assert "cluster" not in routing["route"]["group_by"]
+    for rule in routing["inhibit_rules"]:
+        assert "k8s_cluster" in rule["equal"]
+        assert "cluster" not in rule["equal"]
+    asked = re.findall(r"^    (\S.*)$", CHANGED["runbook.md"].decode(), re.MULTILINE)
+    assert [query for query in asked if "k8s_cluster" in query]
+    assert not [query for query in asked if re.search(r"\bcluster\b", query)]
+    for path in ("stack/alertmanager.yml", "runbook.md"):
+        back = CHANGED[path].decode().replace("k8s_cluster", "cluster").replace("llm/kvobs", "kvobs")
+        assert back == DEFAULTS[path].decode(), "nothing else changes"
+
+
 def test_exported_settings_of_prometheus_load_the_exported_rules(tmp_path: Path) -> None:
     dashboards.export(tmp_path, CHANGED)
     tool = shutil.which("promtool")

@@ -98,9 +98,63 @@ def failing(policy: str, ending: str) -> Scenes:
             of("0+0x40 1+0x360", "0+0x400"),  # one failure, and no other load
             of("0+0x40 1+0x360", "0+0x50 1+0x350"),  # one of two
             of("0+0x40 1+0x8 2+0x352", "0+1x400"),  # two of 24
+            of(ONE_IN_FOUR_MINUTES, "0+0x400"),  # alone
             loads("0+1x400", "0+9x400", other),  # another alert's
         ),
     )  # fmt: skip
+
+
+ONE_IN_FOUR_MINUTES = " ".join(f"{number}x7" for number in range(50))
+
+
+def engines(policy: str, *numbers: tuple[str, str]) -> Series:
+    """Return failed and good loads of several engines: of the one that the scene is about, and of others."""
+    found: dict[str, str] = {}
+    for place, (failed, ok) in enumerate(numbers):
+        other = f',instance="gpu-{100 + place}:8000"}}' if place else "}"  # beyond those of any test
+        found |= {name.replace("}", other): values for name, values in loads(failed, ok, policy).items()}
+    return found
+
+
+def many_failing(policy: str, ending: str) -> Scenes:
+    """Many engines of a cluster whose loads fail, with this ``failure_policy``."""
+    well, bad = ("0+1x400", "0+99x400"), ("0+1x400", "0+9x400")
+    thin = [(ONE_IN_FOUR_MINUTES, ok) for ok in ("0+0x400", "0+0.125x400", "0+0.25x400")]
+    worse = [("0+2x400", "0+8x400"), ("0+3x400", "0+7x400")]
+    says = (
+        f"On {{}} of the engines of job kvobs that load from disk, these loads fail. {ending} "
+        "What the engines share may be the cause: the store, the network, a new version. Worst: {}."
+    )
+    worst = "gpu-102:8000/0 gpu-101:8000/0 gpu-1:8000/0"
+    other = "fail" if policy == "recompute" else "recompute"
+    return Scenes(
+        healthy=engines(policy, well),
+        fires=(
+            Fires(engines(policy, bad, *worse, *[well] * 9), "20m", says.format("25%", worst)),
+            # Idle engines do not hide it, nor do those that never had a load.
+            Fires(
+                engines(policy, bad, *worse, *[("5+0x400", "90+0x400"), ("_x400", "_x400")] * 9),
+                "20m",
+                says.format("100%", worst),
+            ),
+            # No engine has enough of them for an alert of its own.
+            Fires(
+                engines(policy, *thin),
+                "30m",
+                says.format("100%", "gpu-1:8000/0 gpu-101:8000/0 gpu-102:8000/0"),
+            ),
+        ),
+        ended=engines(policy, *[("0+1x100 100+0x300", "0+9x100 900+10x300")] * 3),
+        idle=engines(policy, *[("500+0x400", "500+0x400")] * 3),
+        restart=engines(policy, *[("0+1x60 0+1x300", "0+99x60 0+99x300")] * 3),
+        quiet=(
+            engines(policy, bad, bad),  # alerts of their own are enough
+            engines(policy, *[bad] * 3, *[well] * 12),  # a fifth
+            engines(policy, *[("0+0x40 1+0x360", "0+0x400")] * 9),  # one load each
+            engines(policy, *[(f"0+0x{20 * i + 1} 1+1x20 21+0x400", "0+10x400") for i in range(5)]),  # in turn
+            engines(other, *[bad] * 3),  # another alert's
+        ),
+    )
 
 
 def load_times(within_second: str, total: str, tokens: str) -> Series:
@@ -201,6 +255,7 @@ SLOW_SAYS = (
 )
 
 SCENES = {
+    "KvobsEnginesFailingRequests": many_failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
     "KvobsRequestsFailing": failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
     "KvobsFailedSyncLoads": rare(
         "kvobs_failed_sync_loads_total",
@@ -243,6 +298,7 @@ SCENES = {
         f"{IN_CALLS}: all requests of this engine wait.",
         scheduler_times("0+12x400"),
     ),
+    "KvobsEnginesFailing": many_failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorBlocksScheduler": scheduler_share(
         "0+0.3x400",

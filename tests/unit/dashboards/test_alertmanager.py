@@ -58,6 +58,8 @@ def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
     found = {source: {target for target in ALERTS if silenced_by(source, target)} for source in ALERTS}
     everything = {name for name, alert in ALERTS.items() if {"job", "instance"} <= set(alert.about)}
     assert {source: targets for source, targets in found.items() if targets} == {
+        "KvobsEnginesFailingRequests": {"KvobsRequestsFailing"},
+        "KvobsEnginesFailing": {"KvobsConnectorFailing"},
         "KvobsJobMissing": {"KvobsTelemetryMissing"},
         "KvobsTelemetryMissing": everything - {"KvobsTelemetryMissing"},
         "KvobsConnectorQuarantined": {"KvobsConnectorErrors", "KvobsConnectorFailing", "KvobsLoadsSlow"},

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from dashboards.alerts import ALERTS, CHILD, alerts, rule_groups
+from dashboards.fleet_alerts import FLEET
 from dashboards.rules import Alert
 from dashboards.site import RUNBOOK, Site
 from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
@@ -31,6 +32,7 @@ BESIDE: dict[tuple[str, ...], dict[str, str]] = {
     DOUBLED: {"engine": "1"},
     TARGET: {"instance": "gpu-2:8000"},
     JOB: {"instance": "gpu-2:8000"},
+    FLEET: {"connector": "cpu"},
 }
 """By what an alert is about: labels of another one of these, which is healthy."""
 MANY = 64
@@ -105,7 +107,7 @@ def test_one_of_64_engines_fires_alone_and_all_fire_each(name: str, tmp_path: Pa
     every: dict[str, str] = {}
     for instance in instances:
         every |= engine(fires.series, {"instance": instance})
-    is_of_one = "instance" in alert.about  # a job with one target is not missing
+    is_of_one = "instance" in alert.about  # a job with one target is not missing, a fleet with one bad engine works
     tests = [
         case(one, [], {fires.at: {"": 1} if is_of_one else {}}, name),
         case(every, [], {fires.at: {"": MANY if is_of_one else 1}}, name),

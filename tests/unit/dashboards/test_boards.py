@@ -220,6 +220,7 @@ def test_in_tables_only_what_is_not_well_has_a_colour() -> None:
 def test_boards_change_their_colour_where_alerts_begin() -> None:
     site = Site()
     assert looks.bound(looks.FAILING_SHARE, looks.BAD) == site.failed_share
+    assert looks.bound(looks.ENGINES_FAILING, looks.BAD) == site.failing_engines
     assert looks.bound(looks.LOAD_SECONDS, looks.WARNING) == pytest.approx(site.slow_load_s, rel=0.1)
     assert looks.bound(looks.SCHEDULER_SHARE, looks.WARNING) == site.scheduler_share
     assert looks.bound(looks.SCHEDULER_SHARE, looks.BAD) == site.blocked_share

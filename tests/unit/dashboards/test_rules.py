@@ -178,8 +178,8 @@ def test_alerts_are_in_the_order_of_their_severity() -> None:
     found = [order.index(alert.severity) for alert in BY_NAME.values()]
     assert found == sorted(found)
     assert {alert.name for alert in BY_NAME.values() if alert.severity is Severity.CRITICAL} == {
-        "KvobsRequestsFailing", "KvobsFailedSyncLoads", "KvobsStuckTransfers", "KvobsLoadUnfinished",
-        "KvobsConnectorBlocksEngine",
+        "KvobsEnginesFailingRequests", "KvobsRequestsFailing", "KvobsFailedSyncLoads", "KvobsStuckTransfers",
+        "KvobsLoadUnfinished", "KvobsConnectorBlocksEngine",
     }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def test_prometheus_takes_its_settings_as_they_are_mounted(tmp_path: Path) -> No
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert said.returncode == 0, said.stderr
     assert "1 rule files found" in said.stdout
-    assert "35 rules found" in said.stdout
+    assert "37 rules found" in said.stdout
 
 
 def jobs_in(page: str) -> list[dict[str, Any]]:
@@ -227,10 +227,25 @@ def test_boards_are_where_the_provider_looks() -> None:
     assert (GENERATED / "boards" / home.name).exists()
 
 
-def test_anybody_may_look_and_nobody_change() -> None:
+def test_anybody_may_look_and_who_signs_in_may_explore() -> None:
+    """Anonymous roles above Viewer are deprecated since Grafana 12; Explore is for editors and above."""
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    removed = {"GF_USERS_VIEWERS_CAN_EDIT", "GF_USERS_EDITORS_CAN_ADMIN"}  # by Grafana 12
+    without_a_form = {"GF_AUTH_DISABLE_LOGIN_FORM", "GF_AUTH_BASIC_ENABLED"}
+    assert not environment.keys() & (removed | without_a_form)
+    password = environment["GF_SECURITY_ADMIN_PASSWORD"]
+    (default,) = re.findall(r"^\$\{GRAFANA_PASSWORD:-(\w+)\}$", password)
+    assert default != "admin", "Grafana asks to change that one"
+    page = (ROOT / "docs/dashboards-and-alerts.md").read_text()
+    assert f"sign in as `admin`, with the password `{default}` (`GRAFANA_PASSWORD`)" in " ".join(page.split())
+
+
+def test_tempo_finds_a_trace_seconds_after_it_came() -> None:
+    """Its default hides the newest 30 seconds from searches, and so from the boards' tables."""
+    cutoff = load("tempo.yaml")["query_frontend"]["query_end_cutoff"]
+    assert int(cutoff.removesuffix("s")) <= 5
 
 
 def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> None:

@@ -1,0 +1,227 @@
+"""The examples for other people's clusters: charts take them, their configurations are right, and all ports meet.
+
+What the charts and guides make of them is written here as facts (tests/support/charts.py): they are not downloaded.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped] # vLLM brings it, without types
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvobs.cli import app, dashboards
+from kvobs.cli.site import Site
+from tests.support import charts
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs/examples"
+NAMES = ("production-stack", "llm-d", "llm-d-modelservice")
+CHARTS = {"production-stack": charts.VLLM_STACK, "llm-d-modelservice": charts.MODELSERVICE}
+JOBS = ["vllm", "kvobs"]
+EXPORTER = 9464
+VLLM_PORTS = {"prefill": 8000, "decode": 8200}
+"""Of the guide: in decode pods the routing sidecar has 8000."""
+
+
+def values(name: str) -> Any:
+    return yaml.safe_load((EXAMPLES / name / "values.yaml").read_text())
+
+
+def checked(*args: str) -> dict[str, Any]:
+    """Return what ``kvobs check`` says of a line with these arguments."""
+    found = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
+    said: dict[str, Any] = json.loads(found.stdout)
+    return said
+
+
+def assert_right(args: list[str], connectors: list[str]) -> None:
+    found = checked(*args)
+    assert found["mistakes"] == []
+    assert found["warnings"] == []
+    config = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_module_path"] == "kvobs"
+    assert [each["kv_connector"] for each in config["kv_connector_extra_config"]["connectors"]] == connectors
+    options = config["kv_connector_extra_config"]["kvobs"]
+    assert options["exporter"] == {"host": "0.0.0.0"}, "Prometheus is not in the pod"
+    assert len(options["names"]) == len(connectors)
+
+
+def test_there_are_examples_of_these_and_the_page_names_them() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} == set(NAMES)
+    page = (ROOT / "docs/deployment.md").read_text()
+    for name in NAMES:
+        assert f"](examples/{name}/" in page
+
+
+# --- values
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_the_chart_takes_the_values(name: str) -> None:
+    jsonschema.validate(values(name), charts.schema(CHARTS[name]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec["modelSpec"][0]["vllmConfig"].update(extraArg=["--x"]),
+        lambda spec: spec["modelSpec"][0].update(replicaCount="2"),
+        lambda spec: spec.update(serviceMonitor={"enable": False}),
+        lambda spec: spec.update(modelSpec=[]),
+    ],
+)
+def test_a_slip_in_values_is_found(change: Any) -> None:
+    wrong = values("production-stack")
+    change(wrong["servingEngineSpec"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, charts.schema(charts.VLLM_STACK))
+
+
+def test_the_production_stack_starts_a_right_configuration() -> None:
+    (model,) = values("production-stack")["servingEngineSpec"]["modelSpec"]
+    assert_right([model["modelURL"], *model["vllmConfig"]["extraArgs"]], ["OffloadingConnector", "NixlConnector"])
+    assert "lmcacheConfig" not in model, "its --kv-transfer-config would come after ours, and count"
+    assert "tensorParallelSize" in model["vllmConfig"], "without it the chart mounts no /dev/shm"
+
+
+def test_the_modelservice_starts_right_configurations() -> None:
+    content = values("llm-d-modelservice")
+    ports = {"prefill": content["routing"]["servicePort"], "decode": content["routing"]["proxy"]["targetPort"]}
+    connectors = {"prefill": ["NixlConnector", "OffloadingConnector"], "decode": ["NixlConnector"]}
+    for role, port in ports.items():
+        (container,) = content[role]["containers"]
+        assert_right(container["args"], connectors[role])
+        assert {each["name"]: each["containerPort"] for each in container["ports"]} == {
+            "metrics": port,
+            "kvobs": EXPORTER,
+        }
+        assert content["modelArtifacts"]["labels"].items() >= SELECTED["llm-d-modelservice"].items()
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in content[role]["volumes"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_are_those_of_the_page(name: str) -> None:
+    text = "\n".join(path.read_text() for path in (EXAMPLES / name).glob("*.yaml"))
+    (repository,) = set(re.findall(r"registry\.example\.com/[\w-]+", text))
+    (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
+    page = (ROOT / "docs/deployment.md").read_text()
+    assert f"FROM vllm/vllm-openai:{tag}\n" in page
+    assert f"docker build --tag {repository}:{tag}" in page
+
+
+# --- what kubectl builds
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+
+
+def built(folder: Path) -> list[Any]:
+    made = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
+    assert made.returncode == 0, made.stderr
+    return list(yaml.safe_load_all(made.stdout))
+
+
+def _deployment(name: str, args: list[str]) -> dict[str, Any]:
+    container = {
+        "name": charts.GUIDE_CONTAINER,
+        "image": f"{charts.GUIDE_IMAGE}:v0.27.1",
+        "args": args,
+        "ports": [{"name": "modelserver", "containerPort": VLLM_PORTS[name]}],
+    }
+    pod = {"containers": [container], "initContainers": [{"name": "routing-proxy", "image": "proxy:1"}]}
+    spec = {"template": {"spec": pod}}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
+
+
+def guide(folder: Path, arguments: dict[str, list[str]] = charts.GUIDE) -> Path:
+    """Write what our overlay stands on, in the guide's form: a base with a prefix, a variant, and the overlay."""
+    objects = [_deployment(name, args) for name, args in arguments.items()]
+    header = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    for place, content in {
+        "base/kustomization.yaml": header | {"resources": ["all.yaml"], "namePrefix": charts.GUIDE_PREFIX},
+        "base/all.yaml": None,
+        "multi-tier/kustomization.yaml": header | {"resources": ["../base"]},
+    }.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump_all(objects) if content is None else yaml.safe_dump(content)
+        (folder / place).write_text(text)
+    overlay = folder / "multi-tier-kvobs"
+    overlay.mkdir()
+    shutil.copy(EXAMPLES / "llm-d/kustomization.yaml", overlay)
+    return overlay
+
+
+@needs_kubectl
+def test_the_overlay_changes_the_guide_s_engines_and_nothing_else(tmp_path: Path) -> None:
+    found = {each["metadata"]["name"].removeprefix(charts.GUIDE_PREFIX): each for each in built(guide(tmp_path))}
+    assert found.keys() == charts.GUIDE.keys()
+    connectors = {"prefill": ["NixlConnector", "OffloadingConnector"], "decode": ["NixlConnector"]}
+    for name, deployment in found.items():
+        pod = deployment["spec"]["template"]["spec"]
+        (engine,) = pod["containers"]
+        assert engine["image"] == "registry.example.com/vllm-kvobs:v0.32.0"
+        assert pod["initContainers"] == [{"name": "routing-proxy", "image": "proxy:1"}]
+        place = charts.GUIDE[name].index("--kv-transfer-config") + 1
+        assert [*engine["args"][:place], *engine["args"][place + 1 :]] == [
+            argument for number, argument in enumerate(charts.GUIDE[name]) if number != place
+        ]
+        assert_right(engine["args"], connectors[name])
+        assert {port["name"]: port["containerPort"] for port in engine["ports"]} == {
+            "modelserver": VLLM_PORTS[name],
+            "kvobs": EXPORTER,
+        }
+
+
+@needs_kubectl
+def test_arguments_that_moved_are_an_error_and_not_overwritten(tmp_path: Path) -> None:
+    moved = {name: ["--new", *args] for name, args in charts.GUIDE.items()}
+    with pytest.raises(AssertionError, match="test"):
+        built(guide(tmp_path, moved))
+
+
+@needs_kubectl
+@pytest.mark.parametrize("name", NAMES)
+def test_monitoring_has_all_of_an_export_with_the_example_s_pods(name: str, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / name / "monitoring", tmp_path, dirs_exist_ok=True)
+    files = dashboards.contents(Site(labels=["release=mon"], namespaces=["llm"]))
+    dashboards.export(tmp_path / "export", files)
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tmp_path)}
+    boards = {f"kvobs-{board}" for board in ("overview", "connector", "slow-loads")}
+    assert set(objects) == {("PodMonitor", "kvobs"), ("PrometheusRule", "kvobs"), *(("ConfigMap", b) for b in boards)}
+    for board in boards:
+        assert objects["ConfigMap", board]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert objects[kind, "kvobs"]["metadata"]["labels"]["release"] == "mon"
+    spec = objects["PodMonitor", "kvobs"]["spec"]
+    assert spec["namespaceSelector"] == {"matchNames": ["llm"]}
+    assert spec["selector"] == {"matchLabels": SELECTED[name]}
+    ports, jobs = [], []
+    for endpoint in spec["podMetricsEndpoints"]:
+        assert endpoint["path"] == "/metrics"
+        job, *address = endpoint["relabelings"]
+        assert (job["action"], job["targetLabel"]) == ("replace", "job")
+        jobs.append(job["replacement"])
+        ports.append((endpoint["port"], *(each["replacement"] for each in address)))
+    assert jobs == JOBS, "what rules and boards ask for"
+    assert ports == SCRAPED[name]
+
+
+SELECTED = {
+    "production-stack": {"helm-release-name": "vllm"},
+    "llm-d": {"llm-d.ai/guide": "pd-disaggregation"},
+    "llm-d-modelservice": {"llm-d.ai/model": "qwen3"},
+}
+"""Labels that the chart or guide gives its engines' pods."""
+SCRAPED = {
+    "production-stack": [("container-port",), ("container-port", f"$1:{EXPORTER}")],
+    "llm-d": [("modelserver",), ("kvobs",)],
+    "llm-d-modelservice": [("metrics",), ("kvobs",)],
+}
+"""By job, the name of the container's port; and the address, where that is another one's."""
