@@ -1,0 +1,181 @@
+"""The driver of the mutation tests: which faults it makes, which tests it runs, and what it says of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import parsed
+from tests.mutants.equivalents import EQUIVALENTS, Equivalent
+from tests.mutants.faults import Fault, draw, faults_of
+from tests.mutants.hunt import Found
+from tests.mutants.modules import CORE, SLOW, WIDE, all_tests, stages
+from tests.mutants.report import Verdicts, text
+from tests.mutants.tree import ROOT
+
+MODULE = "kvobs/state/limits.py"
+SOURCE = '''"""Limits."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvobs.log import log, once
+
+if TYPE_CHECKING:
+    LATER = 3
+
+
+@dataclass(slots=True)
+class Limit:
+    """A limit."""
+
+    most: int = 9
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether it is small."""
+        return self.most < 5
+
+
+def check(n: int) -> str:
+    if n > 7:
+        raise ValueError(n - 1)
+    log.info("a %s", n)
+    once("key", 20, "text")
+    return "kept" if n else "a text"
+'''
+CHANGED = {"most: int = 9", "return self.most < 5", "if n > 7:", 'return "kept" if n else "a text"'}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Make a tree of one module, with a test that finds some of its faults."""
+    for folder in ("kvobs/state", "tests/unit/state"):
+        (tmp_path / folder).mkdir(parents=True)
+    for package in ("kvobs", "kvobs/state"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "kvobs/log.py").write_text("log = once = None\n")
+    (tmp_path / MODULE).write_text(SOURCE)
+    (tmp_path / "tests/unit/state/test_limits.py").write_text(
+        "from kvobs.state.limits import Limit\n\ndef test_small():\n    assert Limit(4).is_small\n"
+    )
+    return tmp_path
+
+
+def test_faults_are_in_what_a_test_can_check_whether_decorated_or_not(tree: Path) -> None:
+    """Not in texts, annotations, log lines, errors' messages; none twice; each can be compiled."""
+    faults = list(faults_of(tree, MODULE, 1))
+    assert {fault.before for fault in faults} == CHANGED
+    assert {fault.function for fault in faults} == {"Limit", "Limit.is_small", "check"}
+    assert len({fault.source for fault in faults}) == len(faults)
+    for fault in faults:
+        ast.parse(fault.source)
+        assert SOURCE.splitlines()[fault.line - 1].strip() == fault.before
+        assert fault.after in map(str.strip, fault.source.splitlines())
+    assert {fault.after for fault in faults_of(tree, MODULE, 1, "Limit.is_small")} >= {
+        "return self.most <= 5",
+        "return self.most < 6",
+    }
+
+
+def test_modules_have_equally_many_faults_and_the_same_ones_whatever_else_is_drawn(tree: Path) -> None:
+    (tree / "kvobs/state/short.py").write_text("n = 1\n")
+    (tree / "kvobs/state/other.py").write_text(SOURCE)
+    modules = (MODULE, "kvobs/state/short.py", "kvobs/state/other.py")
+    drawn = draw(tree, modules, 9, 5)
+    assert [sum(fault.module == module for fault in drawn) for module in modules] == [4, 2, 3], "the short one has two"
+    assert [fault for fault in drawn if fault.module == MODULE] == draw(tree, [MODULE], 4, 5)
+    assert draw(tree, [MODULE], 4, 6) != draw(tree, [MODULE], 4, 5)
+    assert len(draw(tree, [MODULE], 10_000, 5)) == len(list(faults_of(tree, MODULE, 5)))
+
+
+def test_a_module_has_its_own_tests_first_then_its_packages_then_all_others() -> None:
+    every = set(all_tests(ROOT))
+    own, package, others = stages(ROOT, "kvobs/state/ledger.py")
+    assert own == ["tests/unit/state/test_ledger.py"]
+    assert "tests/unit/state/test_transfers.py" in package
+    assert "tests/unit/routing/test_worker.py" in others
+    for module in CORE:
+        found = [file for stage in stages(ROOT, module) for file in stage]
+        assert len(found) == len(set(found)), module
+        assert set(found) == every, module
+        assert stages(ROOT, module)[0][0].endswith(f"/test_{Path(module).name}"), module
+
+
+@pytest.mark.parametrize("path", [*CORE, *WIDE, *SLOW])
+def test_all_paths_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_each_equivalent_is_a_possible_fault() -> None:
+    """Else its text has changed since, and the entry says nothing."""
+    places = {(entry.module, entry.function) for entry in EQUIVALENTS}
+    possible = {fault.key for module, function in places for fault in faults_of(ROOT, module, 0, function)}
+    assert [entry for entry in EQUIVALENTS if entry.key not in possible] == []
+    assert all(entry.reason for entry in EQUIVALENTS)
+
+
+RUN = """
+import json, sys
+from pathlib import Path
+import hypothesis, pytest
+from tests.mutants.faults import faults_of
+from tests.mutants.forked import run_alone
+from tests.mutants.hunt import baseline, hunt
+
+tree, file = Path(sys.argv[1]), "tests/unit/state/test_limits.py"
+took = baseline(tree)
+module = "kvobs/state/limits.py"
+found = hunt([tree], faults_of(tree, module, 1, "Limit.is_small"), took, lambda one: None)
+said = {"took": list(took), "found": {one.fault.after: [one.how, one.by] for one in found}}
+said["source"] = (tree / module).read_text()
+for name, body in (("died", "import os; os._exit(3)"), ("timeout", "while True: pass"), ("failed", "0 / 0")):
+    (tree / file).write_text(f"def test_it():\\n    {body}\\n")
+    said[name] = run_alone(tree, [file], 3 if name == "timeout" else 60).status
+print(json.dumps(said))
+"""
+
+
+def test_faults_that_a_test_finds_are_killed_and_the_tree_is_as_it_was(tree: Path) -> None:
+    """In a process of its own: this one has threads, and has imported kvobs."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RUN, str(tree)]
+    done = subprocess.run(command, cwd=tree, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["took"] == ["tests/unit/state/test_limits.py"]
+    test = "tests/unit/state/test_limits.py::test_small"
+    assert said["found"]["return self.most <= 5"] == ["survived", "passed"]
+    assert said["found"]["return self.most < 6"] == ["survived", "passed"]
+    assert set(map(tuple, said["found"].values())) <= {("survived", "passed"), ("killed", test)}
+    assert said["source"] == SOURCE
+    assert [said[name] for name in ("died", "timeout", "failed")] == ["died", "timeout", "failed"]
+
+
+def test_the_report_counts_equivalents_apart_and_shows_what_survived() -> None:
+    def found(after: str, how: str) -> Found:
+        return Found(Fault("kvobs/a.py", "f", 7, "before", after, ""), how)
+
+    lived = [found("one", "survived"), found("two", "survived"), found("three", "killed"), found("four", "timeout")]
+    table = [Equivalent("kvobs/a.py", "f", "before", after, "it is the same") for after in ("two", "three")]
+    verdicts = Verdicts.of(lived, table)
+    assert (len(verdicts.killed), len(verdicts.survivors), len(verdicts.equivalent)) == (2, 1, 1)
+    assert verdicts.share == 2 / 3
+    shown = text(verdicts)
+    assert "survived: kvobs/a.py:7 f\n  - before\n  + one" in shown
+    assert "equivalent: kvobs/a.py:7 f\n  - before\n  + two\n  it is the same" in shown
+    assert shown.endswith("killed: 66.7% of those that a test can find, 50.0% of all")
+    assert Verdicts.of([], ()).share == 1
+
+
+def test_modules_are_named_by_their_last_name() -> None:
+    assert parsed(["--module", "ledger", "worker"]).module == ["kvobs/state/ledger.py", "kvobs/routing/worker.py"]
+    assert parsed([]).module == [*CORE]
+    with pytest.raises(SystemExit):
+        parsed(["--module", "nothing"])
