@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         _say("Importing what the tests import")
         warm(run_alone(trees[0], ["--collect-only", *all_tests(ROOT)], FIRST_S).modules)
         _say("Running the tests without a fault")
-        took = baseline(trees[0])
-        _say(f"They took {sum(took.values()):.0f} s. Now with {len(faults)} faults, one at a time")
+        covered = baseline(trees[0], options.module)
+        _say(f"{len(covered.tests)} tests have passed. Now with {len(faults)} faults, one at a time")
         done: list[Found] = []
 
         def note(found: Found) -> None:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             fault = found.fault
             _say(f"{len(done):>4} {found.how:<9}{found.seconds:6.1f} s  {fault.module}:{fault.line}  {found.by}")
 
-        verdicts = Verdicts.of(hunt(trees, faults, took, note), EQUIVALENTS)
+        verdicts = Verdicts.of(hunt(trees, faults, covered, note), EQUIVALENTS)
     print(f"\nSeed {options.seed}\n{text(verdicts)}")
     return 0 if verdicts.share >= GOAL else 1
 

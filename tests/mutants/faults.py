@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 _LOGS = ("once", "log")
 _AS_IT_IS = ("__all__", "__slots__")
+_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Fault:
     module: str  # its path, from the root
     function: str  # with its classes; empty outside of functions
     line: int
+    lines: tuple[int, int]  # the first and the last one of the statement
     before: str  # the lines that differ
     after: str
     source: str = field(repr=False)  # the whole module, with the fault
@@ -44,6 +46,7 @@ class _Change:
     node: cst.CSTNode
     changed: cst.CSTNode
     function: str
+    lines: tuple[int, int]
 
 
 class _Changes(cst.CSTVisitor):
@@ -55,21 +58,36 @@ class _Changes(cst.CSTVisitor):
         super().__init__()
         self.found: list[_Change] = []
         self._inside: list[str] = []
+        self._statements: list[cst.CSTNode] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if _is_left(node):
-            return False
         if isinstance(node, cst.ClassDef | cst.FunctionDef):
             self._inside.append(node.name.value)
+        if isinstance(node, _STATEMENTS):
+            self._statements.append(node)
+        if _is_left(node):
+            return False
         if not _is_never_right(node):
             for kind, operator in mutation_operators:
                 if isinstance(node, kind):
-                    self.found += [_Change(node, changed, ".".join(self._inside)) for changed in operator(node)]
+                    self.found += [
+                        _Change(node, changed, ".".join(self._inside), self._lines(node)) for changed in operator(node)
+                    ]
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         if isinstance(original_node, cst.ClassDef | cst.FunctionDef):
             self._inside.pop()
+        if isinstance(original_node, _STATEMENTS):
+            self._statements.pop()
+
+    def _lines(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Return the lines of a node's statement; of one with a body those of its head, as far as the node."""
+        statement = self._statements[-1]
+        last = node if isinstance(statement, cst.BaseCompoundStatement) else statement
+        first = self.get_metadata(PositionProvider, statement).start.line
+        place = self.get_metadata(PositionProvider, last, None)
+        return first, max(first, place.end.line) if isinstance(place, CodeRange) else first
 
 
 def _is_left(node: cst.CSTNode) -> bool:
@@ -112,7 +130,8 @@ def faults_of(root: Path, module: str, seed: object, function: str | None = None
         assert isinstance(changed, cst.Module)
         if changed.code not in seen and _compiles(changed.code, module):
             seen.add(changed.code)
-            yield Fault(module, change.function, *_difference(source, changed.code), changed.code)
+            line, before, after = _difference(source, changed.code)
+            yield Fault(module, change.function, line, change.lines, before, after, changed.code)
 
 
 def draw(root: Path, modules: Sequence[str], number: int, seed: int) -> list[Fault]:

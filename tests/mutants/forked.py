@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.mutants.coverage_map import Watch
 
 _OURS = ("kvobs", "tests", "dashboards", "docs", "conftest")
 _OPTIONS = (
@@ -39,12 +40,11 @@ _MARKS = "not engine and not contract and not connectors and not slow and not ra
 PER_TEST_S = 120
 
 
-class _Watch:
-    """What a fork has to know of its run, and hypothesis's settings: no shrinking, and the same examples each time."""
+class _Failures:
+    """A plugin of pytest: what fails, and hypothesis's settings: no shrinking, and the same examples each time."""
 
     def __init__(self) -> None:
-        self.failed: list[str] = []
-        self.took: defaultdict[str, float] = defaultdict(float)  # seconds, by file
+        self.found: list[str] = []
 
     def pytest_configure(self) -> None:
         from hypothesis import Phase, settings  # after the conftest has loaded its profile
@@ -55,13 +55,12 @@ class _Watch:
         settings.load_profile("mutants")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.took[report.nodeid.partition("::")[0]] += report.duration
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.found.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.found.append(report.nodeid)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Result:
     status: str  # passed, failed, timeout, died
     failed: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()  # imported by it, of other projects
-    took: Mapping[str, float] = field(default_factory=dict)  # by file of tests
+    watched: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     log: str = ""
 
@@ -88,8 +87,8 @@ class Run:
     _said: bytes = b""
 
     @classmethod
-    def start(cls, tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
-        """Fork a process that runs pytest with these arguments in this tree."""
+    def start(cls, tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Run:
+        """Fork a process that runs pytest with these arguments in this tree; note what executes these modules."""
         read, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,7 +97,7 @@ class Run:
             return cls(pid, read, tree, time.monotonic() + limit_s)
         try:
             os.close(read)
-            _in_fork(tree, arguments, write)
+            _in_fork(tree, arguments, watched, write)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -123,7 +122,7 @@ class Run:
         with suppress(ValueError):
             said = json.loads(self._said)
             status = "passed" if said["code"] == 0 else "failed"
-            return Result(status, tuple(said["failed"]), tuple(said["modules"]), said["took"], spent, self._log())
+            return Result(status, tuple(said["failed"]), tuple(said["modules"]), said["watched"], spent, self._log())
         return Result("timeout" if is_late else "died", seconds=spent, log=self._log())
 
     def _log(self) -> str:
@@ -143,9 +142,9 @@ def ended(runs: Sequence[Run]) -> list[Run]:
                 return over
 
 
-def run_alone(tree: Path, arguments: Sequence[str], limit_s: float) -> Result:
+def run_alone(tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Result:
     """Run tests, and wait for their end."""
-    run = Run.start(tree, arguments, limit_s)
+    run = Run.start(tree, arguments, limit_s, watched)
     ended([run])
     return run.end()
 
@@ -157,7 +156,7 @@ def warm(modules: Iterable[str]) -> None:
             importlib.import_module(module)
 
 
-def _in_fork(tree: Path, arguments: Sequence[str], write: int) -> None:
+def _in_fork(tree: Path, arguments: Sequence[str], watched: Sequence[str], write: int) -> None:
     os.setsid()
     os.chdir(tree)
     log = os.open(tree / "mutants.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -170,9 +169,10 @@ def _in_fork(tree: Path, arguments: Sequence[str], write: int) -> None:
     importlib.invalidate_caches()
     sys.dont_write_bytecode = True
     os.environ["PYTHONPATH"], os.environ["PYTHONDONTWRITEBYTECODE"] = str(tree), "1"
-    watch = _Watch()
-    code = pytest.main([*_OPTIONS, f"--timeout={PER_TEST_S}", "-m", _MARKS, *arguments], plugins=[watch])
-    found: dict[str, Any] = {"code": int(code), "failed": watch.failed, "took": watch.took}
+    failures, watch = _Failures(), Watch(tree, watched) if watched else None
+    plugins = [failures, *([watch] if watch is not None else [])]
+    code = pytest.main([*_OPTIONS, f"--timeout={PER_TEST_S}", "-m", _MARKS, *arguments], plugins=plugins)
+    found: dict[str, Any] = {"code": int(code), "failed": failures.found, "watched": watch.found() if watch else {}}
     found["modules"] = [name for name in sys.modules if name.partition(".")[0] not in _OURS]
     said = json.dumps(found).encode()
     while said:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
+from tests.mutants.coverage_map import CoverageMap
 from tests.mutants.faults import Fault
 from tests.mutants.forked import Run, ended, run_alone
-from tests.mutants.modules import all_tests, stages
+from tests.mutants.modules import all_tests
 
 FIRST_S = 1_800.0
-"""How long the tests may take without a fault; with one they have five times what they took, and two minutes."""
+"""How long all tests may take without a fault."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class BaselineError(Exception):
     """The tests fail without any fault."""
 
 
-def baseline(tree: Path) -> Mapping[str, float]:
-    """Run all tests without a fault; return what each file took; BaselineError if one fails."""
-    result = run_alone(tree, all_tests(tree), FIRST_S)
+def baseline(tree: Path, modules: Sequence[str]) -> CoverageMap:
+    """Run all tests without a fault; return which of them execute what; BaselineError if one fails."""
+    result = run_alone(tree, all_tests(tree), FIRST_S, modules)
     if result.status != "passed":
         raise BaselineError(f"without a fault the tests have {result.status}\n{result.log}")
-    return result.took
+    return CoverageMap.of(dict(result.watched))
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Hunt:
 
 
 def hunt(
-    trees: Sequence[Path], faults: Iterable[Fault], took: Mapping[str, float], note: Callable[[Found], None]
+    trees: Sequence[Path], faults: Iterable[Fault], covered: CoverageMap, note: Callable[[Found], None]
 ) -> list[Found]:
     """Run the tests against each fault, in as many forks as there are trees; return what came of each."""
     waiting, free = iter(faults), [*trees]
@@ -57,15 +57,21 @@ def hunt(
     results: list[Found] = []
 
     def start(tree: Path, stage: list[str]) -> Run:
-        return Run.start(tree, stage, 5 * sum(took.get(file, 0.0) for file in stage) + 120)
+        return Run.start(tree, stage, covered.limit_s(stage))
+
+    def end(found: Found) -> None:
+        results.append(found)
+        note(found)
 
     while True:
-        for fault in islice(waiting, len(free)):
+        while free and (fault := next(waiting, None)) is not None:
+            if not (stages := covered.stages(fault)):
+                end(Found(fault, "survived", "executed by no test"))
+                continue
             tree = free.pop()
             right = (tree / fault.module).read_text()
             (tree / fault.module).write_text(fault.source)
-            first, *later = stages(tree, fault.module)
-            hunts.append(_Hunt(fault, right, start(tree, first), later))
+            hunts.append(_Hunt(fault, right, start(tree, stages[0]), stages[1:]))
         if not hunts:
             return results
         over = ended([one.run for one in hunts])
@@ -79,5 +85,4 @@ def hunt(
             (tree / one.fault.module).write_text(one.right)
             free.append(tree)
             how = {"passed": "survived", "timeout": "timeout"}.get(result.status, "killed")
-            results.append(Found(one.fault, how, next(iter(result.failed), result.status), one.seconds))
-            note(results[-1])
+            end(Found(one.fault, how, next(iter(result.failed), result.status), one.seconds))

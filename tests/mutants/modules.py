@@ -37,7 +37,7 @@ WIDE = (
     "tests/unit/test_signals.py",
     "tests/unit/test_traced.py",
 )
-"""The tests that a fault must survive: unit tests of what the core does. More tests could only find more faults."""
+"""The tests that a fault must survive: unit tests of what the core does. With more tests it could only be found."""
 
 SLOW = ("tests/unit/exporting/test_feed.py", "tests/unit/children/test_validation.py")
 """Tests of other modules that would take most of the time."""
@@ -50,14 +50,7 @@ def all_tests(root: Path) -> list[str]:
     return [name for file in files if (name := file.relative_to(root).as_posix()) not in SLOW]
 
 
-def stages(root: Path, module: str) -> list[list[str]]:
-    """Return the files to run one after the other until a fault is found: its module's, its package's, all others.
-
-    A module's tests are found from its name.
-    """
+def own_tests(module: str) -> str:
+    """Return the file of a module's own tests, found from its name."""
     path = PurePosixPath(module)
-    folder = PurePosixPath("tests/unit") / path.parent.relative_to("kvobs")
-    every, own = all_tests(root), str(folder / f"test_{path.name}")
-    package = [file for file in every if PurePosixPath(file).parent == folder and file != own]
-    others = [file for file in every if file != own and file not in package]
-    return [stage for stage in ([own] if own in every else [], package, others) if stage]
+    return str(PurePosixPath("tests/unit") / path.parent.relative_to("kvobs") / f"test_{path.name}")

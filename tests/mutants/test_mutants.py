@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import parsed
+from tests.mutants.coverage_map import MOST_S, CoverageMap
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import Fault, draw, faults_of
 from tests.mutants.hunt import Found
-from tests.mutants.modules import CORE, SLOW, WIDE, all_tests, stages
+from tests.mutants.modules import CORE, SLOW, WIDE, all_tests, own_tests
 from tests.mutants.report import Verdicts, text
 from tests.mutants.tree import ROOT
 
@@ -63,9 +64,15 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "kvobs/log.py").write_text("log = once = None\n")
     (tmp_path / MODULE).write_text(SOURCE)
     (tmp_path / "tests/unit/state/test_limits.py").write_text(
-        "from kvobs.state.limits import Limit\n\ndef test_small():\n    assert Limit(4).is_small\n"
+        "from kvobs.state.limits import Limit\n\ndef test_small():\n    assert not Limit(5).is_small\n"
     )
     return tmp_path
+
+
+def test_a_fault_knows_the_lines_of_its_statement(tree: Path) -> None:
+    """A statement is executed if any of its lines is; the head of one with a body is no part of the body."""
+    (tree / MODULE).write_text("def f(a):\n    if a(\n        1\n    ):\n        return (\n            2\n        )\n")
+    assert {(fault.line, fault.lines) for fault in faults_of(tree, MODULE, 1)} >= {(3, (2, 3)), (6, (5, 7))}
 
 
 def test_faults_are_in_what_a_test_can_check_whether_decorated_or_not(tree: Path) -> None:
@@ -95,17 +102,27 @@ def test_modules_have_equally_many_faults_and_the_same_ones_whatever_else_is_dra
     assert len(draw(tree, [MODULE], 10_000, 5)) == len(list(faults_of(tree, MODULE, 5)))
 
 
-def test_a_module_has_its_own_tests_first_then_its_packages_then_all_others() -> None:
-    every = set(all_tests(ROOT))
-    own, package, others = stages(ROOT, "kvobs/state/ledger.py")
-    assert own == ["tests/unit/state/test_ledger.py"]
-    assert "tests/unit/state/test_transfers.py" in package
-    assert "tests/unit/routing/test_worker.py" in others
-    for module in CORE:
-        found = [file for stage in stages(ROOT, module) for file in stage]
-        assert len(found) == len(set(found)), module
-        assert set(found) == every, module
-        assert stages(ROOT, module)[0][0].endswith(f"/test_{Path(module).name}"), module
+def fault(line: int, last: int) -> Fault:
+    return Fault(MODULE, "f", line, (line, last), "", "", "")
+
+
+def test_tests_that_execute_the_line_are_run_the_modules_own_first_then_the_quickest() -> None:
+    own = "tests/unit/state/test_limits.py::"
+    names = [f"{own}a", "b.py::b", f"{own}c", "b.py::d", "b.py::e"]
+    lines = {3: [0, 2, 3], 4: [1], 5: [4], 6: [-1]}
+    covered = CoverageMap(names, [0.2, 0.1, 0.1, 0.05, MOST_S], {MODULE: lines})
+    assert covered.stages(fault(3, 4)) == [[f"{own}c", f"{own}a"], ["b.py::d", "b.py::b"]]
+    assert covered.stages(fault(4, 4)) == [["b.py::b"]]
+    assert covered.stages(fault(5, 5)) == [], "its test takes too long"
+    assert covered.stages(fault(6, 6)) == [[f"{own}c", f"{own}a"], ["b.py::d", "b.py::b"]], "an import executes it"
+    assert covered.stages(fault(7, 7)) == []
+    assert covered.limit_s(["b.py::d", "b.py::b"]) == pytest.approx(123)
+
+
+def test_a_modules_tests_are_found_from_its_name() -> None:
+    every = all_tests(ROOT)
+    assert len(every) == len(set(every))
+    assert [module for module in CORE if own_tests(module) not in every] == []
 
 
 @pytest.mark.parametrize("path", [*CORE, *WIDE, *SLOW])
@@ -128,12 +145,14 @@ import hypothesis, pytest
 from tests.mutants.faults import faults_of
 from tests.mutants.forked import run_alone
 from tests.mutants.hunt import baseline, hunt
+from tests.mutants import modules
 
+modules.WIDE = ("tests/unit/state",)
 tree, file = Path(sys.argv[1]), "tests/unit/state/test_limits.py"
-took = baseline(tree)
 module = "kvobs/state/limits.py"
-found = hunt([tree], faults_of(tree, module, 1, "Limit.is_small"), took, lambda one: None)
-said = {"took": list(took), "found": {one.fault.after: [one.how, one.by] for one in found}}
+covered = baseline(tree, [module])
+found = hunt([tree], faults_of(tree, module, 1), covered, lambda one: None)
+said = {"tests": covered.tests, "found": {one.fault.after: [one.how, one.by] for one in found}}
 said["source"] = (tree / module).read_text()
 for name, body in (("died", "import os; os._exit(3)"), ("timeout", "while True: pass"), ("failed", "0 / 0")):
     (tree / file).write_text(f"def test_it():\\n    {body}\\n")
@@ -149,18 +168,19 @@ def test_faults_that_a_test_finds_are_killed_and_the_tree_is_as_it_was(tree: Pat
     done = subprocess.run(command, cwd=tree, env=env, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["took"] == ["tests/unit/state/test_limits.py"]
     test = "tests/unit/state/test_limits.py::test_small"
-    assert said["found"]["return self.most <= 5"] == ["survived", "passed"]
-    assert said["found"]["return self.most < 6"] == ["survived", "passed"]
-    assert set(map(tuple, said["found"].values())) <= {("survived", "passed"), ("killed", test)}
+    assert said["tests"] == [test]
+    assert said["found"]["return self.most <= 5"] == ["killed", test]
+    assert said["found"]["return self.most < 6"] == ["killed", test]
+    assert said["found"]["most: int = None"] == ["survived", "passed"], "an import executes it"
+    assert said["found"]["if n >= 7:"] == ["survived", "executed by no test"]
     assert said["source"] == SOURCE
     assert [said[name] for name in ("died", "timeout", "failed")] == ["died", "timeout", "failed"]
 
 
 def test_the_report_counts_equivalents_apart_and_shows_what_survived() -> None:
     def found(after: str, how: str) -> Found:
-        return Found(Fault("kvobs/a.py", "f", 7, "before", after, ""), how)
+        return Found(Fault("kvobs/a.py", "f", 7, (7, 7), "before", after, ""), how)
 
     lived = [found("one", "survived"), found("two", "survived"), found("three", "killed"), found("four", "timeout")]
     table = [Equivalent("kvobs/a.py", "f", "before", after, "it is the same") for after in ("two", "three")]
