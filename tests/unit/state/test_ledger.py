@@ -485,3 +485,15 @@ def test_a_half_reported_load_that_is_given_up_is_not_stuck_later() -> None:
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0), 10)
     assert ledger.fail("r", 20)
     assert ledger.incomplete.take_stuck(100, 2) == []
+
+
+def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
+    """A synchronous one ends with its step, and vLLM has read its end."""
+    ledger = opened(is_async=False)
+    ledger.arrive("idle")
+    for request in ("r", "idle", "unknown"):
+        assert not ledger.fail(request, 5)
+    assert ledger.take_failures() == ()
+    load = ledger.load("r")
+    assert load is not None
+    assert (load.failed, load.arrived) == (False, {})
