@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,10 @@ class _Change:
     changed: cst.CSTNode
     function: str
     lines: tuple[int, int]
+
+    @property
+    def on(self) -> range:
+        return range(self.lines[0], self.lines[1] + 1)
 
 
 class _Changes(cst.CSTVisitor):
@@ -116,13 +120,13 @@ def _is_never_right(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in ("len", "isinstance")
 
 
-def faults_of(root: Path, module: str, seed: object, function: str | None = None) -> Iterator[Fault]:
-    """Yield each possible fault of a module, or of one function, once, in the order of the seed."""
+def faults_of(root: Path, module: str, seed: object, only: Collection[int] | None = None) -> Iterator[Fault]:
+    """Yield each possible fault of a module, or of the statements on some lines, once, in the order of the seed."""
     source = (root / module).read_text()
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
     changes = _Changes()
     wrapper.visit(changes)
-    found = [change for change in changes.found if function in (None, change.function)]
+    found = [change for change in changes.found if only is None or any(line in only for line in change.on)]
     random.Random(f"{seed}:{module}").shuffle(found)
     seen = {source}
     for change in found:
