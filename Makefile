@@ -16,7 +16,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format bench soak check-boards pictures dashboards docs hosts packages rdma promtool clean
+.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ lint: $(INSTALLED) ## Check style and types
 format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+mutants: $(INSTALLED) ## Make 200 single faults in the core and see whether the unit tests find them; MUTANTS='--seed 2 --module ledger'
+	nice $(BIN)/python -m tests.mutants $(MUTANTS)
 
 bench: $(INSTALLED) ## Measure what kvobs costs
 	$(BIN)/python -m tests.bench

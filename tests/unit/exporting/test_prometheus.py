@@ -221,6 +221,29 @@ def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
     assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
 
 
+def test_the_time_of_the_engines_telemetry_is_counted_in_seconds() -> None:
+    front = Front(metered("a"), names=["one"])
+    front.metrics.observe({"kvobs": own({slot(signals.SELF_SECONDS, "record"): 2_500_000_000}, ONE)})
+    assert front.value("kvobs_self_seconds_total", None, where="record") == 2.5
+
+
+def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine() -> None:
+    front = Front(metered("a"), names=["one"], engines=2)
+    front.metrics._drop_spans("export", 3)
+    front.metrics._drop_spans("queue", 2)
+    assert front.value("kvobs_spans_dropped_total", None, where="export") == 3
+    assert front.value("kvobs_spans_dropped_total", None, where="queue") == 2
+    assert front.value("kvobs_spans_dropped_total", None, where="export", engine="1") is None
+
+
+@pytest.mark.usefixtures("in_production")
+def test_spans_that_can_not_be_counted_as_lost_are_an_internal_error() -> None:
+    front = Front(metered("a"), names=["one"])
+    front.metrics._own.clear()
+    front.metrics._drop_spans("export", 3)
+    assert faults.take() == {"cut": 1}
+
+
 def test_a_payload_without_numbers_costs_no_metric_anything_until_one_with_numbers_comes() -> None:
     front = Front(metered("a"), names=["one"])
     bare = {"kvobs": own({}, ONE), "one": {"n": 1}}

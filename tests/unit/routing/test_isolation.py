@@ -625,6 +625,19 @@ def test_a_child_that_failed_at_its_start_is_out_for_good(
     assert "new requests are served without it until a restart" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("hook", "is_out"), [("set_xfer_handshake_metadata", True), ("reset_cache", False), ("get_finished_count", False)]
+)
+def test_a_child_is_out_for_good_after_a_failure_in_a_scheduler_hook_that_is_not_called_again(
+    engine: Engine, a: Script, hook: str, is_out: bool
+) -> None:
+    a.raises[hook] = FAILURE
+    getattr(engine.rig.connector, hook)(*([{}] if is_out else []))
+    assert engine.is_out
+    engine.step(3, seconds=1000)
+    assert engine.is_out is is_out
+
+
 def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Engine, b: Script) -> None:
     b.raises["start_load_kv"] = FAILURE
     engine.rig.add("r")

@@ -90,3 +90,21 @@ def test_whatever_children_report_and_clients_abort(
         life.act(action)
     life.end()
     assert_nothing_is_left(life.rig)
+
+
+def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the lookup, and without a hit, it is what vLLM says of any connector."""
+    a, b = Script("a"), Script("b")
+    b.offers["r"] = (2 * BLOCK, True)
+    rig = Rig("kvobs", a, b)
+    for child in rig.connector._side.children:
+        monkeypatch.setattr(
+            child, "get_external_cache_hit_sources", lambda request, tokens, name=child.name: {name: tokens}
+        )
+    request = rig.add("r")
+    names = [child.name for child in rig.connector._side.children]
+    unchosen = rig.connector.get_external_cache_hit_sources(request, 32)
+    assert sum(unchosen.values()) == 32
+    assert not set(unchosen) & set(names)
+    rig.step()
+    assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}

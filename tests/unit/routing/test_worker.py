@@ -262,3 +262,54 @@ def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Sc
     assert handshakes.metadata == (None, b.handshake)
     collected: Any = side.get_kv_connector_kv_cache_events()
     assert collected.by_child == {1: events}
+
+
+@pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])
+def test_a_report_has_the_time_of_its_order_and_that_of_the_end(
+    word: str, is_load: bool, scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once: what a child reports again began at an unknown time."""
+    a, b = scripts
+    rig = Rig("kvobs", a, b)
+    side = side_of(rig)
+    meta = side._meta
+    assert meta is not None
+    monkeypatch.setattr(worker, "wall_ns", lambda: 100)
+    ordered: dict[str, Any] = {"loads": {"r": LOAD}} if is_load else {"promised": ((0, "r"),)}
+    side.bind_connector_metadata(dataclasses.replace(meta, **ordered))
+    monkeypatch.setattr(worker, "wall_ns", lambda: 170)
+    reports = []
+    for _ in range(2):
+        a.say(0, **{word: "r"})
+        side.get_transfer_results(set())
+        sent = side.build_connector_worker_meta()
+        assert sent is not None
+        reports += sent.reports
+    assert [(one.request, one.began_ns, one.time_ns, one.spent_ns) for one in reports] == [
+        ("r", 100, 170, 0),
+        ("r", 0, 170, 0),
+    ]
+
+
+def test_bad_blocks_do_not_end_a_load(scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its receipt comes later, and has the time of its order."""
+    a, b = scripts
+    monkeypatch.setattr(worker, "wall_ns", lambda: 100)
+    side = side_of(Rig("kvobs", a, b), ("r", LOAD))
+    a.bad_blocks[0] = {1}
+    assert side.get_block_ids_with_load_errors() == {1}
+    a.say(0, received="r")
+    side.get_transfer_results(set())
+    sent = side.build_connector_worker_meta()
+    assert sent is not None
+    assert [(one.kind, one.began_ns) for one in sent.reports] == [(ReportKind.HOLED, 0), (ReportKind.RECEIVED, 100)]
+
+
+def test_after_a_step_a_worker_has_no_metadata_and_says_nothing(scripts: tuple[Script, Script]) -> None:
+    """vLLM reads stats and events of a worker between steps, too."""
+    side = side_of(Rig("kvobs", *scripts), ("r", LoadOrder(0, False, ((1,),))), failed=("f",))
+    side.clear_connector_metadata()
+    assert side.get_transfer_results({"x"}) == KVConnectorTransferResults()
+    assert side.get_block_ids_with_load_errors() == set()
+    assert not has_content(side.get_kv_connector_stats())
+    assert side.build_connector_worker_meta() is None

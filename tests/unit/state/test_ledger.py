@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -466,3 +467,33 @@ def test_partial_tails_are_known_until_the_request_ends() -> None:
     assert ledger.tails("r") == {1}
     ledger.finish("r", [])
     assert ledger.tails("r") == frozenset()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_there_is_no_load_to_close_of_a_request_without_one(is_known: bool) -> None:
+    """A connector may add a request to the output's receipts that kvobs does not load, or does not know."""
+    ledger = Ledger()
+    if is_known:
+        ledger.arrive("r")
+    assert ledger.close_load("r") is None
+    assert ledger.take_received() == set()
+
+
+def test_a_half_reported_load_that_is_given_up_is_not_stuck_later() -> None:
+    """Its failure is known: no rank is waited for any more."""
+    ledger = opened(expected=2)
+    ledger.record(report(ReportKind.RECEIVED, "r", 0, 0), 10)
+    assert ledger.fail("r", 20)
+    assert ledger.incomplete.take_stuck(100, 2) == []
+
+
+def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
+    """A synchronous one ends with its step, and vLLM has read its end."""
+    ledger = opened(is_async=False)
+    ledger.arrive("idle")
+    for request in ("r", "idle", "unknown"):
+        assert not ledger.fail(request, 5)
+    assert ledger.take_failures() == ()
+    load = ledger.load("r")
+    assert load is not None
+    assert (load.failed, load.arrived) == (False, {})

@@ -357,6 +357,18 @@ def test_reset_and_emptiness_reach_every_part() -> None:
     assert stats.is_empty()
 
 
+class Unreadable(Summed):
+    def is_empty(self) -> bool:
+        raise RuntimeError("no")
+
+
+def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM drops empty ones."""
+    assert MultiKVConnectorStats(data={"one": Summed(data={})}).is_empty()
+    assert not MultiKVConnectorStats(data={"one": Summed(data={}), "two": Unreadable(data={})}).is_empty()
+    assert "the stats of connector 'two' can't be read" in caplog.text
+
+
 def test_items_are_read_and_written_by_name() -> None:
     stats = MultiKVConnectorStats()
     stats["a"] = Summed(data={"n": 1})
@@ -375,3 +387,11 @@ def test_for_vllms_rust_front_end_the_connectors_have_the_keys_of_vllms_own_clas
     assert sent.to_dict() == stock.MultiKVConnectorStats(data=theirs).to_dict()
     assert sent.to_dict() == sent.to_dict(), "nothing is added up twice"
     assert data["one"].data == {"n": 1}
+
+
+def test_stats_of_a_connector_whose_class_is_not_named_keep_their_name_for_the_rust_front_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
+    told = MultiKVConnectorStats(data={"Stranger": Summed(data={"n": 1}), "kvobs": own()})
+    assert told.to_dict() == {"Stranger": {"n": 1}}

@@ -58,3 +58,46 @@ def test_the_99th_percentile_is_the_bound_of_its_bucket_or_of_all_together(
     for ms in durations_ms:
         recorder.observe(0, signals.LOAD_DURATION, ms * 1_000_000, "async")
     assert numbers(recorder, "c")["c"]["load_p99_ms"] == bound
+
+
+COUNTED = [
+    (signals.LOOKUPS, ("hit",), {"lookups", "hits"}),
+    (signals.LOOKUPS, ("miss",), {"lookups"}),
+    (signals.LOOKUPS, ("pending",), {"lookups"}),
+    *((signals.LOADS, (mode, "ok"), {"loads"}) for mode in ("async", "sync")),
+    *((signals.LOADS, (mode, "failed"), {"failed_loads"}) for mode in ("async", "sync")),
+    *((signals.LOADS, (mode, "aborted"), {"aborted_loads"}) for mode in ("async", "sync")),
+    (signals.LOAD_TOKENS, (), {"load_tokens"}),
+    (signals.UNUSED_HIT_TOKENS, (), {"unused_hit_tokens"}),
+    *((signals.SAVES, (outcome,), {"promised_saves"}) for outcome in signals.SAVES.labels["outcome"]),
+    (signals.SLOW_CALLS, ("wait_for_save",), {"slow_calls"}),
+    (signals.STRAY_REPORTS, ("load",), set()),
+]
+
+
+@pytest.mark.parametrize(("signal", "values", "keys"), COUNTED, ids=lambda value: str(getattr(value, "name", value)))
+def test_each_count_is_under_its_keys_and_no_other(
+    signal: signals.Signal, values: tuple[str, ...], keys: set[str]
+) -> None:
+    recorder = Recorder(2)
+    recorder.count(0, slot(signal, *values), 7)
+    assert numbers(recorder, "one", "two") == ({"one": dict.fromkeys(keys, 7)} if keys else {})
+
+
+@pytest.mark.parametrize(
+    ("signal", "key"), [(signals.LOAD_STALL, "load_wait_ms"), (signals.SAVE_STALL, "save_wait_ms")]
+)
+def test_waits_are_shown_from_a_millisecond_on(signal: signals.Signal, key: str) -> None:
+    for ns, shown in ((999_999, {}), (1_000_000, {"c": {key: 1}}), (2_600_000, {"c": {key: 3}})):
+        recorder = Recorder(1)
+        recorder.observe(0, signal, ns)
+        assert numbers(recorder, "c") == shown
+
+
+def test_the_errors_of_a_child_are_its_own() -> None:
+    recorder = Recorder(2)
+    for _ in range(2):
+        recorder.count_error(1, "wait_for_save", 0, 5, OSError())
+    recorder.count_error(1, "wait_for_save", 0, 5, KeyError())
+    recorder.count_open(0, signals.SLOWEST_RANK, "3")
+    assert numbers(recorder, "one", "two") == {"two": {"errors": 3}}

@@ -84,8 +84,9 @@ def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
 
 def test_a_lookup_without_an_owner_names_none() -> None:
     (found,) = Writer().looked_up(trace_of(lookups=1), "miss", [(0, 0)])
-    assert "kv_transfer.connector" not in found.attributes
+    assert not {"kv_transfer.connector", "kv_transfer.tokens"} & set(found.attributes)
     assert found.attributes["kv_transfer.outcome"] == "miss"
+    assert found.attributes["kv_transfer.local_tokens"] == 0
 
 
 def test_what_is_looked_up_after_a_preemption_is_a_span_of_its_own() -> None:

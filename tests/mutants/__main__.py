@@ -1,0 +1,72 @@
+"""Make single faults in the core, one at a time in a copy of the tree, and see whether the unit tests find them.
+
+    python -m tests.mutants [--number 200] [--seed 1] [--module ledger ...] [--jobs 2]
+
+It ends with 1 if fewer than 95 % of the faults that a test can find are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutants.equivalents import EQUIVALENTS
+from tests.mutants.faults import draw
+from tests.mutants.forked import run_alone, warm
+from tests.mutants.hunt import FIRST_S, Found, baseline, hunt
+from tests.mutants.modules import CORE, all_tests
+from tests.mutants.report import GOAL, Verdicts, text
+from tests.mutants.tree import ROOT, copy_tree
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; ``module`` are paths of the core's modules."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--number", type=int, default=200, help="how many faults (200)")
+    parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
+    parser.add_argument("--module", nargs="+", default=[], metavar="NAME", help="in these modules only, such as ledger")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (one a core)")
+    options = parser.parse_args(arguments)
+    names = {Path(path).stem: path for path in CORE}
+    if unknown := set(options.module) - set(names):
+        parser.error(f"unknown modules {', '.join(sorted(unknown))}; known: {', '.join(names)}")
+    options.module = [names[name] for name in options.module] or [*CORE]
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw the faults, run the tests against each, and print what came of them."""
+    options = parsed(arguments)
+    faults = draw(ROOT, options.module, options.number, options.seed)
+    with tempfile.TemporaryDirectory(prefix="kvobs-mutants-") as folder:
+        trees = [Path(folder) / str(number) for number in range(max(1, options.jobs))]
+        for tree in trees:
+            copy_tree(tree)
+        _say("Importing what the tests import")
+        warm(run_alone(trees[0], ["--collect-only", *all_tests(ROOT)], FIRST_S).modules)
+        _say("Running the tests without a fault")
+        covered = baseline(trees[0], options.module)
+        _say(f"{len(covered.tests)} tests have passed. Now with {len(faults)} faults, one at a time")
+        done: list[Found] = []
+
+        def note(found: Found) -> None:
+            done.append(found)
+            fault = found.fault
+            _say(f"{len(done):>4} {found.how:<9}{found.seconds:6.1f} s  {fault.module}:{fault.line}  {found.by}")
+
+        verdicts = Verdicts.of(hunt(trees, faults, covered, note), EQUIVALENTS)
+    print(f"\nSeed {options.seed}\n{text(verdicts)}")
+    return 0 if verdicts.share >= GOAL else 1
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
