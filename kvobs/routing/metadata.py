@@ -69,6 +69,11 @@ class PendingMetadata:
     orphaned: list[str] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
 
+    @property
+    def has_sync_loads(self) -> bool:
+        """Whether the next step waits for a load within it."""
+        return not all(load.is_async for load in self.loads.values())
+
 
 @dataclass
 class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):

@@ -184,7 +184,9 @@ def test_every_configured_child_has_a_value(tmp_path: Path) -> None:
 
 def test_shares_of_hits_and_unused_hit_tokens(tmp_path: Path) -> None:
     series = child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING)
-    series |= child("disk", offered_tokens_total="0+600x20", unused_hit_tokens_total=RISING)
+    series |= child("disk", offered_tokens_total="0+600x20")
+    for reason, lost in {"other_chosen": RISING, "aborted": "0+600x20"}.items():
+        series[f'kvobs_unused_hit_tokens_total{{connector="disk",reason="{reason}"}}'] = lost
     assert answers(tmp_path, series, questions.hit_share(*by_child)) == {"cpu": 0.25}
     assert answers(tmp_path, series, questions.unused_hit_share(*by_child)) == {"disk": pytest.approx(0.1)}
 
