@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 _MEMORY = 48.0  # steps of one size
 _READY = 6  # steps, before which there is no estimate
-_YOUNG = 64  # steps, up to which the coefficients are computed after every fourth
-_SOLVE_EVERY = 16
+_SOLVE_OFTEN, _SOLVE_SELDOM = 4, 48  # after how many steps the coefficients are computed: at first, and at most
 _CLIP = 4.0  # times the usual residual
 _SPREAD_AT_FIRST, _SPREAD_AT_LEAST = 0.5, 0.02  # shares of the expected time
 _BLEND = 1 / 16
@@ -43,7 +42,7 @@ class LinearCost:
     """
 
     __slots__ = (
-        *("_bins", "_drift", "_learned", "_may_save", "_penalties", "_seen", "_since", "_spread"),
+        *("_bins", "_drift", "_learned", "_may_save", "_penalties", "_seen", "_since", "_solve_after", "_spread"),
         *("fixed", "is_ready", "largest", "per_attended", "per_token"),
     )
 
@@ -54,6 +53,7 @@ class LinearCost:
         self._seen: list[int] = []
         self._learned = 0
         self._since = 0
+        self._solve_after = _SOLVE_OFTEN
         self._spread = _SPREAD_AT_FIRST
         self._drift = 0.0
         self.fixed = self.per_token = self.per_attended = 0.0
@@ -102,7 +102,8 @@ class LinearCost:
         self.largest = max(self.largest, tokens)
         self._learned += 1
         self._since += 1
-        if self._since >= (4 if self._learned < _YOUNG else _SOLVE_EVERY):
+        if self._since >= self._solve_after:
+            self._solve_after = min(_SOLVE_SELDOM, _SOLVE_OFTEN + self._learned // 16)
             self._solve()
 
     def _clipped(self, seconds: float, expected: float) -> float:
@@ -127,7 +128,7 @@ class LinearCost:
         for sums in self._bins:
             if sums[_LEFT] > _LEFT_AT_LEAST:
                 sums[:] = [number * _DISCOUNT for number in sums]
-        self._since = _SOLVE_EVERY  # at once
+        self._since = _SOLVE_SELDOM  # at once
 
     def _solve(self) -> None:
         """Compute the coefficients from the sums."""
