@@ -233,6 +233,24 @@ def slowest_rank(site: Site) -> Alert:
     )  # fmt: skip
 
 
+def loads_dont_pay(site: Site) -> Alert:
+    asks = Asks(site.scope)
+    slower = asks.increase(signals.LOADS_SLOWER)
+    ended = asks.increase(signals.LOADS, outcome="ok|failed")
+    return _of_child(
+        site,
+        "LoadsDontPay",
+        Severity.INFO,
+        f"{ratio(slower, ended)} > {site.slower_share}\nand {ended} >= {site.few_loads}",
+        "30m",
+        "Most loads from a KV connector take longer than computing.",
+        "For {{ $value | humanizePercentage }} of the loads from "
+        + OF_CHILD
+        + " requests waited longer than computing "
+        "the same tokens would have taken.",
+    )
+
+
 def unused_hit_tokens(site: Site) -> Alert:
     asks = Asks(site.scope)
     offered, admitted = asks.rate(signals.OFFERED_TOKENS), asks.rate(signals.ADMITTED_TOKENS)
@@ -266,6 +284,7 @@ ALERTS: tuple[Callable[[Site], Alert], ...] = (
     save_backlog,
     slowest_rank,
     *telemetry_alerts.ALERTS,
+    loads_dont_pay,
     unused_hit_tokens,
     telemetry_alerts.telemetry_cost,
 )

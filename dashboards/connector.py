@@ -6,6 +6,7 @@ from dashboards import frame, looks, questions
 from dashboards.connector_details import details
 from dashboards.engines import engines
 from dashboards.frame import Board, Section
+from dashboards.gains import gains
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.scheduling import scheduling
@@ -37,6 +38,7 @@ def connector() -> Board:
                     (8, [(8, _saves()), (8, _hold()), (8, _delay())]),
                 ],
             ),
+            gains(),
             scheduling(),
             *details(),
         ],
@@ -162,7 +164,6 @@ def _tokens() -> Panel:
         "offered": signals.OFFERED_TOKENS,
         "admitted": signals.ADMITTED_TOKENS,
         "loaded": signals.LOAD_TOKENS,
-        "unused": signals.UNUSED_HIT_TOKENS,
         "recomputed": signals.RECOMPUTED_TOKENS,
     }
     return lines(
@@ -177,6 +178,11 @@ def _tokens() -> Panel:
         *(
             Query(SELECTION.rate(signal, "connector"), f"{{{{connector}}}} {name}", looks.BY_TOKENS[name])
             for name, signal in asked.items()
+        ),
+        Query(
+            SELECTION.rate(signals.UNUSED_HIT_TOKENS, "connector", reason="other_chosen"),
+            "{{connector}} unused",
+            looks.BY_TOKENS["unused"],
         ),
         unit="short",
     )

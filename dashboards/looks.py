@@ -50,6 +50,7 @@ STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
 SCHEDULER_SHARE = thresholds((0.1, WARNING), (0.5, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
 UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
+NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))

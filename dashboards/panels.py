@@ -82,6 +82,7 @@ def number(
     verdict: board.ThresholdsConfig = looks.PLAIN,
     words: dict[int, tuple[str, str]] | None = None,
     empty: str = looks.NO_TRAFFIC,
+    least: float | None = 0,
 ) -> Panel:
     """Return one number and its colour: the child's name above it where the query has a legend, else its course."""
     target = _target(query, 0)
@@ -92,7 +93,6 @@ def number(
         .datasource(PROMETHEUS)
         .with_target(target.instant() if query.legend else target.range())
         .unit(unit)
-        .min(0)
         .no_value(empty)
         .mappings([looks.not_a_number(empty), *([looks.named(words)] if words else [])])
         .thresholds(verdict)
@@ -104,6 +104,8 @@ def number(
         .wide_layout(False)
         .reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     )
+    if least is not None:
+        panel.min(least)
     # A course may not have it: Grafana would end it at a multiple of the window, which may be long ago.
     return panel.interval(VERDICT_WINDOW) if query.legend else panel
 
@@ -116,6 +118,7 @@ def lines(
     colors: Mapping[str, str] | None = None,
     stacked: bool = False,
     exemplars: bool = False,
+    least: float | None = 0,
 ) -> Panel:
     """Return a time series panel; ``colors`` maps the last word of a series' name to its colour."""
     panel = (
@@ -124,7 +127,6 @@ def lines(
         .description(about.text([query.expr for query in queries]))
         .datasource(PROMETHEUS)
         .unit(unit)
-        .min(0)
         .no_value(looks.NO_DATA)
         .color_scheme(board.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
         .draw_style(common.GraphDrawStyle.LINE)
@@ -144,6 +146,8 @@ def lines(
             .sort_desc(True)
         )
     )
+    if least is not None:
+        panel.min(least)
     for index, query in enumerate(queries):
         panel.with_target(_target(query, index).range().exemplar(exemplars))
         if query.color:

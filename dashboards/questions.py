@@ -107,8 +107,24 @@ def hit_share(*by: str) -> str:
 
 def unused_hit_share(*by: str) -> str:
     """Return the tokens that no child loaded although this one had them, among those that it offered."""
-    unused, offered = (SELECTION.rate(s, *by) for s in (signals.UNUSED_HIT_TOKENS, signals.OFFERED_TOKENS))
-    return share(unused, offered)
+    unused = SELECTION.rate(signals.UNUSED_HIT_TOKENS, *by, reason="other_chosen")
+    return share(unused, SELECTION.rate(signals.OFFERED_TOKENS, *by))
+
+
+def net_gain(*by: str) -> str:
+    """Return the seconds that loads save, minus those that requests wait for them, per second."""
+    saved, waited = (SELECTION.rate(s, *by) for s in (signals.PREFILL_SAVED, signals.LOAD_WAITED))
+    return f"({saved} or 0 * {waited}) - {waited}"
+
+
+def slower_share(*by: str) -> str:
+    """Return the loads that took longer than computing, among those that ended well or failed."""
+    return share(SELECTION.rate(signals.LOADS_SLOWER, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
+
+
+def estimate_error(*by: str) -> str:
+    """Return the error of the estimated times of steps, as a share of the observed."""
+    return share(SELECTION.rate(signals.STEP_ESTIMATE_ERROR, *by), SELECTION.rate(signals.STEP_SECONDS, *by))
 
 
 def loaded_share() -> str:

@@ -179,7 +179,7 @@ SPANS_DROPPED = "engine:kvobs_spans_dropped:rate5m"
 def recordings(asks: Asks) -> tuple[Recording, ...]:
     """Return all recording rules: rates and errors of each connector, and the inputs of alerts."""
     failed, ended = (asks.rate(signals.LOADS, outcome=outcome) for outcome in ("failed", "ok|failed"))
-    unused, offered = asks.rate(signals.UNUSED_HIT_TOKENS), asks.rate(signals.OFFERED_TOKENS)
+    unused, offered = asks.rate(signals.UNUSED_HIT_TOKENS, reason="other_chosen"), asks.rate(signals.OFFERED_TOKENS)
     last = (asks.rate(signals.SLOWEST_RANK, *keep, window=LONG_WINDOW) for keep in (("rank",), ()))
     table = {
         "connector_outcome:kvobs_lookups:rate5m": asks.rate(signals.LOOKUPS, "outcome"),

@@ -46,6 +46,7 @@ class Site:
         0.5, "share of the scheduler's time in one connector with which hardly a step runs"
     )
     save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
+    slower_share: float = threshold(0.5, "share of loads that take longer than computing")
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
     rank_share: float = threshold(0.8, "share of transfers in which one rank is last")

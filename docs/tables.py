@@ -81,6 +81,10 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         f"one rank is last in more than {_percent(site.rank_share)} of the transfers, by more than "
         f"{site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
     ),
+    "LoadsDontPay": lambda site: (
+        f"requests wait longer than computing would take, for more than {_percent(site.slower_share)} of a connector's "
+        f"loads, of at least {site.few_loads} in 5 minutes"
+    ),
     "UnusedHitTokens": lambda site: (
         f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
         f"of at least {site.few_tokens} a second"

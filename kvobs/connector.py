@@ -33,6 +33,7 @@ from kvobs.exporting.feed import Feed, described
 from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
 from kvobs.hooks import HOOKS, Combine
 from kvobs.log import log
+from kvobs.routing.gains import StepLimits
 from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.state.cache_layout import CacheLayout
@@ -98,6 +99,7 @@ class MultiConnector(stock.MultiConnector):
                 options,
                 ranks,
                 CacheLayout.of(groups, ranks.world, getattr(parallel, "decode_context_parallel_size", 1)),
+                limits=StepLimits.of(vllm_config),
                 all_support_hma=self._all_support_hma,
                 async_only=async_only(specs, len(groups)),
                 feed=self._feed,

@@ -6,75 +6,15 @@ name. Durations are nanoseconds inside kvobs and in payloads, seconds in Prometh
 """
 
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import product
 
 from kvobs.hooks import HOOKS, Cadence, Hook, Side
+from kvobs.signal_types import OPEN, Kind, Scope, Signal
 
 __all__ = ["OPEN", "SIGNALS", "Kind", "Scope", "Signal"]
-
-
-class Kind(Enum):
-    """What Prometheus calls the type of a metric."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Scope(Enum):
-    """The subject of a metric."""
-
-    CHILD = "child"
-    PROCESS = "process"  # kvobs itself: no ``connector`` label
-    EXPORTER = "exporter"  # the exporter, which sets them itself: not in payloads, nor in vLLM's API server
-
-
-OPEN: tuple[str, ...] = ()
-"""Stands for a label's values that are known only at run time: few, and never ids."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Signal:
-    """One metric; there is one object of each.
-
-    ``labels`` maps a label's name to its closed set of values, or to ``OPEN``. ``bounds`` are a histogram's upper
-    bounds as exponents: k stands for 2**k nanoseconds, inclusive.
-    """
-
-    name: str
-    help: str
-    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kind: Kind = Kind.COUNTER
-    bounds: tuple[int, ...] = ()
-    scope: Scope = Scope.CHILD
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a label's values are known at run time only: such a metric has no slots."""
-        return OPEN in self.labels.values()
-
-    @property
-    def unit(self) -> float:
-        """Return the factor from a payload's number to Prometheus's."""
-        return 1e-9 if "_seconds" in self.name else 1
-
-    @property
-    def buckets(self) -> list[float]:
-        """Return a histogram's upper bounds for Prometheus."""
-        return [2**k * self.unit for k in self.bounds]
-
-    @property
-    def sum_offset(self) -> int:
-        """Return the offset of a histogram's sum in its slots."""
-        return len(self.bounds) + 1
-
-    def bucket(self, ns: int) -> int:
-        """Return the index of the bucket for a duration; the last one is above all bounds."""
-        return bisect_left(self.bounds, (ns - 1).bit_length() if ns else 0)
 
 
 def is_timed(hook: Hook) -> bool:
@@ -99,7 +39,7 @@ _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if
 # Steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
 _SLOW = (30, 31, 32, 33)
 # 66 us, 1 ms, and on: there is one such histogram per hook.
-_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW)
+_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])
 # 1 ms to 17 s, in steps of two.
 _TRANSFER_BOUNDS = tuple(range(20, 35))
 # 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
@@ -134,7 +74,10 @@ OFFERED_TOKENS = Signal(
 )
 ADMITTED_TOKENS = Signal("kvobs_admitted_tokens_total", "Tokens vLLM decided to load from the connector (tokens).")
 UNUSED_HIT_TOKENS = Signal(
-    "kvobs_unused_hit_tokens_total", "Tokens offered beyond the offer of the chosen connector: not loaded (tokens)."
+    "kvobs_unused_hit_tokens_total",
+    "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); declined by kvobs; "
+    "not taken by vLLM; of requests that ended before their allocation (not_allocated), or during the load (aborted).",
+    {"reason": ("other_chosen", "declined", "not_taken", "not_allocated", "aborted")},
 )
 UNUSED_OFFERS = Signal(
     "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
@@ -160,6 +103,18 @@ LOAD_RESUME_DELAY = Signal(
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
 LOAD_BYTES = Signal(
     "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
+)
+PREFILL_SAVED = Signal(
+    "kvobs_prefill_saved_seconds_total",
+    "Time that computing the loaded tokens would have taken, of loads for which it could be estimated.",
+)
+LOAD_WAITED = Signal(
+    "kvobs_load_waited_seconds_total",
+    "Time that requests waited for these loads: async from allocation to the step that resumes them, sync in the step.",
+)
+LOADS_SLOWER = Signal(
+    "kvobs_loads_slower_than_computing_total",
+    "Of these loads, those waited for longer than computing would have taken.",
 )
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
@@ -252,6 +207,18 @@ CONNECTOR_INFO = Signal(
     "Configuration of the connector; always 1.",
     dict.fromkeys(("index", "class", "role", "load_policy", "failure_policy"), OPEN),
     Kind.GAUGE,
+)
+STEP_SECONDS = Signal(
+    "kvobs_step_seconds_total",
+    "Time of the engine's steps that were estimated; not of those with a sync load or an encoder's input.",
+    {"kind": ("prefill", "decode")},
+    scope=Scope.PROCESS,
+)
+STEP_ESTIMATE_ERROR = Signal(
+    "kvobs_step_estimate_error_seconds_total",
+    "Differences between these times and their estimates, whichever is longer, added up.",
+    {"kind": ("prefill", "decode")},
+    scope=Scope.PROCESS,
 )
 BUILD_INFO = Signal(
     "kvobs_build_info",

@@ -38,6 +38,10 @@ BYTES = "kv_transfer.bytes"
 LOCAL_TOKENS = "kv_transfer.local_tokens"
 LOOKUPS = "kv_transfer.lookups"
 RECOMPUTED_TOKENS = "kv_transfer.recomputed_tokens"
+PROMPT_TOKENS = "kv_transfer.prompt_tokens"
+HIT_RATE = "kv_transfer.hit_rate"
+SAVED = "kv_transfer.saved"
+WAITED = "kv_transfer.waited"
 LAYER = "kv_transfer.layer"
 LAYERS = "kv_transfer.layers"
 LAYERS_DURATION = "kv_transfer.layers_duration"
@@ -65,6 +69,10 @@ ATTRIBUTES: dict[str, str] = {
     LOCAL_TOKENS: "tokens in vLLM's own prefix cache",
     LOOKUPS: "number of lookups",
     RECOMPUTED_TOKENS: "tokens of a failed load, to be recomputed",
+    PROMPT_TOKENS: "tokens of the prompt",
+    HIT_RATE: "share of the prompt's tokens that are loaded, or are in vLLM's own prefix cache",
+    SAVED: "seconds that computing the loaded tokens would have taken; once there is an estimate",
+    WAITED: "seconds that the request waited: to the step that resumes it, or in the step of a sync load",
     LAYER: "index of the layer, in the order of calls in the step",
     LAYERS: "number of layers called",
     LAYERS_DURATION: "total seconds of the calls of all layers",

@@ -78,7 +78,7 @@ def _child(name: str, grown: Numbers) -> ConnectorTotals:
         lookups={outcome: count(LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
         offered=count(OFFERED_TOKENS),
         admitted=count(ADMITTED_TOKENS),
-        unused=count(UNUSED_HIT_TOKENS),
+        unused=count(UNUSED_HIT_TOKENS, reason="other_chosen"),
         loads={outcome: count(LOADS, outcome=outcome) for outcome in LOADS.labels["outcome"]},
         loaded=count(LOAD_TOKENS),
         load_s=seconds(LOAD_DURATION),

@@ -23,7 +23,10 @@ _HIT, _MISS, _PENDING, _TIMEOUT = (
 )
 _OFFERED = signals.slot(signals.OFFERED_TOKENS)
 _ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
-_UNUSED_HITS = signals.slot(signals.UNUSED_HIT_TOKENS)
+_OTHER_CHOSEN, _DECLINED, _NOT_TAKEN, _NOT_ALLOCATED = (
+    signals.slot(signals.UNUSED_HIT_TOKENS, reason)
+    for reason in ("other_chosen", "declined", "not_taken", "not_allocated")
+)
 _UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
 
 
@@ -54,6 +57,7 @@ class _Asked:
     left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
+    has_chosen: bool = False  # whether that lookup had an offer to load from
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
 
@@ -114,6 +118,7 @@ class Offers:
             if tokens is None:
                 if self._is_waited_for(child, request.request_id, asked, has_hit=best.tokens > 0):
                     if not self._longest:
+                        asked.offers = []
                         return None
                     waits = True
                 continue
@@ -130,6 +135,7 @@ class Offers:
         if waits:
             asked.offers = []
             return None
+        asked.has_chosen = best.tokens > 0
         return best
 
     def take_left_open(self, request_id: str) -> set[int]:
@@ -192,13 +198,16 @@ class Offers:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
             won = next((offer.tokens for offer in offers if offer.child == owner), 0)
+            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if asked.has_chosen else _DECLINED
             for offer in offers:
                 if offer.tokens:
                     asked.counted = True
                     self._recorder.count(offer.child, _OFFERED, offer.tokens)
-                    if offer.child != owner:
+                    if offer.child == owner:
+                        self._recorder.count(offer.child, _NOT_TAKEN, max(0, offer.tokens - tokens))
+                    else:
                         self._recorder.count(offer.child, _UNUSED_OFFERS)
-                        self._recorder.count(offer.child, _UNUSED_HITS, max(0, offer.tokens - won))
+                        self._recorder.count(offer.child, lost, max(0, offer.tokens - won))
         return Settled(asked.local, offers)
 
     def ban(self, request_id: str, child: int) -> None:
@@ -208,7 +217,12 @@ class Offers:
             asked.banned.add(child)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended; what it was offered since its last allocation is lost."""
         asked = self._asked.pop(request_id, None)
-        for child in asked.pending_since if asked is not None else ():
+        if asked is None:
+            return
+        for child in asked.pending_since:
             self.waited_for[child].end(request_id)
+        for offer in asked.offers if not asked.counted else ():
+            self._recorder.count(offer.child, _OFFERED, offer.tokens)
+            self._recorder.count(offer.child, _NOT_ALLOCATED, offer.tokens)

@@ -74,6 +74,11 @@ class PendingMetadata:
         self.orphaned: list[str] = []
         self.saved: list[tuple[int, str]] = []
 
+    @property
+    def has_sync_loads(self) -> bool:
+        """Whether the next step waits for a load within it."""
+        return not all(load.is_async for load in self.loads.values())
+
 
 @dataclass
 class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):

@@ -9,8 +9,8 @@ from kvobs import signals
 from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.state.transfers import Load, Save, Slowest, Stray
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
+from kvobs.telemetry.recorder import Recorder
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -20,6 +20,10 @@ _LOADS = {
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
 _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
+_ABORTED = signals.slot(signals.UNUSED_HIT_TOKENS, "aborted")
+_PREFILL_SAVED = signals.slot(signals.PREFILL_SAVED)
+_LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
+_SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
 
@@ -35,20 +39,6 @@ class Outcomes(TransferListener):
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
         self._recorder = recorder
-        self._loaded: dict[str, tuple[int, int]] = {}  # request that vLLM may resume -> child, time
-
-    @contained("record")
-    def allocated(
-        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
-    ) -> None:
-        """Record how long a loaded request has waited for the step that schedules it."""
-        if (loaded := self._loaded.pop(request_id, None)) is not None:
-            child, since_ns = loaded
-            self._recorder.observe(child, signals.LOAD_RESUME_DELAY, wall_ns() - since_ns)
-
-    @contained("record")
-    def request_ended(self, request_id: str) -> None:
-        self._loaded.pop(request_id, None)
 
     @contained("record")
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
@@ -61,6 +51,7 @@ class Outcomes(TransferListener):
             self._failed(load)
         else:
             self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
+            self._recorder.count(load.child, _ABORTED, load.tokens)
 
     @contained("record")
     def load_ended(self, request_id: str, load: Load) -> None:
@@ -74,16 +65,22 @@ class Outcomes(TransferListener):
         if load.aborted:  # counted when its request ended
             return
         count(load.child, _LOADS[mode, "ok"])
-        if load.is_async:
-            self._loaded[request_id] = load.child, wall_ns()
         self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
         self._compare_ranks(load.child, load.slowest, "load")
 
     def _failed(self, load: Load) -> None:
         self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
-        # If one rank has lost all of it, another rank's bad blocks make no difference.
-        lost = None if load.needs_echo else load.lost_tokens
-        self._recorder.count(load.child, _RECOMPUTED, load.tokens if lost is None else lost)
+        self._recorder.count(load.child, _RECOMPUTED, load.recomputed_tokens)
+
+    @contained("record")
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        """Record how long a load's request waited for it, and what it saved."""
+        if gain.resume_ns is not None:
+            self._recorder.observe(load.child, signals.LOAD_RESUME_DELAY, gain.resume_ns)
+        if gain.saved_ns is not None:
+            self._recorder.count(load.child, _PREFILL_SAVED, gain.saved_ns)
+            self._recorder.count(load.child, _LOAD_WAITED, gain.waited_ns)
+            self._recorder.count(load.child, _SLOWER, int(gain.is_slower))
 
     @contained("record")
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:

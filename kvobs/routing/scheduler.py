@@ -16,6 +16,7 @@ from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.config import Options
 from kvobs.faults import contain, contained
+from kvobs.routing.gains import Gains, StepLimits
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import (
@@ -68,6 +69,7 @@ class SchedulerSide:
         options: kvobs's options.
         ranks: number of reporting workers.
         layout: block sizes and bytes per token of the KV cache.
+        limits: of the engine's steps.
         all_support_hma: whether every child supports several KV cache groups.
         async_only: isolated children whose synchronous offers are not used.
         feed: takes kvobs's own numbers to the exporter, if there is one.
@@ -81,6 +83,7 @@ class SchedulerSide:
         ranks: Ranks,
         layout: CacheLayout,
         *,
+        limits: StepLimits,
         all_support_hma: bool = True,
         async_only: Collection[int] = (),
         feed: Feed | None = None,
@@ -88,7 +91,9 @@ class SchedulerSide:
         self.children = children
         self._feed = feed
         recorder, names = telemetry.recorder, [child.name for child in children]
-        self._listener = TransferListeners([Outcomes(names, recorder), *telemetry.listeners])
+        listeners = (Outcomes(names, recorder), *telemetry.listeners)
+        self._gains = Gains(recorder, TransferListeners(listeners), limits)
+        self._listener = TransferListeners([*listeners, self._gains])  # which announces in its turn
         self.ledger = Ledger()
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
@@ -144,6 +149,7 @@ class SchedulerSide:
                 load.expected = self._ranks.reporting  # every worker reports its end after the step
             load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
             load.size = round(load.tokens * self._layout.bytes_per_token)
+            load.local_tokens, load.rest_tokens = local, request.num_tokens - local - num_external_tokens
             self._listener.admitted(request_id, load)
             trace = self._traces.of_load(request_id)
             self._pending.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
@@ -183,6 +189,7 @@ class SchedulerSide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
             metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
+        self._gains.step_begun(scheduler_output, loads=pending.has_sync_loads)
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         return MultiKVConnectorMetadata(
             metadata=metadata,
@@ -376,8 +383,10 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
+        self._gains.step_ended()
         if self._flush_is_due:
             self.open_transfers.measure(self._offers.waited_for)
+            self._gains.flush()
         stats = self._collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
         return stats

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvobs.state.transfers import Load, Save, Stray
+from kvobs.state.transfers import Gain, Load, Save, Stray
 
 
 class LookedUp(Protocol):
     """The part of vLLM's request that a listener may read. In vLLM 0.27 it has no ``trace_headers``."""
 
     request_id: str
+    num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None
 
 
@@ -43,6 +44,9 @@ class TransferListener:
 
     def load_ended(self, request_id: str, load: Load) -> None:
         """Receive a load that has ended on every rank, with the save that it has settled, if any."""
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        """Receive what an ended load gained; of an async one when its request is scheduled again, if it ever is."""
 
     def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
         """Receive the failed synchronous loads of a step, and the connectors whose cache was therefore reset."""
@@ -86,6 +90,10 @@ class TransferListeners(TransferListener):
     def load_ended(self, request_id: str, load: Load) -> None:
         for listener in self._listeners:
             listener.load_ended(request_id, load)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        for listener in self._listeners:
+            listener.load_weighed(request_id, load, gain)
 
     def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
         for listener in self._listeners:

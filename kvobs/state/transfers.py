@@ -84,6 +84,8 @@ class Load(_OnRanks):
     blocks: Blocks = ()  # that it fills
     size: int = 0  # in bytes, over all ranks
     arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report; what a sync load took there
+    local_tokens: int = 0  # before it, in vLLM's own cache
+    rest_tokens: int = 1  # after it, which are computed in any case
     lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> its begin and end there
     failed_on: set[int] = field(default_factory=set)  # ranks
@@ -96,6 +98,12 @@ class Load(_OnRanks):
         return bool(self.failed_on)
 
     @property
+    def recomputed_tokens(self) -> int:
+        """The tokens of a failed load that vLLM computes, unless the failure ends the request."""
+        # If one rank has lost all of it, another rank's bad blocks make no difference.
+        return self.tokens if self.needs_echo or self.lost_tokens is None else self.lost_tokens
+
+    @property
     def outcome(self) -> str:
         return "failed" if self.failed else "aborted" if self.aborted else "ok"
 
@@ -104,6 +112,24 @@ class Load(_OnRanks):
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
         last = max(self.arrived.values(), default=0)
         return max(0, last - self.opened_ns) if self.is_async else last
+
+
+class Gain(NamedTuple):
+    """What a load gained its request, in ns.
+
+    ``saved_ns``: what computing its tokens would have taken; None if that can't be estimated yet. ``waited_ns``: from
+    allocation to the step that resumes the request; of a sync load, the time that its step waited for it.
+    ``resume_ns``, of an async load: the part of that after its end on all ranks.
+    """
+
+    saved_ns: int | None
+    waited_ns: int
+    resume_ns: int | None = None
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether computing would have been quicker."""
+        return self.saved_ns is not None and self.waited_ns > self.saved_ns
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ _COUNTED: tuple[tuple[str, Signal, Mapping[str, str]], ...] = (
     ("load_tokens", signals.LOAD_TOKENS, {}),
     ("failed_loads", signals.LOADS, {"outcome": "failed"}),
     ("aborted_loads", signals.LOADS, {"outcome": "aborted"}),
-    ("unused_hit_tokens", signals.UNUSED_HIT_TOKENS, {}),
+    ("unused_hit_tokens", signals.UNUSED_HIT_TOKENS, {"reason": "other_chosen"}),
     ("promised_saves", signals.SAVES, {}),
     ("slow_calls", signals.SLOW_CALLS, {}),
 )

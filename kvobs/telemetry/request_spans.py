@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvobs import spans
 from kvobs.spans import Reason, Record, Span, Value
-from kvobs.state.transfers import Load, Save
+from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.journal import AT_MOST, Journal
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.telemetry.trace_context import ID_AT_MOST, TraceContext, external_id, new_span_id
@@ -33,6 +33,7 @@ class Trace:
     link: TraceContext | None  # the prefill engine's
     lookup_id: str  # the span of the current lookups
     root_id: str = ""  # the first span of a trace that begins here
+    prompt_tokens: int = 0
     lookups: int = 0
     began_ns: int = 0
     ended_ns: int = 0
@@ -115,14 +116,17 @@ class RequestSpans:
         attributes = trace.labels
         attributes |= {self._offered[child]: offered for child, offered in offers}
         attributes |= {spans.LOOKUPS: lookups, spans.LOCAL_TOKENS: local, spans.OUTCOME: outcome}
+        attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
+        if outcome != "aborted" and trace.prompt_tokens:
+            attributes[spans.HIT_RATE] = min(1.0, (local + tokens) / trace.prompt_tokens)
         if owner is not None:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
         times = (trace.began_ns, trace.ended_ns)
         record = Record(spans.LOOKUP.name, trace.trace_id, span_id, parent_id, *times, reason, attributes)
         self._journal.add([record])
 
-    def loaded(self, opened: Opened, load: Load) -> None:
-        """Write the spans of a load that has ended."""
+    def loaded(self, opened: Opened, load: Load, gain: Gain | None = None) -> None:
+        """Write the spans of a load that has ended; ``gain`` is what it gained, if that is known."""
         limit = self._tracing.slow_load_ns if load.is_async else self._tracing.slow_sync_load_ns
         reason = opened.trace.why(is_slow=load.duration_ns > limit, has_failed=load.failed)
         if reason is None:
@@ -138,6 +142,10 @@ class RequestSpans:
         if load.failed:
             lost = load.tokens if load.lost_tokens is None else load.lost_tokens
             attributes |= {spans.ERROR_TYPE: LOAD_FAILED, spans.RECOMPUTED_TOKENS: lost}
+        if gain is not None:
+            attributes[spans.WAITED] = gain.waited_ns / 1e9
+            if gain.saved_ns is not None:
+                attributes[spans.SAVED] = gain.saved_ns / 1e9
         of_ranks: dict[int, dict[str, Value]] = {rank: {spans.MODE: mode} for rank in load.ranks}
         for rank, more in of_ranks.items():
             if not load.is_async:

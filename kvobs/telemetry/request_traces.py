@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from kvobs.faults import contained
 from kvobs.spans import Reason
 from kvobs.state.transfer_listener import LookedUp, TransferListener
-from kvobs.state.transfers import Load, Save
+from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import trace_context
 from kvobs.telemetry.call_event import CallEvent
 from kvobs.telemetry.call_spans import CallSpans, Place
@@ -57,10 +57,11 @@ class Traces(Untraced, TransferListener):
         self._verdicts = verdicts
         self._traces: dict[str, Trace] = {}
         self._loads: dict[str, Opened] = {}  # they may outlive their request's trace
+        self._unweighed: dict[str, tuple[Opened, Load]] = {}  # ended loads whose gain is not known yet
         self._saves: dict[tuple[int, str], Opened] = {}
 
     def __len__(self) -> int:
-        return len(self._traces) + len(self._loads) + len(self._saves)
+        return len(self._traces) + len(self._loads) + len(self._unweighed) + len(self._saves)
 
     def of(self, request: LookedUp) -> Trace:
         """Return the request's trace; begin it if it is new here."""
@@ -88,6 +89,7 @@ class Traces(Untraced, TransferListener):
             parent_id="" if parent is None else parent.span_id,
             link=link,
             lookup_id=new_span_id(),
+            prompt_tokens=request.num_prompt_tokens,
         )
 
     def _read(
@@ -171,8 +173,20 @@ class Traces(Untraced, TransferListener):
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.settled is not None:
             self._saves.pop((load.child, request_id), None)
-        if (opened := self._loads.pop(request_id, None)) is not None:
-            self._spans.loaded(opened, load)
+        if (opened := self._loads.pop(request_id, None)) is None:
+            return
+        self._write_load(request_id)
+        self._unweighed[request_id] = opened, load
+        if request_id not in self._traces:  # it has ended, and no one waits
+            self._write_load(request_id)
+
+    @contained("trace")
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        self._write_load(request_id, gain)
+
+    def _write_load(self, request_id: str, gain: Gain | None = None) -> None:
+        if (ended := self._unweighed.pop(request_id, None)) is not None:
+            self._spans.loaded(*ended, gain)
 
     @contained("trace")
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
@@ -194,7 +208,8 @@ class Traces(Untraced, TransferListener):
 
     @contained("trace")
     def request_ended(self, request_id: str) -> None:
-        """Forget the request, and end its lookup span if one is open."""
+        """Forget the request, and write the spans that are still open: of lookups, and of a load in vain."""
+        self._write_load(request_id)
         trace = self._traces.pop(request_id, None)
         if trace is not None and trace.lookups:
             self._spans.looked_up(trace, "aborted")

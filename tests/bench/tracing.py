@@ -292,6 +292,7 @@ def _writing() -> tuple[list[float], list[float]]:
         number = next(numbers)
         request: Any = SimpleNamespace(
             request_id=f"cmpl-{number:032x}-0-{number:08x}",
+            num_prompt_tokens=LOADED,
             trace_headers={"traceparent": f"00-{number:032x}-{number:016x}-01"},
             kv_transfer_params=None,
         )

@@ -55,11 +55,14 @@ LABELS: dict[str, set[str]] = {  # beside model_name and engine
     "kvobs_lookup_delay_seconds": {"connector"},
     "kvobs_offered_tokens": {"connector"},
     "kvobs_admitted_tokens": {"connector"},
-    "kvobs_unused_hit_tokens": {"connector"},
+    "kvobs_unused_hit_tokens": {"connector", "reason"},
     "kvobs_unused_offers": {"connector"},
     "kvobs_loads": {"connector", "mode", "outcome"},
     "kvobs_load_duration_seconds": {"connector", "mode"},
     "kvobs_load_resume_delay_seconds": {"connector"},
+    "kvobs_prefill_saved_seconds": {"connector"},
+    "kvobs_load_waited_seconds": {"connector"},
+    "kvobs_loads_slower_than_computing": {"connector"},
     "kvobs_load_tokens": {"connector"},
     "kvobs_load_bytes": {"connector"},
     "kvobs_load_stall_seconds": {"connector"},
@@ -76,6 +79,8 @@ LABELS: dict[str, set[str]] = {  # beside model_name and engine
     "kvobs_recomputed_tokens": {"connector"},
     "kvobs_failed_sync_loads": {"connector"},
     "kvobs_connector_info": {"connector", "index", "class", "role", "load_policy", "failure_policy"},
+    "kvobs_step_seconds": {"kind"},
+    "kvobs_step_estimate_error_seconds": {"kind"},
     "kvobs_build_info": {"version", "vllm_version"},
     "kvobs_self_seconds": {"where"},
 }
@@ -237,7 +242,7 @@ def test_what_the_other_child_had_more_is_unused(server: Server) -> None:
     assert grown("kvobs_admitted_tokens_total", connector="steered") == 64
     assert grown("kvobs_offered_tokens_total", connector="cpu") == stored
     assert grown("kvobs_unused_offers_total", connector="cpu") == 1
-    assert grown("kvobs_unused_hit_tokens_total", connector="cpu") == stored - 64
+    assert grown("kvobs_unused_hit_tokens_total", connector="cpu", reason="other_chosen") == stored - 64
     assert grown("kvobs_unused_offers_total", connector="steered") == 0
 
 

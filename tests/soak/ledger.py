@@ -103,6 +103,7 @@ class Ledger:
 
     def _settle_offers(self, life: Life) -> None:
         given, life.given = life.given, {}
+        admitted = sum(given.values())
         owner = next((child for child, tokens in given.items() if tokens), None)
         answers, life.answers = life.answers, {}
         offers = {child: tokens for child, tokens in answers.items() if tokens}
@@ -112,9 +113,12 @@ class Ledger:
         won = 0 if owner is None else offers[owner]
         for child, tokens in offers.items():
             self._count("kvobs_offered_tokens_total", child, n=tokens)
-            if child != owner:
+            if child == owner:
+                self._count("kvobs_unused_hit_tokens_total", child, "not_taken", n=max(0, tokens - admitted))
+            else:
                 self._count("kvobs_unused_offers_total", child)
-                self._count("kvobs_unused_hit_tokens_total", child, n=max(0, tokens - won))
+                reason = "not_taken" if owner is None else "other_chosen"
+                self._count("kvobs_unused_hit_tokens_total", child, reason, n=max(0, tokens - won))
 
     def scheduled(self, step: int) -> None:
         """Note that a step's orders go to the workers: failed loads are told with them."""
@@ -131,6 +135,10 @@ class Ledger:
         if child < len(self.reporters) - 1:
             return
         life.finished = True
+        if not life.counted and len(life.answers) == len(self.reporters):  # vLLM had no blocks for it
+            for offering, tokens in life.answers.items():
+                self._count("kvobs_offered_tokens_total", offering, n=tokens)
+                self._count("kvobs_unused_hit_tokens_total", offering, "not_allocated", n=tokens)
         aborted = life.load if life.load is not None and life.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
@@ -251,6 +259,8 @@ class Ledger:
             if not load.is_async:
                 self._count("kvobs_failed_sync_loads_total", load.child)
         self._count("kvobs_loads_total", load.child, mode, outcome)
+        if outcome == "aborted":
+            self._count("kvobs_unused_hit_tokens_total", load.child, outcome, n=load.tokens)
         if outcome == "ok":
             self._count("kvobs_load_duration_seconds_count", load.child, mode)
             self._count_loaded(load)

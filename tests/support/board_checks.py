@@ -169,7 +169,12 @@ def guards(board: Board) -> list[str]:
 
 
 def axes(board: Board) -> list[str]:
-    return [panel["title"] for panel in series(board) if panel["fieldConfig"]["defaults"].get("min") != 0]
+    """Axes begin at zero, except where a difference may be below it."""
+    return [
+        panel["title"]
+        for panel in series(board)
+        if panel["fieldConfig"]["defaults"].get("min") != 0 and not any(") - " in t["expr"] for t in panel["targets"])
+    ]
 
 
 def panel_units(board: Board) -> list[str]:

@@ -75,7 +75,9 @@ class BrokenSampler(Sampler):
 
 
 def request(request_id: str = "r", headers: Any = None, params: Any = None) -> Any:
-    return SimpleNamespace(request_id=request_id, trace_headers=headers, kv_transfer_params=params)
+    return SimpleNamespace(
+        request_id=request_id, num_prompt_tokens=64, trace_headers=headers, kv_transfer_params=params
+    )
 
 
 def record(name: str = "kv.load", **changes: Any) -> Record:

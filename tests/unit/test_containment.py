@@ -177,7 +177,7 @@ def test_the_story_is_the_same_each_time_and_passes_every_seam(
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert passed == _of_story()
-    assert len(passed) == 69, "a module that moves keeps its seams"
+    assert len(passed) == 76, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
@@ -268,7 +268,7 @@ def test_a_file_that_kvobs_opens_for_writing_is_noted(opener: str, flags: int, i
 # Modules that are there for the telemetry alone: all that they do belongs into a seam.
 PACKAGES = ("telemetry", "stats", "exporting")
 MODULES = {"log", "signals", "spans", *(f"children.{name}" for name in ("collector", "layer_calls", "stalls")),
-           "routing.open_transfers", "routing.outcomes"}  # fmt: skip
+           "routing.gains", "routing.open_transfers", "routing.outcomes", "routing.step_work"}  # fmt: skip
 """The telemetry: all of these packages, and these modules."""
 
 

@@ -107,11 +107,13 @@ def test_an_async_load_is_a_span_with_one_for_each_rank_in_the_clients_trace(
     offered = {"offered_tokens.one": 2 * BLOCK, "offered_tokens.two": BLOCK}
     tokens = 2 * BLOCK
     assert attributes(lookup) == {
-        **own, **offered, "lookups": 1, "local_tokens": 0, "outcome": "hit", "connector": "one", "tokens": tokens
+        **own, **offered, "lookups": 1, "local_tokens": 0, "outcome": "hit", "connector": "one", "tokens": tokens,
+        "prompt_tokens": 4 * BLOCK + 1, "hit_rate": tokens / (4 * BLOCK + 1),
     }  # fmt: skip
     assert attributes(whole) == {
         **own, "connector": "one", "mode": "async", "outcome": "ok", "tokens": tokens,
         "bytes": tokens * BYTES_PER_TOKEN * 2, "slowest_rank": 1, "rank_skew": pytest.approx(STEP_S),
+        "waited": pytest.approx(4 * STEP_S),
     }  # fmt: skip
     assert [attributes(span) for span in ranks] == [
         {**own, "connector": "one", "rank": rank, "mode": "async"} for rank in (0, 1)

@@ -13,7 +13,7 @@ from kvobs.stats.scrapes import Numbers, by_owner, change
 
 RATES = (
     "lookups", "loads", "load_tokens", "scheduler_s", "load_stall_s", "save_stall_s", "failed_loads", "exceptions",
-    "telemetry_s",
+    "telemetry_s", "gain_s",
 )  # fmt: skip
 """Fields that are rates per second, unless counted since the server's start."""
 
@@ -42,6 +42,8 @@ class ConnectorRow:
     load_stall_s: float | None
     """Summed over ranks, as that of saves."""
     save_stall_s: float | None
+    gain_s: float | None
+    """Time that its loads saved, without the time that requests waited for them."""
     failed_loads: float | None
     exceptions: float | None
     skew_p99_s: float | None
@@ -134,6 +136,7 @@ def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s:
         scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS) / seconds,
         load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
+        gain_s=_gain(numbers, seconds),
         failed_loads=numbers.total(signals.LOADS, outcome="failed") / seconds,
         exceptions=numbers.total(signals.CALL_ERRORS) / seconds,
         skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
@@ -145,6 +148,13 @@ def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s:
         oldest_s=max(0.0, now_s - min(began)) if began else None,
         quarantined=any(numbers.values(signals.QUARANTINED)),
     )
+
+
+def _gain(numbers: Numbers, seconds: float) -> float | None:
+    """Return what loads gained per second; None before any could be weighed."""
+    if not numbers.values(signals.LOAD_WAITED):
+        return None
+    return (numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)) / seconds
 
 
 STANDING = ("engine", "connector", "connector_class", "loads_open", "saves_held", "oldest_s", "quarantined")

@@ -15,6 +15,7 @@ PREFIX = "kvobs_"
 # A part of kvobs's metrics: calls by hook, of which the sum is read, are two thirds of all.
 READ = (
     *(signals.LOOKUPS, signals.LOADS, signals.LOAD_DURATION, signals.LOAD_TOKENS, signals.LOAD_STALL),
+    *(signals.PREFILL_SAVED, signals.LOAD_WAITED),
     *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
     *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
     *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),

@@ -63,6 +63,7 @@ def columns(*, since_start: bool) -> list[Column]:
         Column("load", "p99", "load_p99_s", lambda c: duration(c.load_p99_s)),
         Column("sched", "" if since_start else "busy", "scheduler_s", scheduler),
         Column("stall", ms_per_s, "stall_s", stall),
+        Column("gain", "s" if since_start else "s/s", "gain_s", lambda c: signed(c.gain_s), 6, "gain {}"),
         Column("loads", "open", "loads_open", lambda c: whole(c.loads_open), 5),
         Column("saves", "held", "saves_held", lambda c: whole(c.saves_held), 5, "saves held {}"),
         Column("oldest", "", "oldest_s", lambda c: duration(c.oldest_s)),
@@ -72,7 +73,7 @@ def columns(*, since_start: bool) -> list[Column]:
     ]
 
 
-LEFT_OUT = ("lookups", "loads", "slowest_rank_share", "skew_p99_s", "saves_held")
+LEFT_OUT = ("gain_s", "lookups", "loads", "slowest_rank_share", "skew_p99_s", "saves_held")
 """Columns that are omitted without room for all, in this order."""
 
 
@@ -86,6 +87,11 @@ def amount(number: float | None) -> str:
         if number >= 0.9995 * size:
             return f"{number / size:.{_digits(number / size)}f}{suffix}"
     return f"{number:.{_digits(number)}f}"
+
+
+def signed(number: float | None) -> str:
+    """Write a number that may be negative in at most seven characters."""
+    return amount(number) if number is None or number >= 0 else f"-{amount(-number)}"
 
 
 def whole(number: int) -> str:

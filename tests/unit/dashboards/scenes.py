@@ -175,9 +175,16 @@ def ranks(first: str, second: str, skew: str, count: str) -> Series:
 
 def tokens(unused: str, offered: str, admitted: str = "0+1000x400") -> Series:
     return {
-        "kvobs_unused_hit_tokens_total": unused,
+        'kvobs_unused_hit_tokens_total{reason="other_chosen"}': unused,
         "kvobs_offered_tokens_total": offered,
         "kvobs_admitted_tokens_total": admitted,
+    }
+
+
+def paying(slower: str, loads: str) -> Series:
+    return {
+        "kvobs_loads_slower_than_computing_total": slower,
+        'kvobs_loads_total{mode="async",outcome="ok"}': loads,
     }
 
 
@@ -474,6 +481,21 @@ SCENES = {
         idle={DROPPED: "100000+0x400"},
         restart={DROPPED: "0+1x60 0+1x300"},
         quiet=({DROPPED: "0+0x40 500+0x360"},),  # a burst
+    ),
+    "KvobsLoadsDontPay": Scenes(
+        healthy=paying("0+10x400", "0+100x400"),
+        fires=(
+            Fires(
+                paying("0+75x400", "0+100x400"),
+                "50m",
+                f"For 75% of the loads from {OF_CHILD} requests waited longer than computing the same tokens would "
+                "have taken.",
+            ),
+        ),
+        ended=paying("0+75x100 7500+0x300", "0+100x400"),
+        idle=paying("75+0x400", "100+0x400"),
+        restart=paying("0+10x60 0+10x300", "0+100x60 0+100x300"),
+        quiet=(paying("0+1x400", "0+1x400"),),  # few
     ),
     "KvobsUnusedHitTokens": Scenes(
         healthy=tokens("0+1000x400", "0+10000x400"),

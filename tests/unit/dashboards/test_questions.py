@@ -186,9 +186,33 @@ def test_every_configured_child_has_a_value(tmp_path: Path) -> None:
 
 def test_shares_of_hits_and_unused_hit_tokens(tmp_path: Path) -> None:
     series = child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING)
-    series |= child("disk", offered_tokens_total="0+600x20", unused_hit_tokens_total=RISING)
+    series |= child("disk", offered_tokens_total="0+600x20")
+    for reason, lost in {"other_chosen": RISING, "aborted": "0+600x20"}.items():
+        series[f'kvobs_unused_hit_tokens_total{{connector="disk",reason="{reason}"}}'] = lost
     assert answers(tmp_path, series, questions.hit_share(*by_child)) == {"cpu": 0.25}
     assert answers(tmp_path, series, questions.unused_hit_share(*by_child)) == {"disk": pytest.approx(0.1)}
+
+
+def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> None:
+    """A connector whose loads all fail has saved nothing yet, and has been waited for."""
+    series = child("quick", prefill_saved_seconds_total="0+180x20", load_waited_seconds_total=RISING)
+    series |= child("slow", prefill_saved_seconds_total=RISING, load_waited_seconds_total="0+180x20")
+    series |= child("failing", load_waited_seconds_total=RISING) | child("idle")
+    assert answers(tmp_path, series, questions.net_gain(*by_child)) == {"quick": 2, "slow": -2, "failing": -1}
+    assert answers(tmp_path, series, questions.net_gain()) == {"": -1}
+
+
+def test_the_share_of_loads_that_do_not_pay(tmp_path: Path) -> None:
+    series = child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20")
+    series |= child("quick", loads_total__ok=RISING) | child("idle")
+    assert answers(tmp_path, series, questions.slower_share(*by_child)) == {"slow": 0.5, "quick": 0}
+
+
+def test_the_error_of_the_estimate(tmp_path: Path) -> None:
+    series = {f'kvobs_step_seconds_total{{kind="{kind}"}}': RISING for kind in ("prefill", "decode")}
+    series['kvobs_step_estimate_error_seconds_total{kind="prefill"}'] = "0+6x20"
+    found = answers(tmp_path, series, questions.estimate_error("kind"), label="kind")
+    assert found == {"prefill": pytest.approx(0.1), "decode": 0}
 
 
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])

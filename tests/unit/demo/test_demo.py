@@ -265,7 +265,8 @@ kvobs_lookups_total{connector="disk",engine="0",model_name="tiny",outcome="pendi
 kvobs_offered_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4096.0
 kvobs_offered_tokens_total{connector="disk",engine="0",model_name="tiny"} 2048.0
 kvobs_admitted_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4000.0
-kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny"} 64.0
+kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="other_chosen"} 64.0
+kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="aborted"} 54321.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="ok"} 3.0
 kvobs_loads_total{connector="cpu",engine="0",mode="sync",model_name="tiny",outcome="ok"} 1.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="aborted"} 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.state.transfers import Load, Save, Stray
+from kvobs.state.transfers import Gain, Load, Save, Stray
 from kvobs.testing import BLOCK, Rig, Script
 
 
@@ -33,6 +33,10 @@ class Announced(TransferListener):
 
     def load_ended(self, request_id: str, load: Load) -> None:
         self._note(request_id, "load ended", load.outcome, load.settled is not None)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        assert gain.waited_ns >= (gain.resume_ns or 0) >= 0
+        self._note(request_id, "weighed", load.outcome)
 
     def sync_loads_failed(self, child: int, loads: int, reset: Any) -> None:
         self._note("", "sync loads failed", child, loads, reset)

@@ -594,7 +594,7 @@ def test_a_synchronous_offer_is_unused(engine: Engine, a: Script, b: Script, cap
     engine.rig.add("r", max_tokens=1)
     engine.run_to_end("r")
     assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
-    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0) == BLOCK
+    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
     assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
     assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
@@ -734,7 +734,7 @@ def test_the_longest_offer_that_is_synchronous_and_isolated_loses(
     for rank in (0, 1):
         b.say(rank, received="r")
     engine.run_to_end("r")
-    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0) == 2 * BLOCK
+    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 2 * BLOCK
     assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
 
 

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvobs import signals
 from kvobs.children.child import Child
 from kvobs.config import Options
 from kvobs.routing.lookups import NOTHING, Offer, Offers
@@ -214,20 +215,61 @@ def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     assert asker.offers.settle("r", 0, 16).local == 48
 
 
+REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
+
+
+def lost(asker: Asker, child: int) -> dict[str, int]:
+    """Return reason -> tokens that a child has offered in vain."""
+    counts = {reason: asker.count(child, "kvobs_unused_hit_tokens_total", reason) for reason in REASONS}
+    return {reason: n for reason, n in counts.items() if n}
+
+
 @given(st.lists(st.sampled_from([0, 16, 32, 48]), min_size=1, max_size=4), st.data())
 def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.DataObject) -> None:
     """Offers count once a request, whoever wins; unused is what a loser had beyond the winner; admitted counts all."""
     owner = data.draw(st.sampled_from([None, *(i for i, n in enumerate(tokens) if n)]))
     asker = Asker(*((n, True) for n in tokens))
-    taken = 0 if owner is None else tokens[owner]
+    won = 0 if owner is None else tokens[owner]
+    taken = max(0, won - data.draw(st.sampled_from([0, 8]))) if owner is not None else 0
     for _ in range(2):  # the second is a lookup after a preemption
         asker.ask()
         asker.offers.settle("r", owner, taken)
     for i, n in enumerate(tokens):
         assert asker.count(i, "kvobs_offered_tokens_total") == n
-        assert asker.count(i, "kvobs_unused_hit_tokens_total") == (0 if i == owner else max(0, n - taken))
         assert asker.count(i, "kvobs_unused_offers_total") == int(bool(n) and i != owner)
         assert asker.count(i, "kvobs_admitted_tokens_total") == (2 * taken if i == owner else 0)
+        reason = "other_chosen" if owner not in (None, i) else "not_taken"
+        in_vain = won - taken if i == owner else max(0, n - won)
+        assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
+
+
+def test_what_kvobs_itself_does_not_take_is_declined() -> None:
+    """Nothing is loaded, and vLLM has no part in it."""
+    asker = Asker((32, False), async_only=(0,))
+    asker.ask()
+    asker.offers.settle("r", None, 0)
+    assert lost(asker, 0) == {"declined": 32}
+
+
+def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost() -> None:
+    """vLLM asks again in each step as long as it has no blocks."""
+    asker = Asker((32, True), (0, False))
+    for _ in range(3):
+        asker.ask()
+    assert asker.count(0, "kvobs_offered_tokens_total") == 0
+    asker.offers.forget("r")
+    assert asker.count(0, "kvobs_offered_tokens_total") == 32
+    assert (lost(asker, 0), lost(asker, 1)) == ({"not_allocated": 32}, {})
+
+
+def test_a_request_that_was_allocated_once_loses_nothing_at_its_end() -> None:
+    asker = Asker((32, True))
+    asker.ask()
+    asker.offers.settle("r", 0, 32)
+    asker.ask()  # after a preemption
+    asker.offers.forget("r")
+    assert lost(asker, 0) == {}
+    assert asker.count(0, "kvobs_offered_tokens_total") == 32
 
 
 def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:

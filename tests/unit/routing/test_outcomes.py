@@ -8,7 +8,7 @@ import pytest
 
 from kvobs.routing.outcomes import Outcomes
 from kvobs.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
-from kvobs.state.transfers import Load, Save, Stray
+from kvobs.state.transfers import Gain, Load, Save, Stray
 from kvobs.telemetry.recorder import Recorder
 
 
@@ -86,7 +86,10 @@ def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives() -> 
     counted = Counted(1)
     load = Load(0, 32, True, 1, size=320, aborted=True)
     counted.outcomes.aborted("r", load, by_error=False)
-    assert counted.counts() == {(0, "kvobs_loads_total", "async", "aborted"): 1}
+    assert counted.counts() == {
+        (0, "kvobs_loads_total", "async", "aborted"): 1,
+        (0, "kvobs_unused_hit_tokens_total", "aborted"): 32,
+    }
     counted.outcomes.load_ended("r", load)
     assert counted.counts() == {(0, "kvobs_load_tokens_total"): 32, (0, "kvobs_load_bytes_total"): 320}
 
@@ -97,7 +100,10 @@ def test_an_aborted_load_that_failed_has_loaded_nothing() -> None:
     counted.outcomes.aborted("r", load, by_error=False)
     load.failed_on.add(0)
     counted.outcomes.load_ended("r", load)
-    assert counted.counts() == {(0, "kvobs_loads_total", "async", "aborted"): 1}
+    assert counted.counts() == {
+        (0, "kvobs_loads_total", "async", "aborted"): 1,
+        (0, "kvobs_unused_hit_tokens_total", "aborted"): 32,
+    }
 
 
 def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,20 +149,31 @@ def test_a_failed_sync_load_names_who_may_have_saved_and_whose_cache_was_reset(
     assert counted.counts() == {(0, "kvobs_failed_sync_loads_total"): 3}
 
 
-def test_a_loaded_request_waits_until_it_is_scheduled() -> None:
-    """Once for each load, and for none that is synchronous, failed, or of a request that has ended."""
+@pytest.mark.parametrize(
+    ("gain", "counts"),
+    [
+        (Gain(None, 9, 4), {"kvobs_load_resume_delay_seconds": 4}),
+        (
+            Gain(9, 7, 4),
+            {
+                "kvobs_load_resume_delay_seconds": 4,
+                "kvobs_prefill_saved_seconds_total": 9,
+                "kvobs_load_waited_seconds_total": 7,
+            },
+        ),
+        (
+            Gain(7, 9),
+            {
+                "kvobs_prefill_saved_seconds_total": 7,
+                "kvobs_load_waited_seconds_total": 9,
+                "kvobs_loads_slower_than_computing_total": 1,
+            },
+        ),
+        (Gain(0, 0), {}),
+    ],
+    ids=str,
+)
+def test_a_load_counts_with_what_it_saved_and_how_long_its_request_waited(gain: Gain, counts: dict[str, int]) -> None:
     counted = Counted(2)
-    for request, load in {
-        "async": Load(1, 32, True, 1, arrived={0: 1}),
-        "sync": Load(1, 32, False, 1, arrived={0: 1}),
-        "failed": Load(1, 32, True, 1, failed_on={0}, arrived={0: 1}),
-        "ended": Load(1, 32, True, 1, arrived={0: 1}),
-    }.items():
-        counted.outcomes.load_ended(request, load)
-    counted.outcomes.request_ended("ended")
-    counted.counts()
-    for request in ("async", "sync", "failed", "ended", "async"):
-        counted.outcomes.allocated(request, [], 0, None, 0)
-    ((key, waited),) = counted.counts().items()
-    assert key == (1, "kvobs_load_resume_delay_seconds")
-    assert 0 < waited < 10**10
+    counted.outcomes.load_weighed("r", Load(1, 32, True, 1), gain)
+    assert counted.counts() == {(1, name): n for name, n in counts.items()}

@@ -97,8 +97,8 @@ def test_w3_what_the_losers_offered_beyond_the_winner_is_counted(a: Script, b: S
     rig.add("r")
     rig.step()
     assert counted(rig, "kvobs_offered_tokens_total", 1) == 3 * BLOCK
-    assert counted(rig, "kvobs_unused_hit_tokens_total", 1) == 2 * BLOCK
-    assert counted(rig, "kvobs_unused_hit_tokens_total", 0) == 0
+    assert counted(rig, "kvobs_unused_hit_tokens_total", 1, "other_chosen") == 2 * BLOCK
+    assert counted(rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 0
     assert counted(rig, "kvobs_admitted_tokens_total", 0) == BLOCK
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.spans import Reason, Record
-from kvobs.state.transfers import Load, Save
+from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.journal import AT_MOST, Group, Journal
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.request_spans import Opened, RequestSpans, Trace
@@ -53,8 +53,8 @@ class Writer:
         self.spans.looked_up(trace, outcome, *args, **more)
         return [one for (one,) in self.groups()]
 
-    def loaded(self, trace: Trace, load: Load) -> Group:
-        self.spans.loaded(Opened(trace, "2" * 16, trace.above), load)
+    def loaded(self, trace: Trace, load: Load, gain: Gain | None = None) -> Group:
+        self.spans.loaded(Opened(trace, "2" * 16, trace.above), load, gain)
         return next(iter(self.groups()), [])
 
     def saved(self, trace: Trace, save: Save, ended_ns: int, child: int = 1) -> Group:
@@ -66,7 +66,7 @@ class Writer:
 
 
 def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
-    trace = trace_of(lookups=2, began_ns=100, ended_ns=300)
+    trace = trace_of(lookups=2, began_ns=100, ended_ns=300, prompt_tokens=100)
     (found,) = Writer().looked_up(trace, "hit", [(0, 16), (1, 48)], local=32, owner=1, tokens=48)
     assert (found.title, found.span_id, found.parent_id) == ("kv.lookup", "1" * 16, SAMPLED.span_id)
     assert (found.start_ns, found.end_ns, found.observed_ns, found.reason) == (100, 300, 0, Reason.PARENT)
@@ -79,7 +79,25 @@ def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
         "kv_transfer.outcome": "hit",
         "kv_transfer.connector": "cpu",
         "kv_transfer.tokens": 48,
+        "kv_transfer.prompt_tokens": 100,
+        "kv_transfer.hit_rate": 0.8,
     }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "prompt_tokens", "local", "expected"),
+    [
+        ("miss", 100, 0, 0.0),
+        ("miss", 64, 48, 0.75),
+        ("hit", 64, 80, 1.0),
+        ("aborted", 64, 0, None),
+        ("miss", 0, 0, None),
+    ],
+)
+def test_the_hit_rate_is_of_the_prompt(outcome: str, prompt_tokens: int, local: int, expected: float | None) -> None:
+    """With a preempted request's own tokens there is more than the prompt; of an ended one nothing is known."""
+    (found,) = Writer().looked_up(trace_of(lookups=1, prompt_tokens=prompt_tokens), outcome, local=local)
+    assert found.attributes.get("kv_transfer.hit_rate") == expected
 
 
 def test_a_lookup_without_an_owner_names_none() -> None:
@@ -246,6 +264,25 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins(
     assert [part.start_ns for part in parts if ranks[int(part.attributes["kv_transfer.rank"])][0] == 0] == [
         head.start_ns for began, *_ in ranks.values() if began == 0
     ]
+
+
+@pytest.mark.parametrize(
+    ("gain", "expected"),
+    [
+        (None, {}),
+        (Gain(None, 2 * MS, MS), {"kv_transfer.waited": 0.002}),
+        (Gain(3 * MS, 2 * MS), {"kv_transfer.waited": 0.002, "kv_transfer.saved": 0.003}),
+    ],
+    ids=str,
+)
+def test_a_load_says_what_it_saved_and_how_long_its_request_waited(
+    gain: Gain | None, expected: dict[str, float]
+) -> None:
+    whole, *_ = Writer().loaded(trace_of(), load_of(), gain)
+    said = {
+        key: whole.attributes[key] for key in ("kv_transfer.waited", "kv_transfer.saved") if key in whole.attributes
+    }
+    assert said == expected
 
 
 # --- saves

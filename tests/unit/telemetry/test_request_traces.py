@@ -14,7 +14,7 @@ from opentelemetry import trace as otel
 
 from kvobs import faults, signals
 from kvobs.spans import Reason, Record
-from kvobs.state.transfers import Load, Save
+from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import trace_context
 from kvobs.telemetry.call_event import CallEvent
 from kvobs.telemetry.journal import Journal
@@ -164,7 +164,7 @@ def test_whatever_a_client_sends_nothing_raises_and_nothing_of_it_is_kept(
     assert [one.name for one in records if one.is_urgent] == ["kv.call", "kv.call", "kv.lookup"]
     for one in records:
         assert Record.read(msgspec.msgpack.decode(msgspec.msgpack.encode(one))) is not None
-        assert len(one.attributes) <= 10
+        assert len(one.attributes) <= 12
         assert max(map(len, strings(tuple(one)))) <= 256
 
 
@@ -292,6 +292,25 @@ def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_hand
     assert to_workers == SAMPLED._replace(span_id=loaded.span_id)
     assert to_decode == SAMPLED._replace(span_id=saved.span_id)
     assert (saved.start_ns, saved.end_ns, saved.parent_id) == (3, 7, SAMPLED.span_id)
+
+
+def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:
+    """With what it gained, once; of a request that ends before it resumes that is not known."""
+    scheduler, load = Scheduler(), Load(0, 16, True, 1)
+    for request_id in ("resumed", "ended"):
+        scheduler.traces.of(request(request_id))
+        scheduler.traces.admitted(request_id, load)
+        scheduler.traces.load_ended(request_id, load)
+    assert scheduler.written() == []
+    scheduler.traces.load_weighed("resumed", load, Gain(7_000_000_000, 5_000_000_000, 1))
+    (resumed,) = scheduler.written()
+    assert (resumed.attributes["kv_transfer.saved"], resumed.attributes["kv_transfer.waited"]) == (7.0, 5.0)
+    scheduler.traces.load_weighed("resumed", load, Gain(7, 5, 1))
+    for request_id in ("resumed", "ended"):
+        scheduler.traces.request_ended(request_id)
+    (ended,) = scheduler.written()
+    assert "kv_transfer.waited" not in ended.attributes
+    assert len(scheduler.traces) == 0
 
 
 def test_a_save_done_before_its_promise_is_written_at_once() -> None:

@@ -23,11 +23,12 @@ from tests.support.top_engines import Engines, count
 MS = 10**6
 SHARES = st.none() | st.floats(0, 1)
 AMOUNTS = st.none() | st.floats(0, 8e8)
+GAINS = st.none() | st.floats(-8e8, 8e8)
 COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 CHILDREN = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS,
-    SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES,
+    SHARES, AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES,
     COUNTS, COUNTS, AMOUNTS, st.booleans(),
 )  # fmt: skip
 SERVERS = st.lists(
@@ -51,6 +52,8 @@ def busy(recorder: Recorder) -> None:
         recorder.add_call(0, hook, 100 * MS)  # two in the engine's loop, one in a worker's, one that is no part of it
     recorder.observe(0, signals.LOAD_STALL, 10 * MS)
     recorder.observe(0, signals.SAVE_STALL, 30 * MS)
+    count(recorder, 0, signals.PREFILL_SAVED, 50 * MS)
+    count(recorder, 0, signals.LOAD_WAITED, 80 * MS)
     recorder.observe(0, signals.RANK_SKEW, 3 * MS, "load")
     recorder.observe(0, signals.RANK_SKEW, 3 * MS, "save")
     count(recorder, 1, signals.LOADS, 3, "sync", "failed")
@@ -91,6 +94,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
     assert (cpu.load_stall_s, cpu.save_stall_s) == (about(0.005), about(0.015))
     assert cpu.stall_s == about(0.020)
+    assert (cpu.gain_s, disk.gain_s) == (about(-0.015), None)
     assert (cpu.scheduler_s, disk.scheduler_s) == (about(0.1), 0)
     assert 0.001 < (cpu.skew_p99_s or 0) < 0.0042
     assert (cpu.slowest_rank, cpu.slowest_rank_share) == ("1", 0.75)
@@ -191,7 +195,7 @@ def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
             assert set(of_child) == {
                 "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
                 "load_tokens_per_s", "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
-                "save_stall_s_per_s",
+                "save_stall_s_per_s", "gain_s_per_s",
                 "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
                 "loads_open", "saves_held", "oldest_s", "quarantined",
             }  # fmt: skip

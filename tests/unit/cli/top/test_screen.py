@@ -75,13 +75,13 @@ def test_no_line_is_too_long_and_no_child_is_lost(servers: list[Server], view: V
 
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_p50_s=0.03,
-    load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, failed_loads=0, exceptions=0,
-    skew_p99_s=0.12,
+    load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, gain_s=0.52, failed_loads=0,
+    exceptions=0, skew_p99_s=0.12,
     slowest_rank="3", slowest_rank_share=0.92, loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False,
 )  # fmt: skip
 DISK = replace(
     CPU, connector="disk", exceptions=2, quarantined=True, skew_p99_s=None, slowest_rank=None, slowest_rank_share=None,
-    saves_held=0,
+    saves_held=0, gain_s=-0.05,
 )  # fmt: skip
 SERVER = Server("localhost:8000", None, "tiny", "0.32.0", "0.1.0", 2.0, 0.0003, 0, (CPU, DISK))
 
@@ -101,19 +101,19 @@ def test_at_80_columns_a_second_line_has_the_rest() -> None:
         "connector  hits tokens   load   load  sched  stall loads saves oldest errors\n"
         "                    /s    p50    p99   busy   ms/s  open  held            /s\n"
         "cpu        25 %   7.2k  30 ms  67 ms    4 %    1.4     2     3  1.2 s      0\n"
-        "  slowest rank 3 (92 %), skew p99 120 ms\n"
+        "  gain 0.52, slowest rank 3 (92 %), skew p99 120 ms\n"
         "disk       25 %   7.2k  30 ms  67 ms    4 %    1.4     2     0  1.2 s    2.0\n"
-        "  in quarantine\n"
+        "  in quarantine, gain -0.05\n"
     )
 
 
 def test_with_room_all_is_in_columns() -> None:
     lines = shown([SERVER], 140).splitlines()
     assert lines[5].split() == [
-        "connector", "hits", "lookups", "tokens", "loads", "load", "load", "sched", "stall", "loads", "saves", "oldest",
-        "skew", "slowest", "errors",
+        "connector", "hits", "lookups", "tokens", "loads", "load", "load", "sched", "stall", "gain", "loads", "saves",
+        "oldest", "skew", "slowest", "errors",
     ]  # fmt: skip
-    numbers = "cpu 25 % 20 7.2k 5.0 30 ms 67 ms 4 % 1.4 2 3 1.2 s 120 ms 3 (92 %) 0"
+    numbers = "cpu 25 % 20 7.2k 5.0 30 ms 67 ms 4 % 1.4 0.52 2 3 1.2 s 120 ms 3 (92 %) 0"
     assert " ".join(lines[7].split()) == numbers
     assert lines[9].split() == ["in", "quarantine"]
 
@@ -131,7 +131,7 @@ def test_of_several_servers_each_has_a_number() -> None:
 def test_sorted_by_a_column_the_title_says_so_and_the_column_stands_out() -> None:
     lines = picture([SERVER], View("errors"), 80)
     assert "by errors, largest first" in lines[0].plain
-    assert [line.plain[:4] for line in lines[7:]] == ["disk", "  in", "cpu ", "  sl"]
+    assert [line.plain[:4] for line in lines[7:]] == ["disk", "  in", "cpu ", "  ga"]
     assert [lines[5].plain[span.start : span.end].strip() for span in lines[5].spans if span.style == "reverse"] == [
         "errors"
     ]

@@ -1,0 +1,96 @@
+"""Panels about what loads gain: time that they save, time that requests wait for them, tokens that are not loaded."""
+
+from __future__ import annotations
+
+from dashboards import looks, questions
+from dashboards.frame import Section
+from dashboards.panels import About, Panel, Query, lines, number, of_child
+from dashboards.questions import SELECTION
+from kvobs import signals
+
+
+def gains() -> Section:
+    """Return the section of the board *Connector*."""
+    return Section(
+        "Gain: time that loads save, time that requests wait for them",
+        [(8, [(4, _total()), (10, _net()), (10, _slower())]), (8, [(12, _lost()), (12, _error())])],
+        collapsed=True,
+    )
+
+
+def _total() -> Panel:
+    return number(
+        "Net gain",
+        About(
+            "Time to first token that loads save, minus the time that requests wait for them: seconds per second.",
+            "1: every second, requests get their first tokens a second earlier in total. Below 0: loads cost more.",
+            "If it is negative, see the panels to the right for the connector.",
+            "An estimate: see 'Error of the estimate'. No data: loads only, and no steps that compute prompts.",
+        ),
+        Query(questions.net_gain()),
+        unit="short",
+        verdict=looks.NET_GAIN,
+        least=None,
+    )
+
+
+def _net() -> Panel:
+    return lines(
+        "Net gain by connector (s/s)",
+        About(
+            "Time that computing the loaded tokens would have taken, minus the time that requests waited, per second.",
+            "Below 0: it would be quicker to compute what this connector loads.",
+            "Put a faster connector first, look for the cause of slow loads, or load only long prefixes from it.",
+            "Requests of one step wait at the same time: the gain may be above 1. An estimate from the engine's steps.",
+        ),
+        of_child(questions.net_gain("connector")),
+        of_child(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
+        unit="short",
+        least=None,
+    )
+
+
+def _slower() -> Panel:
+    return lines(
+        "Loads that took longer than computing (share)",
+        About(
+            "Share of loads for which requests waited longer than computing the same tokens would have taken.",
+            "0: every load pays. Above a half: most loads of this connector delay their requests.",
+            "Compare load durations with the tokens of a load: small loads rarely pay.",
+            "A load that fails does not pay. Loads for which there is no estimate yet count as if they paid.",
+        ),
+        of_child(questions.slower_share("connector")),
+        unit="percentunit",
+    )
+
+
+def _lost() -> Panel:
+    reasons = " or ".join(signals.UNUSED_HIT_TOKENS.labels["reason"])
+    return lines(
+        "Tokens offered and not loaded, by reason (tokens/s)",
+        About(
+            f"Tokens per second that connectors offered and nobody loaded: {reasons}.",
+            "other_chosen: a connector with fewer tokens was. not_allocated, aborted: requests ended before.",
+            "not_allocated: the KV cache is full, or clients give up. declined: see the option isolate.",
+            "vLLM itself leaves a prompt's last token to be computed: a little not_taken is normal.",
+        ),
+        Query(
+            SELECTION.rate(signals.UNUSED_HIT_TOKENS, "connector", "reason"),
+            "{{connector}} {{reason}}",
+        ),
+        unit="short",
+    )
+
+
+def _error() -> Panel:
+    return lines(
+        "Error of the estimate (share of step time)",
+        About(
+            "Differences between the estimated and the observed times of steps, as a share of the observed.",
+            "Below 0.1 is good. It rises for a while when the load or the hardware's clock changes.",
+            "High for long: the gain is a rough number only; compare time to first token with and without loads.",
+            "It includes the noise of single steps, which largely cancels out in the gain.",
+        ),
+        Query(questions.estimate_error("kind"), "{{kind}}"),
+        unit="percentunit",
+    )

@@ -1,0 +1,116 @@
+"""Weigh each load: the seconds that computing its tokens would have taken, against those that its request waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvobs import signals
+from kvobs.faults import contained
+from kvobs.routing.step_work import work_of
+from kvobs.state.compute_cost import ComputeCost
+from kvobs.state.step_times import StepTimes
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfers import Gain, Load
+from kvobs.telemetry.recorder import Recorder, wall_ns
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
+_ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}
+
+
+class StepLimits(NamedTuple):
+    """What bounds the steps: the most tokens of one request that a step computes, and the most steps in flight."""
+
+    chunk: int
+    in_flight: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> StepLimits:
+        """Read vLLM's configuration."""
+        scheduling = vllm_config.scheduler_config
+        chunks = (scheduling.max_num_batched_tokens, getattr(scheduling, "long_prefill_token_threshold", 0))
+        return cls(min(tokens for tokens in chunks if tokens), getattr(vllm_config, "max_concurrent_batches", 1))
+
+
+class Gains(TransferListener):
+    """Learns from the steps what computing costs, and announces what each load has gained.
+
+    An async load is weighed when vLLM allocates its request again, for the step that resumes it; a sync load and a
+    failed one when they end. Loads of requests that have ended are not weighed.
+
+    Args:
+        recorder: receives how good the estimate is.
+        listener: receives ``load_weighed``.
+        limits: of the engine's steps.
+    """
+
+    def __init__(self, recorder: Recorder, listener: TransferListener, limits: StepLimits) -> None:
+        self._recorder = recorder
+        self._listener = listener
+        self.cost = ComputeCost(limits.chunk)
+        self._times = StepTimes(limits.in_flight)
+        self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
+
+    def __len__(self) -> int:
+        return len(self._resuming)
+
+    # Steps
+
+    @contained("record")
+    def step_begun(self, output: SchedulerOutput, *, loads: bool) -> None:
+        """Note a step that is scheduled. Nothing is learned from one that ``loads`` within it."""
+        self._times.begin(wall_ns(), None if loads else work_of(output))
+
+    @contained("record")
+    def step_ended(self) -> None:
+        """Learn from the step whose output has come."""
+        if (ended := self._times.end(wall_ns())) is not None:
+            spent_ns, work = ended
+            self.cost.observe(spent_ns / 1e9, *work)
+
+    @contained("record")
+    def flush(self) -> None:
+        """Record how good the estimate was since the last time."""
+        for kind, errors in (("prefill", self.cost.prefill_errors), ("decode", self.cost.decode_errors)):
+            observed_s, error_s = errors.take()
+            self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
+            self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))
+
+    # Loads
+
+    @contained("record")
+    def load_ended(self, request_id: str, load: Load) -> None:
+        if load.aborted:
+            return
+        now_ns = wall_ns()
+        if load.is_async and not load.failed:
+            self._resuming[request_id] = load, now_ns
+            return
+        waited_ns = now_ns - load.opened_ns if load.is_async else load.duration_ns
+        self._listener.load_weighed(request_id, load, Gain(self._saved_ns(load), max(0, waited_ns)))
+
+    @contained("record")
+    def allocated(
+        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
+    ) -> None:
+        """Weigh the load of a request that is scheduled again."""
+        if (resumed := self._resuming.pop(request_id, None)) is None:
+            return
+        load, ended_ns = resumed
+        now_ns = wall_ns()
+        gain = Gain(self._saved_ns(load), max(0, now_ns - load.opened_ns), max(0, now_ns - ended_ns))
+        self._listener.load_weighed(request_id, load, gain)
+
+    @contained("record")
+    def request_ended(self, request_id: str) -> None:
+        self._resuming.pop(request_id, None)
+
+    def _saved_ns(self, load: Load) -> int | None:
+        lost = load.recomputed_tokens if load.failed else 0
+        if lost >= load.tokens:
+            return 0
+        saved_s = self.cost.saved(load.tokens - lost, load.local_tokens, load.rest_tokens + lost)
+        return None if saved_s is None else int(saved_s * 1e9)

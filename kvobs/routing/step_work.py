@@ -1,0 +1,46 @@
+"""Read what a step computes from the scheduler's output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvobs.state.step_times import Work
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_TOKENS_PER_DECODE = 16  # at most, with speculative decoding
+
+
+def work_of(output: SchedulerOutput) -> Work | None:
+    """Return the work of a step; None if it has none, or some that costs more than its tokens.
+
+    That is an encoder's input, and what is computed again after a preemption: vLLM lists it like a decode.
+
+    A prefill is a request without output tokens. Requests that decode, up to hundreds, are only added up, not visited.
+    """
+    total = output.total_num_scheduled_tokens
+    if not total or output.scheduled_encoder_inputs:
+        return None
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    tokens = pairs = 0
+    for new in output.scheduled_new_reqs:
+        n = scheduled[new.req_id]
+        tokens += n
+        pairs += _pairs(n, new.num_computed_tokens)
+    before, outputs = cached.num_computed_tokens, cached.num_output_tokens
+    context, decoding, at = sum(before), len(outputs), -1
+    for _ in range(outputs.count(0)):
+        at = outputs.index(0, at + 1)
+        n = scheduled[cached.req_ids[at]]
+        tokens += n
+        pairs += _pairs(n, before[at])
+        context -= before[at]
+        decoding -= 1
+    decodes = total - tokens
+    return None if decodes > _TOKENS_PER_DECODE * decoding else Work(tokens, pairs, decodes, context)
+
+
+def _pairs(tokens: int, before: int) -> int:
+    """Return how many tokens each token of a prefill attends to, added up."""
+    return tokens * before + tokens * (tokens + 1) // 2

@@ -1,0 +1,65 @@
+"""What describes a metric: its kind, its subject, its labels and, of a histogram, its buckets."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(Enum):
+    """What Prometheus calls the type of a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Scope(Enum):
+    """The subject of a metric."""
+
+    CHILD = "child"
+    PROCESS = "process"  # kvobs itself: no ``connector`` label
+    EXPORTER = "exporter"  # the exporter, which sets them itself: not in payloads, nor in vLLM's API server
+
+
+OPEN: tuple[str, ...] = ()
+"""Stands for a label's values that are known only at run time: few, and never ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signal:
+    """One metric; there is one object of each.
+
+    ``labels`` maps a label's name to its closed set of values, or to ``OPEN``. ``bounds`` are a histogram's upper
+    bounds as exponents: k stands for 2**k nanoseconds, inclusive.
+    """
+
+    name: str
+    help: str
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kind: Kind = Kind.COUNTER
+    bounds: tuple[int, ...] = ()
+    scope: Scope = Scope.CHILD
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a label's values are known at run time only: such a metric has no slots."""
+        return OPEN in self.labels.values()
+
+    @property
+    def unit(self) -> float:
+        """Return the factor from a payload's number to Prometheus's."""
+        return 1e-9 if "_seconds" in self.name else 1
+
+    @property
+    def buckets(self) -> list[float]:
+        """Return a histogram's upper bounds for Prometheus."""
+        return [2**k * self.unit for k in self.bounds]
+
+    @property
+    def sum_offset(self) -> int:
+        """Return the offset of a histogram's sum in its slots."""
+        return len(self.bounds) + 1
+
+    def bucket(self, ns: int) -> int:
+        """Return the index of the bucket for a duration; the last one is above all bounds."""
+        return bisect_left(self.bounds, (ns - 1).bit_length() if ns else 0)

@@ -1,0 +1,187 @@
+"""Estimate a linear cost from a stream of steps: seconds = fixed + tokens * per_token + attended * per_attended.
+
+Least squares over sums of products, kept separately for steps of similar size: a long run of small steps does not
+displace what a few large ones have shown. Each size forgets on its own, quickly while young and slowly later, so that
+slow first steps lose their weight. Residuals far beyond the usual ones are clipped (Huber). If the residuals become
+one-sided, the cost has changed: earlier steps then count less and less, until the residuals are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MEMORY = 48.0  # steps of one size
+_READY = 6  # steps, before which there is no estimate
+_SOLVE_OFTEN, _SOLVE_SELDOM = 4, 48  # after how many steps the coefficients are computed: at first, and at most
+_CLIP = 4.0  # times the usual residual
+_SPREAD_AT_FIRST, _SPREAD_AT_LEAST = 0.5, 0.02  # shares of the expected time
+_BLEND = 1 / 16
+_ONE_SIDED = 0.6  # share of the mean absolute residual; a symmetric residual stays near 0.2
+_DISCOUNT, _LEFT_AT_LEAST = 0.75, 0.01  # of what was learned before a change
+_SHORTEST = 1e-6  # seconds
+_SUMS, _LEFT = 9, 9
+
+Vector = tuple[float, float, float]
+Matrix = tuple[float, float, float, float, float, float]  # symmetric: 00, 01, 02, 11, 12, 22
+
+
+class LinearCost:
+    """The running estimate of three coefficients.
+
+    Args:
+        penalties: of a share of the cost that the steps can't tell apart, most is taken to be that of the coefficient
+            with the smallest penalty: fixed, per token, per attended token.
+        may_save: whether ``fixed`` may be negative: a first few tokens that cost nothing.
+
+    Attributes:
+        fixed: seconds.
+        per_token: seconds, never negative.
+        per_attended: seconds, never negative.
+        largest: the most tokens of a step that was learned.
+        is_ready: whether there is an estimate.
+    """
+
+    __slots__ = (
+        *("_bins", "_drift", "_learned", "_may_save", "_penalties", "_seen", "_since", "_solve_after", "_spread"),
+        *("fixed", "is_ready", "largest", "per_attended", "per_token"),
+    )
+
+    def __init__(self, penalties: Vector, *, may_save: bool = False) -> None:
+        self._penalties = penalties
+        self._may_save = may_save
+        self._bins: list[list[float]] = []
+        self._seen: list[int] = []
+        self._learned = 0
+        self._since = 0
+        self._solve_after = _SOLVE_OFTEN
+        self._spread = _SPREAD_AT_FIRST
+        self._drift = 0.0
+        self.fixed = self.per_token = self.per_attended = 0.0
+        self.largest = 0
+        self.is_ready = False
+
+    def expect(self, tokens: float, attended: float) -> float:
+        """Return the seconds of a step, never negative."""
+        seconds = self.fixed + tokens * self.per_token + attended * self.per_attended
+        return seconds if seconds > 0 else 0.0
+
+    def learn(self, tokens: int, attended: int, seconds: float, base: float = 0.0) -> None:
+        """Take in a step.
+
+        Args:
+            tokens: computed in it, at least one.
+            attended: by all of them.
+            seconds: the whole step's.
+            base: those of them that are not part of this cost.
+        """
+        at = (tokens.bit_length() + 1) >> 1
+        while at >= len(self._bins):
+            self._bins.append([*[0.0] * _SUMS, 1.0])  # the sums, and the share of them that a change has left
+            self._seen.append(0)
+        seen = self._seen[at]
+        self._seen[at] = seen + 1
+        if not seen:  # the first of its size: kernels are compiled, memory is allocated
+            return
+        if self.is_ready:
+            seconds = self._clipped(seconds, base + self.expect(tokens, attended))
+        cost = seconds - base
+        weight = 1.0 / max(seconds, _SHORTEST)  # the variance grows with the time
+        keep = 1.0 - 1.0 / min(_MEMORY, 1.0 + seen / 3)
+        sums = self._bins[at]
+        of_token, of_attended = weight * tokens, weight * attended
+        sums[0] = sums[0] * keep + weight
+        sums[1] = sums[1] * keep + of_token
+        sums[2] = sums[2] * keep + of_attended
+        sums[3] = sums[3] * keep + of_token * tokens
+        sums[4] = sums[4] * keep + of_token * attended
+        sums[5] = sums[5] * keep + of_attended * attended
+        sums[6] = sums[6] * keep + weight * cost
+        sums[7] = sums[7] * keep + of_token * cost
+        sums[8] = sums[8] * keep + of_attended * cost
+        sums[_LEFT] += (1.0 - sums[_LEFT]) * (1.0 - keep)
+        self.largest = max(self.largest, tokens)
+        self._learned += 1
+        self._since += 1
+        if self._since >= self._solve_after:
+            self._solve_after = min(_SOLVE_SELDOM, _SOLVE_OFTEN + self._learned // 16)
+            self._solve()
+
+    def _clipped(self, seconds: float, expected: float) -> float:
+        """Return the seconds, at most a few usual residuals from the expected ones; follow the residuals."""
+        expected = max(expected, _SHORTEST)
+        residual = seconds / expected - 1
+        limit = _CLIP * self._spread
+        if residual > limit:
+            residual = limit
+        elif residual < -limit:
+            residual = -limit
+        size = residual if residual > 0 else -residual
+        self._spread = max(_SPREAD_AT_LEAST, self._spread + _BLEND * (size - self._spread))
+        self._drift += _BLEND * (residual - self._drift)
+        drift = self._drift if self._drift > 0 else -self._drift
+        if drift > _ONE_SIDED * self._spread:
+            self._discount()
+        return expected * (1 + residual)
+
+    def _discount(self) -> None:
+        """Let all steps so far count less; those of a size that is no longer seen keep some weight."""
+        for sums in self._bins:
+            if sums[_LEFT] > _LEFT_AT_LEAST:
+                sums[:] = [number * _DISCOUNT for number in sums]
+        self._since = _SOLVE_SELDOM  # at once
+
+    def _solve(self) -> None:
+        """Compute the coefficients from the sums."""
+        self._since = 0
+        w, t, a, tt, ta, aa, y, ty, ay, _ = map(sum, zip(*self._bins, strict=True))
+        if self._learned < _READY or w <= 0:
+            return
+        # Scaled to a unit diagonal, so that penalties are shares.
+        token, attended = (tt / w) ** 0.5 or 1.0, (aa / w) ** 0.5 or 1.0
+        first, second, third = self._penalties
+        matrix = (
+            *(1 + first, t / w / token, a / w / attended),
+            *(tt / w / token**2 + second, ta / w / token / attended),
+            aa / w / attended**2 + third,
+        )
+        found = _least(matrix, (y / w, ty / w / token, ay / w / attended), may_save=self._may_save)
+        self.fixed, self.per_token, self.per_attended = found[0], found[1] / token, found[2] / attended
+        self.is_ready = True
+
+
+def _least(matrix: Matrix, right: Vector, *, may_save: bool) -> Vector:
+    """Return the least-squares solution whose coefficients are not negative; the first may be, with ``may_save``."""
+    best, explained = (0.0, 0.0, 0.0), 0.0
+    for used in _SUBSETS:
+        found = _solved(matrix, right, used)
+        if found is None or found[1] < 0 or found[2] < 0 or (found[0] < 0 and not may_save):
+            continue
+        if len(used) == len(found):  # nothing explains more
+            return found
+        gain = sum(x * y for x, y in zip(found, right, strict=True))
+        if gain > explained:
+            best, explained = found, gain
+    return best
+
+
+_SUBSETS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
+_PLACE = ((0, 1, 2), (1, 3, 4), (2, 4, 5))  # of row and column in a Matrix
+
+
+def _solved(matrix: Matrix, right: Vector, used: Sequence[int]) -> Vector | None:
+    """Solve for these coefficients, the others being 0, by Gaussian elimination; None if singular."""
+    rows = [[matrix[_PLACE[i][j]] for j in used] + [right[i]] for i in used]
+    n = len(rows)
+    for i in range(n):
+        pivot = rows[i][i]  # positive, and never small against its row: the matrix is positive definite
+        if pivot <= 0:
+            return None
+        for k in range(i + 1, n):
+            factor = rows[k][i] / pivot
+            for j in range(i, n + 1):
+                rows[k][j] -= factor * rows[i][j]
+    found = [0.0, 0.0, 0.0]
+    for i in reversed(range(n)):
+        rest = sum(rows[i][j] * found[used[j]] for j in range(i + 1, n))
+        found[used[i]] = (rows[i][n] - rest) / rows[i][i]
+    return found[0], found[1], found[2]

@@ -1,0 +1,181 @@
+"""An engine with a known cost function: its steps are mixed, its prefills chunked, and what they cost is found."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvobs.state.compute_cost import ComputeCost, Errors
+
+BUDGET = 2048
+
+
+class Cost(NamedTuple):
+    """Seconds: of a step, a prefill's token and pair, a decode's token, a token of its context."""
+
+    fixed: float
+    token: float
+    pair: float
+    decode: float
+    context: float
+
+    def of(self, tokens: int, pairs: float, decodes: float, context: float) -> float:
+        return self.fixed + tokens * self.token + pairs * self.pair + decodes * self.decode + context * self.context
+
+
+GPU = Cost(8e-3, 40e-6, 1.3e-9, 30e-6, 39e-9)
+CPU = Cost(3e-3, 25e-6, 4e-9, 200e-6, 20e-9)
+ALIKE = Cost(5e-3, 20e-6, 5e-9, 20e-6, 5e-9)  # one price for all tokens, and for all that they attend to
+
+
+class Rig:
+    """An engine whose steps take what its cost function says, with noise; some take much longer."""
+
+    def __init__(self, cost: Cost, seed: int, decodes: int = 16, noise: float = 0.04) -> None:
+        self.cost, self.noise, self.decodes, self.factor = cost, noise, decodes, 1.0
+        self.estimate = ComputeCost(BUDGET)
+        self.dice = random.Random(seed)
+        self.running = self.rest = self.at = self.steps = 0
+
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    def _step(self) -> None:
+        dice = self.dice
+        if dice.random() < 0.1:
+            self.running = dice.randint(0, 2 * self.decodes)
+        decodes = self.running = max(0, min(4 * self.decodes, self.running + dice.choice((-1, 0, 0, 1))))
+        context = sum(dice.randint(50, 3000) for _ in range(decodes))
+        if not self.rest and dice.random() < 0.35:
+            self.rest = dice.randint(*dice.choice(((1, 64), (1, 64), (1, 64), (64, 600), (600, 4000))))
+            self.at = dice.choice((0, 0, dice.randint(0, 2000)))
+        tokens = min(self.rest, BUDGET - decodes)
+        pairs = tokens * self.at + tokens * (tokens + 1) // 2
+        self.rest, self.at = self.rest - tokens, self.at + tokens
+        took = self.factor * self.cost.of(tokens, pairs, decodes, context) * max(0.3, dice.gauss(1, self.noise))
+        self.steps += 1
+        if self.steps <= 20 or dice.random() < 0.01:
+            took *= dice.uniform(1, 20)  # at first kernels are compiled; later something else runs
+        if tokens or decodes:
+            self.estimate.observe(took, tokens, pairs, decodes, context)
+
+    def truth(self, tokens: int, context: int) -> float:
+        decodes, held = self.estimate._decodes, self.estimate._context
+        seconds, chunk = 0.0, BUDGET - round(decodes)
+        while tokens:
+            part = min(tokens, chunk)
+            pairs = part * context + part * (part + 1) / 2
+            seconds += self.factor * self.cost.of(part, pairs, decodes, held)
+            tokens, context = tokens - part, context + part
+        return seconds
+
+    @property
+    def error(self) -> float:
+        """Return the mean error of predictions, as a share."""
+        asked = [(tokens, context) for tokens in (200, 500, 1000, 1900, 5000) for context in (0, 1000)]
+        predicted = [self.estimate.predict(*prefill) for prefill in asked]
+        return mean(abs((p or 0) / self.truth(*prefill) - 1) for p, prefill in zip(predicted, asked, strict=True))
+
+
+@pytest.mark.parametrize("cost", [GPU, CPU, ALIKE])
+@pytest.mark.parametrize("decodes", [0, 16, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_prefills_are_predicted_within_5_percent_after_500_steps_and_after_a_change(
+    cost: Cost, decodes: int, seed: int
+) -> None:
+    rig = Rig(cost, seed, decodes)
+    rig.step(500)
+    assert rig.error < 0.05
+    rig.factor = 1.8  # throttled, or with a neighbour
+    rig.step(500)
+    assert rig.error < 0.05
+    rig.decodes = 48
+    rig.step(500)
+    assert rig.error < 0.05
+
+
+def test_an_engine_that_only_prefills() -> None:
+    """As the prefill side of a disaggregated deployment: the fixed cost shows there too."""
+    rig = Rig(GPU, 1, decodes=0)
+    rig.step(800)
+    assert not rig.estimate._decode.is_ready
+    assert rig.error < 0.05
+
+
+def test_an_engine_that_only_decodes_knows_no_prefill() -> None:
+    estimate = ComputeCost(BUDGET)
+    for _ in range(100):
+        estimate.observe(0.01, 0, 0, 16, 16_000)
+    assert estimate.predict(1000) is None
+    assert estimate.saved(1000, 0, 1) is None
+
+
+def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
+    estimate = ComputeCost(BUDGET)
+    for n in range(100):
+        tokens = 10 + n % 50
+        estimate.observe(0.01 + tokens * 1e-5, tokens, tokens * tokens // 2, 0, 0)
+    assert estimate.predict(200) is not None
+    assert estimate.predict(1900) is None
+
+
+def test_a_step_of_a_full_budget_is_enough_to_predict_several() -> None:
+    rig = Rig(CPU, 2)
+    rig.step(500)
+    assert rig.estimate.predict(50_000) == pytest.approx(rig.truth(50_000, 0), rel=0.1)
+
+
+def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
+    rig = Rig(GPU, 3)
+    rig.step(600)
+    saved = rig.estimate.saved(1000, 100, 60)
+    assert saved == pytest.approx(rig.truth(1060, 100) - rig.truth(60, 1100), rel=0.05)
+    # Within one step the decodes and the step itself cost the same with and without the load.
+    assert saved == pytest.approx(1000 * GPU.token + (1000 * 100 + 1000 * 1060) * GPU.pair, rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 100), st.integers(0, 4096), st.integers(0, 10**8), st.integers(0, 500), st.integers(0, 10**6)
+        ),
+        max_size=60,
+    ),
+    st.integers(1, 10_000),
+    st.integers(0, 100_000),
+    st.integers(0, 1000),
+)
+@settings(max_examples=50)
+def test_predictions_are_never_negative(
+    steps: list[tuple[float, int, int, int, int]], tokens: int, context: int, rest: int
+) -> None:
+    estimate = ComputeCost(BUDGET)
+    for step in steps * 3:
+        estimate.observe(*step)
+    for predicted in (estimate.predict(tokens, context), estimate.saved(tokens, context, rest)):
+        assert predicted is None or 0 <= predicted < float("inf")
+
+
+def test_the_error_is_measured_before_a_step_is_learned() -> None:
+    rig = Rig(GPU, 4, noise=0.0)
+    rig.step(400)
+    for errors in (rig.estimate.prefill_errors, rig.estimate.decode_errors):
+        errors.take()
+    rig.estimate.observe(1.0, 0, 0, 1, 100)  # a hundred times what it should take
+    observed, error = rig.estimate.decode_errors.take()
+    assert observed == 1.0
+    assert error == pytest.approx(0.992, abs=0.01)
+    assert rig.estimate.decode_errors.take() == rig.estimate.prefill_errors.take() == (0, 0)
+
+
+def test_errors_add_up_in_either_direction() -> None:
+    errors = Errors()
+    errors.note(1.0, 3.0)
+    errors.note(3.0, 1.0)
+    assert errors.take() == (4.0, 4.0)
