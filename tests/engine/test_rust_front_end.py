@@ -16,7 +16,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import Exported, with_exporter
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, eventually, prompt, serve
+from tests.engine.serving import ROOT, eventually, prompt, serve
 from tests.versions.engines import overlay
 from tests.versions.rust import VERSION, rust_front_end
 
@@ -78,7 +78,7 @@ def test_each_engine_of_a_data_parallel_group_has_its_exporter(
 ) -> None:
     config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
     # vLLM 0.33 wants a memory node of its own for each engine of a group.
-    rust["env"] = rust["env"] | BOTH_RANKS_ON_ONE_CORE | {"VLLM_CPU_SIM_MULTI_NUMA": "1"}
+    rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     with serve(model, tmp_path, config, "--data-parallel-size", "2", **rust) as plain:
         server: Any = Exported(plain, port, port + 1)
         server.until_up()
