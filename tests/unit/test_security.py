@@ -119,7 +119,7 @@ def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> No
         "process.py": 1,  # /dev/null in the place of the engine's stderr
         "ring_files.py": 4,  # the folder and files of kvobs.timeline.dir; to look whether one is still written
         "recordings.py": 2,  # to read them
-        "chrome_trace.py": 2,  # what the command kvobs timeline is told to write
+        "chrome_trace.py": 2,  # what the command kvobs timeline writes
     }
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
