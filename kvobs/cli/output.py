@@ -1,4 +1,4 @@
-"""What commands print alike: errors in one line, and examples in their help."""
+"""What commands print alike: errors in one line, examples in their help, text of others without control characters."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def fail(says: str) -> typer.Exit:
 def warn(says: str) -> None:
     """Print a warning in one line."""
     Console(stderr=True).print(f"warning: {says}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters, which a terminal would obey, are question marks."""
+    return "".join(char if char.isprintable() else "?" for char in text)

@@ -110,3 +110,13 @@ def exporting(
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """Answer every request so; return the URL of the metrics."""
+    site = Site(lambda _path: (status, body))
+    try:
+        yield f"http://{site.address}/metrics"
+    finally:
+        site.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvobs import signals
+from kvobs.cli.output import printable
 from kvobs.signals import Kind
 from kvobs.stats.scrapes import Series, Values
 
@@ -49,8 +50,3 @@ def parse(text: str) -> dict[Series, float]:
         for sample in family.samples
         if math.isfinite(sample.value) and not math.isnan(float(sample.labels.get("le", 0)))
     }
-
-
-def printable(text: str) -> str:
-    """Return text whose control characters, which a terminal would obey, are question marks."""
-    return "".join(char if char.isprintable() else "?" for char in text)
