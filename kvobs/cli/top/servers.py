@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvobs import signals
 from kvobs.cli.output import printable
 from kvobs.cli.top.rows import Server, server_row, without_measures
-from kvobs.cli.top.scrapes import PREFIX, Scrape, parse
+from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, parse_vllm
 from kvobs.cli.web import TIMEOUT_S, NoAnswerError, get
 from kvobs.config import ExporterOptions
 from kvobs.stats.scrapes import Values
@@ -48,7 +48,8 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
 
 def fetch(url: str, timeout: float = TIMEOUT_S) -> Scrape:
     """Read a server's metrics once; ``NoAnswerError`` if there are none."""
-    return Scrape(time.monotonic(), time.time(), values_of(get(url, PLAIN, timeout).text))
+    text = get(url, PLAIN, timeout).text
+    return Scrape(time.monotonic(), time.time(), values_of(text), parse_vllm(text))
 
 
 def values_of(text: str) -> Values:

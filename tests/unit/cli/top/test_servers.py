@@ -11,7 +11,7 @@ from kvobs.cli.top.rows import server_row
 from kvobs.cli.top.servers import Watch, fetch, scrape_all, url_of
 from kvobs.cli.web import NoAnswerError
 from kvobs.signals import LOADS
-from tests.support.top_engines import Engines, answering, count, exporting, serving
+from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
 from tests.unit.cli.top.test_rows import ERRORS, GAUGES, RANKS, busy
 
 
@@ -76,6 +76,16 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
         replace(child, connector_class="") for child in rows[0].children
     ]
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
+
+
+def test_vllms_own_metrics_are_read_with_kvobss() -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.tell()
+    vllm.tell(running=3, waiting=2, first_tokens_s=[0.015])
+    with answering(200, engines.text + vllm.text) as url:
+        row = server_row("here", None, fetch(url))
+    assert (row.running, row.waiting) == (3, 2)
+    assert 0.01 < (row.ttft_p50_s or 0) < 0.02
 
 
 def test_a_watched_server_may_go_and_come_back() -> None:
