@@ -34,8 +34,8 @@ CADENCES = {
 COMBINED = {
     Combine.EACH: "every connector is called",
     Combine.GUARDED: "every connector is called, also after one raised",
-    Combine.ANY: "true if one connector says so",
-    Combine.ALL: "true if every connector says so",
+    Combine.ANY: "true if it is for one connector",
+    Combine.ALL: "true if it is for every connector",
     Combine.CHAIN: "all connectors' items, one after the other",
     Combine.ROUTED: "a rule of its own",
 }

@@ -12,12 +12,12 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, create_model
 
 from kvobs.hooks import HOOKS, INHERITED
+from kvobs.proc import stat
 
 # Hooks
 
@@ -160,10 +160,10 @@ def has_rust_frontend() -> bool:
     pid = os.getppid()
     with suppress(OSError, ValueError):
         while pid > 1:
-            name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            name, (_state, parent, *_) = stat(pid)
             if name == "vllm-rs":
                 return True
-            pid = int(fields.split()[1])
+            pid = int(parent)
     return False
 
 

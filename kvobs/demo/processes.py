@@ -6,7 +6,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+from kvobs.proc import stat
 
 
 def group_members(group: int) -> list[int]:
@@ -20,13 +21,6 @@ def in_group(pid: int, group: int) -> bool:
         state, _parent, found = stat(pid)[1][:3]
         return int(found) == group and state not in "ZX"
     return False
-
-
-def stat(pid: int) -> tuple[str, list[str]]:
-    """Return a process's name and its /proc fields from the state on; OSError if it has ended."""
-    # The name, in parentheses, may hold anything: the fields begin after the last one.
-    name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-    return name, fields.split()
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float) -> None:

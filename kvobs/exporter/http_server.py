@@ -14,6 +14,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from kvobs.exporter.ports import resolve
+
 AT_ONCE = 8
 """Requests at a time; further connections are closed."""
 IDLE_S = 5.0
@@ -73,9 +75,9 @@ class _Server(ThreadingWSGIServer):
 
 def serve(host: str, port: int, app: App) -> _Server:
     """Serve an app in a thread; OSError if the port can't be had."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, address = resolve(host, port)
     server_class = type("_Server", (_Server,), {"address_family": family})
-    server: _Server = make_server(str(address[0]), port, app, server_class, handler_class=_Handler)
+    server: _Server = make_server(address, port, app, server_class, handler_class=_Handler)
     Thread(target=server.serve_forever, kwargs={"poll_interval": 1.0}, name="kvobs-http", daemon=True).start()
     return server
 

@@ -1,13 +1,20 @@
-"""Find the process that listens on a port of this machine."""
+"""Find the address that a host and port stand for, and the process that listens there."""
 
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 
 _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 _SHOWN = 120  # characters of a command line
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """Return the address to listen on, and its family; OSError or ValueError if the host has none."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, str(address[0])
 
 
 def holder(port: int) -> str:

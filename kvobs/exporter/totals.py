@@ -70,13 +70,10 @@ class Totals:
         self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
         self._marks: dict[_Key, dict[int, Mark]] = {}
         self._own: dict[Signal, Point] = {}
-        self.version = 0
-        """Grows with every change."""
 
     def add(self, taken: Taken) -> None:
         """Add the increments of a payload; what is of no connector of this engine is left out."""
         with self._lock:
-            self.version += 1
             for slot, n in taken.counts.items():
                 series, offset, child = _locate(slot)
                 if child < len(self._names):
@@ -126,7 +123,6 @@ class Totals:
 
     def _set(self, signal: Signal, point: Point | None) -> None:
         with self._lock:
-            self.version += 1
             if point is None:
                 self._own.pop(signal, None)
             else:

@@ -89,7 +89,8 @@ class WorkerSide:
         self._meta = meta = _ours(connector_metadata)
         if self._flight is not None:
             self._flight.begin_step(has_forward=meta.has_forward)
-            self._flight.told(meta.loads, meta.promised)
+            closed = ((self._loads[request].child, request) for request in meta.closed if request in self._loads)
+            self._flight.ordered(meta.loads, meta.promised, closed, meta.saved)
         self._orphaned.update(meta.orphaned)  # before the ones that have already ended
         for request in meta.closed:
             if (over := self._loads.pop(request, None)) is not None:

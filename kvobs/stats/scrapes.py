@@ -77,8 +77,12 @@ class Numbers:
 
     def quantile(self, signal: Signal, q: float) -> float | None:
         """Return a histogram's quantile over all its series; None without observations."""
+        return self.quantile_of(signal.name, q)
+
+    def quantile_of(self, name: str, q: float) -> float | None:
+        """Return the quantile of the histogram of this name, which may be vLLM's."""
         buckets: dict[float, float] = {}
-        for has, value in self.by_name.get(f"{signal.name}_bucket", ()):
+        for has, value in self.by_name.get(f"{name}_bucket", ()):
             bound = float(has.get("le", "inf"))
             buckets[bound] = buckets.get(bound, 0.0) + value
         return quantile(buckets, q)

@@ -1,8 +1,9 @@
-"""Record the last calls, steps, loads and saves of one process, in a file that outlives it (the flight recorder).
+"""Record the last calls, steps, lookups, loads and saves of one process, in a file that outlives it (flight recorder).
 
 A call's record is written when it begins and completed when it ends, so that the file of a process that died or hangs
 shows what it was doing. Layer hooks, called hundreds of times per step, only overwrite the start of each child's last
-call, and get one record per step. A request is identified by a keyed hash only.
+call, and get one record per step. What is in progress is in a table of its own too: a load that never ends outlasts the
+records. A request is identified by a keyed hash only.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from kvobs.config import TimelineOptions
 from kvobs.faults import contained
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.log import line, once
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
-from kvobs.telemetry import ring_files
+from kvobs.telemetry import open_table, ring_files
+from kvobs.telemetry.open_table import OpenTable
 from kvobs.telemetry.ring import MORE, OPEN, RECORD, SPENT, WIDTH, Ring
 
 
@@ -39,6 +41,9 @@ class What(IntEnum):
     LOAD_ENDED = 4  # more: the request; n: the outcome, as a position in OUTCOMES
     SAVE_BEGUN = 5
     SAVE_ENDED = 6
+    LOOKUP_BEGUN = 7  # more: the request; from its first lookup until vLLM allocates its blocks
+    LOOKUP_ENDED = 8
+    RESUMED = 9  # more: the request; from the end of its asynchronous load to the step that schedules it
 
 
 OUTCOMES = ("ok", "failed", "aborted", "abandoned")
@@ -56,6 +61,11 @@ _ENDED = {
     ReportKind.SYNC_FAILED: (What.LOAD_ENDED, "failed"),
     ReportKind.SAVED: (What.SAVE_ENDED, "ok"),
 }
+_BEGINNING = {
+    What.LOAD_ENDED: What.LOAD_BEGUN,
+    What.SAVE_ENDED: What.SAVE_BEGUN,
+    What.LOOKUP_ENDED: What.LOOKUP_BEGUN,
+}
 _INDEX = {name: i for i, name in enumerate(NAMES)}
 _DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
@@ -69,6 +79,11 @@ def pack(what: What, child: int, hook: str = "", n: int = 0) -> int:
 def unpack(word: int) -> tuple[What, int, int, int]:
     """Decode the word: kind, child, the hook's position in its writer's table, n."""
     return What(word & 0xFF), word >> 24 & 0xFFFF, word >> 8 & 0xFFFF, word >> 40
+
+
+def layer_words(children: int) -> int:
+    """Return the number of words for the times of layer hooks, the first of those that are written in place."""
+    return len(LAYER_HOOKS) * (children + 1)
 
 
 class Flight(TransferListener):
@@ -87,6 +102,9 @@ class Flight(TransferListener):
         self._key = key
         self._wall_offset = wall_offset
         self._step: int | None = None  # place of the running step's record
+        self._in_progress = OpenTable(ring.words, ring.live + layer_words(children))
+        self._asked: dict[str, int] = {}  # request that has no blocks yet -> its first lookup
+        self._loaded: dict[str, tuple[int, int]] = {}  # request that vLLM may resume -> child, end of its load
 
     def noted(self, child: int, hook: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call`` with each call recorded; inlined, since calling ``Ring.add`` costs as much again."""
@@ -144,12 +162,27 @@ class Flight(TransferListener):
             self._step = None
 
     @contained("record")
-    def told(self, loads: Mapping[str, Any], promised: Iterable[tuple[int, str]]) -> None:
-        """Record the loads and saves that a worker is ordered to do."""
+    def ordered(
+        self,
+        loads: Mapping[str, Any],
+        promised: Iterable[tuple[int, str]],
+        over: Iterable[tuple[int, str]] = (),
+        saved: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        """Record the loads and saves that a worker is ordered to do.
+
+        Loads that are ``over`` for the scheduler, and saves that are ``saved``, are no longer in progress: a rank need
+        not report them. Such a load may be ordered again, and such a save have been promised, in the same step.
+        """
+        now = perf_counter_ns()
+        for child, request in over:
+            self._in_progress.end((What.LOAD_BEGUN, child, self._hashed(request)))
         for request, load in loads.items():
-            self._begun(What.LOAD_BEGUN, load.child, request)
+            self._begun(What.LOAD_BEGUN, load.child, request, now)
         for child, request in promised:
-            self._begun(What.SAVE_BEGUN, child, request)
+            self._begun(What.SAVE_BEGUN, child, request, now)
+        for child, request in saved:
+            self._in_progress.end((What.SAVE_BEGUN, child, self._hashed(request)))
 
     @contained("record")
     def reported(self, reports: Iterable[Report]) -> None:
@@ -160,22 +193,49 @@ class Flight(TransferListener):
                 began_ns = report.began_ns or report.time_ns
                 self._ended(what, report.child, report.request, began_ns, report.time_ns, outcome=outcome)
 
-    # The scheduler's loads and promised saves
+    # The scheduler's lookups, loads and promised saves
+
+    @contained("record")
+    def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
+        """Begin a request's lookup; vLLM repeats it until the connectors answer and blocks are free."""
+        if request.request_id not in self._asked:
+            self._asked[request.request_id] = began_ns
+            self._loaded.pop(request.request_id, None)
+            self._begun(What.LOOKUP_BEGUN, OWN, request.request_id, began_ns - self._wall_offset)
+
+    @contained("record")
+    def allocated(
+        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
+    ) -> None:
+        """Record the end of the lookup; the allocation after an asynchronous load is the request's resumption."""
+        if (began_ns := self._asked.pop(request_id, None)) is not None:
+            self._ended(What.LOOKUP_ENDED, OWN, request_id, began_ns, self._now_ns, outcome="ok")
+        elif (loaded := self._loaded.pop(request_id, None)) is not None:
+            self._ended(What.RESUMED, loaded[0], request_id, loaded[1], self._now_ns, outcome="ok")
+
+    @contained("record")
+    def request_ended(self, request_id: str) -> None:
+        self._loaded.pop(request_id, None)
+        if (began_ns := self._asked.pop(request_id, None)) is not None:
+            self._ended(What.LOOKUP_ENDED, OWN, request_id, began_ns, self._now_ns, outcome="aborted")
 
     @contained("record")
     def admitted(self, request_id: str, load: Load) -> None:
-        self._begun(What.LOAD_BEGUN, load.child, request_id, load.tokens)
+        self._begun(What.LOAD_BEGUN, load.child, request_id, perf_counter_ns(), load.tokens)
 
     @contained("record")
     def load_ended(self, request_id: str, load: Load) -> None:
-        self._ended(What.LOAD_ENDED, load.child, request_id, load.opened_ns, self._now_ns, outcome=load.outcome)
+        now_ns = self._now_ns
+        self._ended(What.LOAD_ENDED, load.child, request_id, load.opened_ns, now_ns, outcome=load.outcome)
         if load.settled is not None:
             self._save_ended(request_id, load.child, load.settled)
+        if load.is_async and not load.failed and not load.aborted:
+            self._loaded[request_id] = load.child, now_ns
 
     @contained("record")
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         for child in promised:
-            self._begun(What.SAVE_BEGUN, child, request_id)
+            self._begun(What.SAVE_BEGUN, child, request_id, perf_counter_ns())
 
     @contained("record")
     def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
@@ -186,14 +246,18 @@ class Flight(TransferListener):
 
     # On either side
 
-    def _begun(self, what: What, child: int, request: str, n: int = 0) -> None:
-        self._ring.add(perf_counter_ns(), 0, pack(what, child, n=n), self._hashed(request))
+    def _begun(self, what: What, child: int, request: str, start: int, n: int = 0) -> None:
+        """Record a begin; ``start`` is the monotonic time."""
+        word, hashed = pack(what, child, n=n), self._hashed(request)
+        self._ring.add(start, 0, word, hashed)
+        self._in_progress.begin((what, child, hashed), word, start)
 
     def _ended(self, what: What, child: int, request: str, began_ns: int, ended_ns: int, *, outcome: str) -> None:
-        """Record the end of a load or save; times are ns since the epoch."""
-        n = OUTCOMES.index(outcome)
-        spent = max(0, ended_ns - began_ns)
-        self._ring.add(began_ns - self._wall_offset, spent, pack(what, child, n=n), self._hashed(request))
+        """Record an end; times are ns since the epoch."""
+        word, hashed = pack(what, child, n=OUTCOMES.index(outcome)), self._hashed(request)
+        self._ring.add(began_ns - self._wall_offset, max(0, ended_ns - began_ns), word, hashed)
+        if (begun := _BEGINNING.get(what)) is not None:
+            self._in_progress.end((begun, child, hashed))
 
     @property
     def _now_ns(self) -> int:
@@ -252,6 +316,6 @@ def _begin(
         "hooks": list(NAMES),
         "layer_hooks": list(LAYER_HOOKS),
     }
-    live = len(LAYER_HOOKS) * (len(names) + 1)
+    live = layer_words(len(names)) + open_table.WORDS
     ring = Ring(ring_files.create(path, f"{engine}-{place}", size), about, live)
     return Flight(ring, len(names), key, wall_offset)

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvobs.demo.processes import group_members, set_affinity, stat
+from kvobs.demo.processes import group_members, set_affinity
 from kvobs.demo.server import Server, ServerError, claim_port
+from kvobs.proc import stat
 from tests.bench import traced
 from tests.bench.endtoend import Say, compare, in_turn, running
 from tests.bench.receiver import receiving

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 INK, PALE = "#22303c", "#e3e8ec"
-COLOURS = {"call": "#5b8db8", "step": "#aab7c4", "load": "#2f9e77", "save": "#c98a2b"}
+COLOURS = {
+    "call": "#5b8db8",
+    "step": "#aab7c4",
+    "load": "#2f9e77",
+    "save": "#c98a2b",
+    "lookup": "#8a6fb0",
+    "resume": "#b0b86f",
+}
 ROW, FRAME, WIDTH = 0.26, 1.1, 11.0
 LABELLED = 0.06  # of the width: slices that are longer have their name in them
 Event = dict[str, Any]
@@ -74,7 +81,7 @@ def draw(events: list[Event], path: Path, begin: float, end: float) -> None:
 
 
 def _spans(events: list[Event]) -> list[Event]:
-    """Return loads and saves as slices."""
+    """Return lookups, loads, saves and resumptions as slices."""
     opened = {(e["pid"], e["id2"]["local"]): e for e in events if e["ph"] == "b"}
     ended = [(opened[e["pid"], e["id2"]["local"]], e["ts"]) for e in events if e["ph"] == "e"]
     return [{**begun, "ph": "X", "dur": until - begun["ts"]} for begun, until in ended]

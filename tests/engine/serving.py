@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import group_members, keeping_off, stat
+from kvobs.demo.processes import group_members, keeping_off
 from kvobs.demo.run import child, on_one_core
 from kvobs.demo.server import HOST, Server, cores
+from kvobs.proc import stat
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 8

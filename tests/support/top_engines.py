@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from prometheus_client import generate_latest
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from kvobs.cli.top.scrapes import Scrape, parse
+from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
 from kvobs.exporter import http_server
 from kvobs.exporter.exposition import Exposition
 from kvobs.exporter.totals import Totals
@@ -18,6 +20,7 @@ from kvobs.signals import ENGINE_UP, Signal, place, slot
 from kvobs.stats.hello import Connector, Engine
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.taken import Taken
+from kvobs.testing import engine_config, transfer_config
 from tests.unit.exporting.test_prometheus import Front, metered, own
 
 
@@ -47,8 +50,31 @@ class Engines:
     def text(self) -> str:
         return generate_latest(self.front.registry).decode()
 
-    def scrape(self, at_s: float = 0.0, unix_s: float = 0.0) -> Scrape:
-        return Scrape(at_s, unix_s, parse(self.text))
+    def scrape(self, at_s: float = 0.0, unix_s: float = 0.0, vllm: Vllm | None = None) -> Scrape:
+        text = self.text + (vllm.text if vllm is not None else "")
+        return Scrape(at_s, unix_s, parse(text), parse_vllm(text))
+
+
+class Vllm:
+    """The metrics that vLLM's own API server prints, by vLLM's own code."""
+
+    def __init__(self, engines: int = 1) -> None:
+        config = engine_config(transfer_config("kvobs", [metered("of-vllm")]))
+        self._logger = PrometheusStatLogger(config, list(range(engines)))  # it clears those of an earlier one
+
+    def tell(
+        self, engine: int = 0, *, running: int = 0, waiting: int = 0, first_tokens_s: Sequence[float] = ()
+    ) -> None:
+        """Record a step of an engine."""
+        iteration = IterationStats()
+        iteration.time_to_first_tokens_iter = list(first_tokens_s)
+        stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        self._logger.record(stats, iteration, engine_idx=engine)
+
+    @property
+    def text(self) -> str:
+        lines = generate_latest(REGISTRY).decode().splitlines(keepends=True)
+        return "".join(line for line in lines if "vllm:" in line)
 
 
 def count(recorder: Recorder, child: int, signal: Signal, n: int, *values: str) -> None:
@@ -110,3 +136,13 @@ def exporting(
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """Answer every request so; return the URL of the metrics."""
+    site = Site(lambda _path: (status, body))
+    try:
+        yield f"http://{site.address}/metrics"
+    finally:
+        site.close()

@@ -14,7 +14,7 @@ import kvobs
 PACKAGE = Path(kvobs.__file__).parent
 
 TIERS = (
-    {"version", "log", "hooks", "findings", "signal_types"},
+    {"version", "log", "hooks", "findings", "proc", "signal_types"},
     {"signals", "deviations", "host"},
     {"topology", "blocks", "faults", "spans", "config"},
     {"state"},
@@ -33,19 +33,8 @@ TIERS = (
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
 NEEDS_NO_VLLM = (
-    *(
-        "version",
-        "log",
-        "hooks",
-        "findings",
-        "host",
-        "signal_types",
-        "signals",
-        "deviations",
-        "topology",
-        "faults",
-        "spans",
-    ),
+    *("version", "log", "hooks", "findings", "proc", "host", "signal_types", "signals", "deviations", "topology"),
+    *("faults", "spans"),
     "config",
     "plugin",
 )

@@ -74,9 +74,11 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert len(found) > 100, "the test finds imports"
     talking = {name for name, imported in found if imported in TALKS}
     assert talking == {
-        "servers.py",  # the command kvobs top, which reads the /metrics that it is given
+        "web.py",  # the command kvobs top, which reads the /metrics that it is given
+        "servers.py",  # their addresses
         "port.py",  # the command kvobs check, which looks whether the exporter's port is free
         "live.py",  # the same with --server and --prometheus, which reads what it is given
+        "ports.py",  # the exporter and that command: which address a host stands for
         "asking.py",  # the same, which asks vLLM's classes in a process of its own
         "feed.py",  # starts the exporter, over a socket without address
         *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
@@ -119,7 +121,7 @@ def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> No
         "process.py": 1,  # /dev/null in the place of the engine's stderr
         "ring_files.py": 4,  # the folder and files of kvobs.timeline.dir; to look whether one is still written
         "recordings.py": 2,  # to read them
-        "chrome_trace.py": 2,  # what the command kvobs timeline is told to write
+        "chrome_trace.py": 2,  # what the command kvobs timeline writes
     }
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvobs import signals
 from kvobs.cli import dashboards
-from kvobs.cli.top.scrapes import PREFIX, printable
-from kvobs.cli.top.servers import AT_MOST, NO_METRICS, NoScrapeError, fetch
+from kvobs.cli.output import printable
+from kvobs.cli.top.scrapes import PREFIX
+from kvobs.cli.top.servers import NO_METRICS, PLAIN, values_of
+from kvobs.cli.web import NoAnswerError, get
 from kvobs.findings import Finding
 from kvobs.stats.scrapes import Numbers
 
-TIMEOUT_S = 10.0
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
@@ -67,10 +65,10 @@ def look(urls: Sequence[str], prometheus: str | None = None) -> Looked:
 def _look_at_server(looked: Looked, url: str) -> Iterator[tuple[str, str]]:
     """Note what a server serves; yield model and engine of each engine there."""
     try:
-        values = fetch(url, TIMEOUT_S).values
-        text, _ = _get(url, "text/plain")
+        text = get(url, PLAIN).text
+        values = values_of(text)
         exemplars = _exemplars(url)
-    except NoScrapeError as error:
+    except NoAnswerError as error:
         fix = "give the exporter's address" if str(error) == NO_METRICS else "give the address of a running server"
         looked.mistakes.append(Finding(url, str(error), fix=fix))
         return
@@ -107,11 +105,11 @@ _COUNTS = (
 
 def _exemplars(url: str) -> int | None:
     """Return how many exemplars of kvobs a server has; None if it serves no OpenMetrics."""
-    text, content_type = _get(url, OPENMETRICS)
+    text, content_type = get(url, OPENMETRICS)
     if not content_type.startswith(OPENMETRICS) and url.endswith("/metrics"):
         try:
-            text, content_type = _get(f"{url}/", OPENMETRICS)  # where vLLM's API server has it
-        except NoScrapeError:
+            text, content_type = get(f"{url}/", OPENMETRICS)  # where vLLM's API server has it
+        except NoAnswerError:
             return None
     if not content_type.startswith(OPENMETRICS):
         return None
@@ -126,21 +124,6 @@ def _exemplar_warnings(url: str, exemplars: int | None) -> list[Finding]:
         fix = "if requests are traced: see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
         return [Finding(url, "has no exemplars", fix=fix)]
     return []
-
-
-def _get(url: str, accept: str) -> tuple[str, str]:
-    """Return the text at a URL, and its content type; ``NoScrapeError`` if it can't be read."""
-    request = urllib.request.Request(url, headers={"Accept": accept})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            content = answer.read(AT_MOST + 1)
-            return content[:AT_MOST].decode(errors="replace"), answer.headers.get("Content-Type", "")
-    except urllib.error.HTTPError as error:
-        raise NoScrapeError(f"answers {error.code} {error.reason}") from None
-    except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        says = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise NoScrapeError(f"no answer: {printable(says)}") from None
 
 
 # Prometheus
@@ -159,7 +142,7 @@ def _look_at_prometheus(looked: Looked, prometheus: str, urls: Sequence[str]) ->
         ]
         now = time.time()
         stored = ask("query_exemplars", query=_HISTOGRAM, start=f"{now - 3600:.0f}", end=f"{now:.0f}")
-    except NoScrapeError as error:
+    except NoAnswerError as error:
         fix = "give the address of a Prometheus, such as http://localhost:9090"
         looked.mistakes.append(Finding(prometheus, str(error), fix=fix))
         return
@@ -235,11 +218,11 @@ def _port(url: str) -> int:
 
 def _data(prometheus: str, path: str, query: Mapping[str, str]) -> Any:
     """Return the data of an answer of Prometheus's API."""
-    text, _ = _get(f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}", "application/json")
+    text, _ = get(f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}", "application/json")
     try:
         answer = json.loads(text)
         if answer["status"] == "success":
             return answer["data"]
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise NoScrapeError("is no Prometheus: its API does not answer as one")
+    raise NoAnswerError("is no Prometheus: its API does not answer as one")

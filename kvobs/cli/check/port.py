@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvobs.config import EXPORTER_VARIABLE, PATH, ExporterOptions
-from kvobs.exporter.ports import holder
+from kvobs.exporter.ports import holder, resolve
 from kvobs.findings import Finding, show
 
 
@@ -39,8 +39,8 @@ def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list
 
 def _try_to_listen(host: str, port: int) -> None:
     """Listen for a moment, as the exporter would; OSError if that can't be."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that ended don't count
-        probe.bind((address[0], port))
+        probe.bind((address, port))
         probe.listen()

@@ -1,12 +1,11 @@
 """Write the recordings of an engine as one Chrome trace for Perfetto: a track for each process and child.
 
-Calls and steps are slices, loads and saves are spans that may overlap, and arrows go from the scheduler's step that
-ordered a load or save to the step of each rank that received the order.
+Calls and steps are slices; lookups, loads, saves and resumptions are spans that may overlap; and arrows go from the
+scheduler's step that ordered a load or save to the step of each rank that received the order.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import gzip
 import json
 from bisect import bisect_left, bisect_right
@@ -16,10 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.table import Table
-
-from kvobs.cli.timeline.recordings import Process, Slice, Transfer
-from kvobs.telemetry.flight import OUTCOMES, ROUTED
+from kvobs.cli.timeline.names import of_processes, of_request
+from kvobs.cli.timeline.recordings import Process, Slice
+from kvobs.telemetry.flight import OWN, ROUTED
 
 Event = dict[str, Any]
 Key = tuple[str, int, str, int, int]  # run, engine, and of a load or save: kind, child, request
@@ -43,9 +41,9 @@ def _write(processes: Sequence[Process], file: TextIO) -> int:
 
 def events(processes: Sequence[Process]) -> Iterator[Event]:
     """Return the events of these processes, in time order on each track; times are microseconds since the first."""
-    origin = min((process.first_ns for process in processes), default=0)
+    origin = min((process.begin_ns for process in processes), default=0)
     arrows = _arrows(processes)
-    for pid, (name, process) in enumerate(zip(names(processes), processes, strict=True), 1):
+    for pid, (name, process) in enumerate(zip(of_processes(processes), processes, strict=True), 1):
         yield from _named(process, pid, f"{name}, process {process.pid}")
         of_process = [*_slices(process), *_transfers(process), *arrows[pid - 1]]
         for event in sorted(of_process, key=lambda event: int(event["ts"])):
@@ -76,32 +74,16 @@ def _slices(process: Process) -> Iterator[Event]:
 
 
 def _transfers(process: Process) -> Iterator[Event]:
-    """Return the loads and saves; open ones last until the process's end."""
-    opened: dict[tuple[str, int, int], Transfer] = {}
-    numbers = count(1)
-    for one in process.transfers:
-        key = one.kind, one.child, one.request
-        begun = opened.pop(key, None)
-        if one.end is None:
-            if begun is not None:  # replaced by another one
-                yield from _span(process, begun, one.start, next(numbers), tokens=begun.n)
-            opened[key] = one
-        else:
-            tokens = begun.n if begun is not None else 0
-            yield from _span(process, one, one.end, next(numbers), tokens=tokens, outcome=OUTCOMES[one.n])
-    for one in opened.values():
-        yield from _span(process, one, process.last_ns, next(numbers), tokens=one.n)
-
-
-def _span(
-    process: Process, one: Transfer, end: int, number: int, *, tokens: int, outcome: str = "open"
-) -> Iterator[Event]:
-    args: Event = {"request": f"{one.request & (1 << 64) - 1:016x}", "outcome": outcome}
-    args |= {"tokens": tokens} if tokens else {}
-    same = {"cat": one.kind, "name": f"{one.kind} {process.children[one.child]}", "tid": one.child + 1}
-    same |= {"id2": {"local": f"{number:#x}"}}
-    yield {"ph": "b", "ts": one.start, **same, "args": args}
-    yield {"ph": "e", "ts": max(one.start, end), **same}
+    """Return lookups, loads, saves and resumptions; those in progress last until the process's end."""
+    for number, one in enumerate(process.transfers, 1):
+        args: Event = {"request": of_request(one.request), "outcome": one.outcome}
+        args |= {"tokens": one.tokens} if one.tokens else {}
+        has_child = one.child != OWN
+        name = f"{one.kind} {process.children[one.child]}" if has_child else one.kind
+        same = {"cat": one.kind, "name": name, "tid": one.child + 1 if has_child else 0}
+        same |= {"id2": {"local": f"{number:#x}"}}
+        yield {"ph": "b", "ts": one.start, **same, "args": args}
+        yield {"ph": "e", "ts": max(one.start, process.last_ns if one.end is None else one.end), **same}
 
 
 def _arrows(processes: Sequence[Process]) -> list[list[Event]]:
@@ -110,34 +92,34 @@ def _arrows(processes: Sequence[Process]) -> list[list[Event]]:
     ordered: dict[Key, list[tuple[int, int]]] = defaultdict(list)  # when a transfer was begun, and in which process
     for i, process in enumerate(processes):
         if process.rank is None:
-            for key, one in _begun(process):
-                ordered[key].append((one.start, i))
+            for key, begun in _begun(process):
+                ordered[key].append((begun, i))
     for orders in ordered.values():
         orders.sort()
     steps = [[one for one in process.slices if one.track == 0] for process in processes]
     building = [[one for one in own if one.name == ORDERING] for own in steps]
     numbers = count(1)
     for i, process in enumerate(processes):
-        for key, one in _begun(process) if process.rank is not None else ():
+        for key, begun in _begun(process) if process.rank is not None else ():
             orders = ordered.get(key, [])
-            at = bisect_right(orders, (one.start, len(processes))) - 1
-            told = _around(steps[i], one.start)
-            if at < 0 or told is None:
+            at = bisect_right(orders, (begun, len(processes))) - 1
+            receiving = _around(steps[i], begun)
+            if at < 0 or receiving is None:
                 continue
-            begun, scheduler = orders[at]
-            order = _after(building[scheduler], begun)
-            if order is None or order.start > told.start:
+            ordered_at, scheduler = orders[at]
+            order = _after(building[scheduler], ordered_at)
+            if order is None or order.start > receiving.start:
                 continue
-            same = {"id": next(numbers), "cat": one.kind, "name": one.kind, "tid": 0}
+            same = {"id": next(numbers), "cat": key[2], "name": key[2], "tid": 0}
             found[scheduler].append({"ph": "s", "ts": order.start, **same})
-            found[i].append({"ph": "f", "bp": "e", "ts": told.start, **same})
+            found[i].append({"ph": "f", "bp": "e", "ts": receiving.start, **same})
     return found
 
 
-def _begun(process: Process) -> Iterable[tuple[Key, Transfer]]:
+def _begun(process: Process) -> Iterable[tuple[Key, int]]:
     for one in process.transfers:
-        if one.end is None:
-            yield (process.run, process.engine, one.kind, one.child, one.request), one
+        if one.begun is not None:
+            yield (process.run, process.engine, one.kind, one.child, one.request), one.begun
 
 
 def _around(slices: Sequence[Slice], time: int) -> Slice | None:
@@ -153,44 +135,3 @@ def _after(slices: Sequence[Slice], time: int) -> Slice | None:
     """Return the first slice that had not ended then: slices don't overlap."""
     at = bisect_left(slices, time, key=lambda one: one.start if one.end is None else one.end)
     return slices[at] if at < len(slices) else None
-
-
-def names(processes: Sequence[Process]) -> list[str]:
-    """Return the shortest distinct name for each process."""
-    runs = list(dict.fromkeys(one.run for one in processes))
-    engines = {one.engine for one in processes}
-    return [
-        (f"run {runs.index(one.run) + 1}, " if len(runs) > 1 else "")
-        + (f"engine {one.engine} " if len(engines) > 1 else "")
-        + one.name
-        for one in processes
-    ]
-
-
-def lay_out(processes: Sequence[Process]) -> Table:
-    """Return a table of how much is recorded of each process."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("process", "pid", "state", "calls", "loads", "saves", "time", "until"):
-        is_text = heading in ("process", "state")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    for name, one in zip(names(processes), processes, strict=True):
-        kinds = [transfer.kind for transfer in one.transfers if transfer.end is not None]
-        counts = (len(one.slices), kinds.count("load"), kinds.count("save"))
-        time = f"{(one.last_ns - one.first_ns) / 1e9:.1f} s"
-        state = "running" if one.is_alive else "ended"
-        table.add_row(name, str(one.pid), state, *(f"{n:,}" for n in counts), time, _clock(one.last_ns))
-    return table
-
-
-def not_ended(processes: Sequence[Process]) -> list[str]:
-    """Return a line for each call that was still running at the end of its process's recording."""
-    return [
-        f"{name} was in {slice_.name}{of} since {_clock(slice_.start)}"
-        for name, one in zip(names(processes), processes, strict=True)
-        for slice_ in one.open
-        for of in [f" of {one.track_name(slice_.track).partition(':')[0]}" if slice_.track else ""]
-    ]
-
-
-def _clock(ns: int) -> str:
-    return dt.datetime.fromtimestamp(ns / 1e9).astimezone().strftime("%H:%M:%S.%f")[:-3]

@@ -1,18 +1,23 @@
-"""Read the recordings of an engine's processes: slices, loads and saves, and calls that had not ended."""
+"""Read the recordings of an engine's processes: slices, lookups, loads and saves, and calls that had not ended."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvobs.telemetry.flight import OWN, STEP, What, unpack
+from kvobs.telemetry import open_table
+from kvobs.telemetry.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
 from kvobs.telemetry.ring import RingError, Snapshot, read
 from kvobs.telemetry.ring_files import SUFFIX, is_written
 
+OPEN = "open"
+UNREPORTED = "not reported"
+"""The outcome of a load or save of a rank that got the same order again without having reported an end."""
 NOTHING: dict[str, Any] = {}  # one for all: there may be millions
 LAYERS = 1000  # the tracks of layer hooks are numbered from here: they overlap each other
 TRANSFERS = {
@@ -20,6 +25,9 @@ TRANSFERS = {
     What.LOAD_ENDED: ("load", True),
     What.SAVE_BEGUN: ("save", False),
     What.SAVE_ENDED: ("save", True),
+    What.LOOKUP_BEGUN: ("lookup", False),
+    What.LOOKUP_ENDED: ("lookup", True),
+    What.RESUMED: ("resume", True),
 }
 
 
@@ -34,22 +42,29 @@ class Slice:
     args: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transfer:
-    """The begin or the end of a load or save in one process; ``start`` is its begin."""
+    """A lookup, load, save or resumption in one process. A lookup has no child, hence ``OWN``.
+
+    ``begun`` is when its begin was recorded (None: overwritten since), ``start`` its begin, ``end`` None while in
+    progress.
+    """
 
     kind: str
     child: int
     request: int
+    begun: int | None
     start: int
-    end: int | None
-    n: int
+    end: int | None = None
+    tokens: int = 0
+    outcome: str = OPEN
 
 
 class Process:
     """One process's recording, from ``first_ns`` to ``last_ns``.
 
-    ``slices`` are in the order of their begin, ``transfers`` in the order of writing.
+    ``slices`` and ``transfers`` are in the order of their begin. Transfers in progress may have begun before
+    ``first_ns``, the begin of the oldest record. ``read_ns`` is the time now if the process lives, else ``last_ns``.
     """
 
     def __init__(self, path: Path, snapshot: Snapshot, *, is_alive: bool) -> None:
@@ -67,13 +82,42 @@ class Process:
         self._wall_offset: int = about["wall_offset"]
         self.slices: list[Slice] = []
         self.transfers: list[Transfer] = []
+        self._open: dict[tuple[str, int, int], Transfer] = {}
         self._read(snapshot)
-        self.slices += self._in_layers(snapshot.live)
+        in_layers = layer_words(len(self.children))
+        self.slices += self._in_layers(snapshot.live[:in_layers])
         self.slices.sort(key=lambda one: one.start)
-        starts = [one.start for one in self.slices] + [one.start for one in self.transfers]
-        self.first_ns = min(starts, default=self.begun_ns)
-        ends = [one.end or one.start for one in self.slices] + [one.end or one.start for one in self.transfers]
-        self.last_ns = max(ends, default=self.begun_ns)
+        both: list[Slice | Transfer] = [*self.slices, *self.transfers]
+        self.first_ns = min((one.start for one in both), default=self.begun_ns)
+        self.last_ns = max((one.end or one.start for one in both), default=self.begun_ns)
+        self.read_ns = max(time.time_ns(), self.last_ns) if is_alive else self.last_ns
+        self._add_in_progress(snapshot.live[in_layers:])
+        self.transfers.sort(key=lambda one: one.start)
+
+    def _add_in_progress(self, table: list[int]) -> None:
+        """Add what is in progress and has no record any more."""
+        for word, start, request in open_table.rows(table):
+            what, child, _, n = unpack(word)
+            kind, _ = TRANSFERS[what]
+            if (kind, child, request) not in self._open:
+                self.transfers.append(Transfer(kind, child, request, None, start + self._wall_offset, tokens=n))
+
+    def keep_from(self, since_ns: int) -> None:
+        """Forget what had ended before this time; what goes on is kept whole."""
+        newest = {one.track: one for one in self.slices}
+        self.slices = [
+            one
+            for one in self.slices
+            if (one.start if one.end is None else one.end) >= since_ns or (one.end is None and newest[one.track] is one)
+        ]
+        self.transfers = [one for one in self.transfers if one.end is None or one.end >= since_ns]
+        self.first_ns = max(self.first_ns, since_ns)
+
+    @property
+    def begin_ns(self) -> int:
+        """The begin of the first slice or transfer."""
+        slices, transfers = ([one.start for one in several[:1]] for several in (self.slices, self.transfers))
+        return min([self.first_ns, *slices, *transfers])
 
     @property
     def name(self) -> str:
@@ -100,7 +144,10 @@ class Process:
             end = start + spent if spent >= 0 else None
             if what in TRANSFERS:
                 kind, is_end = TRANSFERS[what]
-                self.transfers.append(Transfer(kind, child, more, start, end if is_end else None, n))
+                if is_end:
+                    self._end(Transfer(kind, child, more, None, start, end, outcome=OUTCOMES[n]))
+                else:
+                    self._begin(Transfer(kind, child, more, start, start, tokens=n))
             elif what is What.LAYERS:
                 args = {"calls": n, "total, ms": more / 1e6}
                 self.slices.append(Slice(self._layer_track(hook, child), f"{hook} x{n}", start, end, args))
@@ -108,6 +155,20 @@ class Process:
                 name = "step without a forward" if hook == STEP and not n else hook
                 args = {"raised": True} if more else NOTHING
                 self.slices.append(Slice(0 if child == OWN else child + 1, name, start, end, args))
+
+    def _begin(self, one: Transfer) -> None:
+        replaced = self._open.get((one.kind, one.child, one.request))
+        if replaced is not None:
+            replaced.end, replaced.outcome = one.start, UNREPORTED
+        self._open[one.kind, one.child, one.request] = one
+        self.transfers.append(one)
+
+    def _end(self, ended: Transfer) -> None:
+        one = self._open.pop((ended.kind, ended.child, ended.request), None)
+        if one is None:  # the record of its begin was overwritten
+            self.transfers.append(ended)
+        else:
+            one.start, one.end, one.outcome = ended.start, ended.end, ended.outcome
 
     def _layer_track(self, hook: str, child: int) -> int:
         return LAYERS + self._layer_hooks.index(hook) * len(self.children) + child

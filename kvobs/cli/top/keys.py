@@ -11,8 +11,13 @@ import tty
 from types import TracebackType
 from typing import Any, Self
 
-SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|)")
-ARROWS = {"\x1b[C": ">", "\x1bOC": ">", "\x1b[D": "<", "\x1bOD": "<"}
+KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
+NAMES = {
+    **{f"\x1b{form}{letter}": name for form in "[O" for letter, name in
+       {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}.items()},
+    "\x1b[5~": "page up", "\x1b[6~": "page down", "\x1b[1~": "home", "\x1b[4~": "end", "\x1b": "escape",
+    "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace",
+}  # fmt: skip
 HUNG_UP = "\x04"
 """The key read from a terminal that is gone: Ctrl-D."""
 
@@ -45,13 +50,14 @@ class Keyboard:
         if self._is_terminal:
             termios.tcsetattr(self._fd, termios.TCSANOW, self._settings)
 
-    def read(self, seconds: float) -> str:
-        """Return the keys pressed within this time, as soon as there are any; right and left arrow are > and <."""
+    def read(self, seconds: float) -> list[str]:
+        """Return the keys pressed within this time, as soon as there are any: characters, or names as in ``NAMES``."""
         if not self._is_terminal:
             time.sleep(seconds)
-            return ""
+            return []
         if not select.select([self._fd], [], [], seconds)[0]:
-            return ""
+            return []
         pressed = os.read(self._fd, 64).decode(errors="replace") or HUNG_UP
+        keys = [NAMES.get(key, key) for key in KEY.findall(pressed)]
         # Any other sequence that begins with Escape is a key without a meaning here.
-        return SEQUENCE.sub(lambda found: ARROWS.get(found[0], ""), pressed)
+        return [key for key in keys if not key.startswith("\x1b")]

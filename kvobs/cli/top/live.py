@@ -1,4 +1,4 @@
-"""The live view: servers are scraped in threads; keys sort, pause and quit."""
+"""The live view: servers are scraped in threads; keys sort, scroll, filter, pause and quit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,29 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from kvobs.cli.top.columns import SORTS
 from kvobs.cli.top.keys import HUNG_UP, Keyboard
 from kvobs.cli.top.rows import Server, as_dict
-from kvobs.cli.top.screen import SORTS, View, picture
+from kvobs.cli.top.screen import View, picture, visible
 from kvobs.cli.top.servers import Heard, Watch, scrape_all
 
 STDIN = 0
 LOOK_S = 0.5
 """Seconds between two draws of the screen, on which ages grow."""
-KEYS = "q quit   < > sort   r reverse   t since start   p pause"
+KEYS = "q quit  arrows scroll  / filter  < > sort  r reverse  t since start  p pause"
+TYPING = "Enter keeps it, Esc shows all"
+
+
+_SORTS = {">": 1, "right": 1, "<": -1, "left": -1}
+_SCROLLS = {
+    **dict.fromkeys(("down", "j"), (1, "row")),
+    **dict.fromkeys(("up", "k"), (-1, "row")),
+    "page down": (1, "page"),
+    "page up": (-1, "page"),
+    "end": (1, "all"),
+    "home": (-1, "all"),
+}
+"""Key -> direction, and how far."""
 
 
 @dataclass
@@ -35,6 +49,8 @@ class Top:
     view: View = field(default_factory=View)
     paused: Sequence[Heard] | None = None
     """The rows shown while paused; scrapes continue."""
+    is_typing: bool = False
+    """Whether keys are the text of the filter."""
 
     # --- once
 
@@ -96,7 +112,7 @@ class Top:
             while True:
                 live.update(self.screen(), refresh=True)
                 for key in keyboard.read(LOOK_S):
-                    if key in ("q", "Q", HUNG_UP):
+                    if key == HUNG_UP or (key in "qQ" and not self.is_typing):
                         return
                     self.press(key)
                 if suspension.is_asked:
@@ -109,8 +125,14 @@ class Top:
     def press(self, key: str) -> None:
         """Handle a key; most do nothing."""
         view = self.view
-        if key in "<>":
-            step = 1 if key == ">" else -1
+        if self.is_typing:
+            self._type(key)
+        elif key == "/":
+            self.is_typing = True
+        elif key in _SCROLLS:
+            self._scroll(key)
+        elif key in _SORTS:
+            step = _SORTS[key]
             self.view = replace(view, by=SORTS[(SORTS.index(view.by) + step) % len(SORTS)])
         elif key == "r":
             self.view = replace(view, ascending=not view.ascending)
@@ -119,15 +141,45 @@ class Top:
         elif key == "p":
             self.paused = None if self.paused else self.heard
 
+    def _type(self, key: str) -> None:
+        """Handle a key of the filter's text."""
+        only = self.view.only
+        if key in ("enter", "escape"):
+            self.is_typing = False
+        if key == "escape":
+            only = ""
+        elif key == "backspace":
+            only = only[:-1]
+        elif len(key) == 1 and key.isprintable():
+            only += key
+        self.view = replace(self.view, only=only, first=0)
+
+    def _scroll(self, key: str) -> None:
+        """Move the first row, by a row, a page, or to an end."""
+        since_start, size = self._is_since_start, self.console.size
+        shown, rows = visible(
+            self.rows(since_start=since_start), replace(self.view, since_start=since_start), size.width, size.height - 2
+        )
+        step = {"row": 1, "page": max(1, len(shown)), "all": rows}[_SCROLLS[key][1]]
+        # From the row that is shown: it may be another than the one asked for, once servers are gone.
+        self.view = replace(self.view, first=max(0, min(rows - 1, shown.start + _SCROLLS[key][0] * step)))
+
+    @property
+    def _is_since_start(self) -> bool:
+        return self.view.since_start or self._is_first()
+
     def screen(self) -> Group:
         """Return the lines to show."""
-        since_start = self.view.since_start or self._is_first()
+        since_start = self._is_since_start
         over = self._over(since_start=since_start) + ("   PAUSED" if self.paused else "")
         size = self.console.size
         view = replace(self.view, since_start=since_start, over=over)
         lines = picture(self.rows(since_start=since_start), view, size.width, size.height - 2)
         lines += [Text()] * (size.height - len(lines) - 1)
-        lines.append(Text(KEYS, style="dim"))
+        if self.is_typing:
+            lines.append(Text.assemble(f"/{self.view.only}", ("_", "blink"), (f"   {TYPING}", "dim")))
+        else:
+            lines.append(Text(KEYS, style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*lines)

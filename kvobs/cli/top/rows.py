@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvobs import signals
-from kvobs.cli.top.scrapes import Scrape
+from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
 from kvobs.hooks import SCHEDULER_HOOKS
-from kvobs.stats.scrapes import Numbers, by_owner, change
+from kvobs.stats.scrapes import Numbers, by_owner, change, has_restarted
 
 RATES = (
-    "lookups", "loads", "load_tokens", "scheduler_s", "load_stall_s", "save_stall_s", "failed_loads", "exceptions",
+    "lookups", "loads", "load_tokens", "load_bytes", "unused_tokens", "scheduler_s",
+    "load_stall_s", "save_stall_s", "failed_loads", "exceptions",
     "telemetry_s", "gain_s",
 )  # fmt: skip
 """Fields that are rates per second, unless counted since the server's start."""
@@ -35,6 +36,10 @@ class ConnectorRow:
     loads: float | None
     """That ended well."""
     load_tokens: float | None
+    load_bytes: float | None
+    """Over all ranks."""
+    unused_tokens: float | None
+    """That it offered and were not loaded, since another connector was chosen."""
     load_p50_s: float | None
     load_p99_s: float | None
     scheduler_s: float | None
@@ -81,6 +86,12 @@ class Server:
     telemetry_s: float | None = None
     internal_errors: int = 0
     """Since the server's start."""
+    running: int | None = None
+    """Requests, by vLLM's own metrics, as is what follows; an exporter does not have them."""
+    waiting: int | None = None
+    ttft_p50_s: float | None = None
+    """Time to the first token."""
+    ttft_p99_s: float | None = None
     children: tuple[ConnectorRow, ...] = ()
 
 
@@ -90,6 +101,8 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     owners = by_owner(change(before.values if before else None, after.values))
     own = [numbers for (_, connector), numbers in owners.items() if not connector]
     children = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
+    vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
+    vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
     own_since_start = [numbers for (_, connector), numbers in by_owner(after.values).items() if not connector]
     return Server(
         address,
@@ -99,11 +112,19 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         seconds=seconds,
         telemetry_s=sum(numbers.total(signals.SELF_SECONDS) for numbers in own) / (seconds or 1),
         internal_errors=int(sum(numbers.total(signals.INTERNAL_ERRORS) for numbers in own_since_start)),
+        running=_whole(vllm, RUNNING),
+        waiting=_whole(vllm, WAITING),
+        ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
+        ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         children=tuple(
             _child(engine, connector, numbers, seconds or 1, after.unix_s)
             for (engine, connector), numbers in sorted(children, key=_configured)
         ),
     )
+
+
+def _whole(numbers: Numbers, name: str) -> int | None:
+    return int(numbers.sum(name)) if name in numbers.by_name else None
 
 
 def _configured(entry: tuple[tuple[str, str], Numbers]) -> tuple[int, str, int, str]:
@@ -131,6 +152,8 @@ def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s:
         hit_share=answers["hit"] / answered if answered else None,
         loads=numbers.total(signals.LOADS, outcome="ok") / seconds,
         load_tokens=numbers.total(signals.LOAD_TOKENS) / seconds,
+        load_bytes=numbers.total(signals.LOAD_BYTES) / seconds,
+        unused_tokens=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
         scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS) / seconds,
@@ -164,7 +187,8 @@ _MEASURED = tuple(name for name in ConnectorRow.__dataclass_fields__ if name not
 def without_measures(server: Server) -> Server:
     """Return a server with a single scrape as a row without rates."""
     blank: dict[str, Any] = dict.fromkeys(_MEASURED)
-    return replace(server, telemetry_s=None, children=tuple(replace(child, **blank) for child in server.children))
+    children = tuple(replace(child, **blank) for child in server.children)
+    return replace(server, telemetry_s=None, ttft_p50_s=None, ttft_p99_s=None, children=children)
 
 
 Placed = tuple[int, ConnectorRow]

@@ -1,21 +1,27 @@
-"""Parse the text of /metrics: the part of kvobs's metrics that `kvobs top` shows."""
+"""Parse the text of /metrics: the part of kvobs's metrics, and of vLLM's own, that `kvobs top` shows."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvobs import signals
+from kvobs.cli.output import printable
 from kvobs.signals import Kind
 from kvobs.stats.scrapes import Series, Values
 
 PREFIX = "kvobs_"
+# Of vLLM's own metrics, which an exporter does not have.
+RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
+_OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
 # A part of kvobs's metrics: calls by hook, of which the sum is read, are two thirds of all.
 READ = (
     *(signals.LOOKUPS, signals.LOADS, signals.LOAD_DURATION, signals.LOAD_TOKENS, signals.LOAD_STALL),
     *(signals.PREFILL_SAVED, signals.LOAD_WAITED),
+    *(signals.LOAD_BYTES, signals.UNUSED_HIT_TOKENS),
     *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
     *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
     *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),
@@ -35,6 +41,8 @@ class Scrape:
     """By the clock ``time.monotonic``."""
     unix_s: float
     values: Values
+    """kvobs's metrics."""
+    vllm: Values = field(default_factory=dict)
 
 
 def parse(text: str) -> dict[Series, float]:
@@ -42,16 +50,23 @@ def parse(text: str) -> dict[Series, float]:
 
     The start of the oldest transfer is no number while none is open.
     """
-    lines = (line for line in text.splitlines() if line.startswith(PREFIX))
-    ours = "".join(f"{line}\n" for line in lines if line.partition("{")[0].partition(" ")[0] in _NAMES)
+    return _parse(text, PREFIX, _NAMES)
+
+
+def parse_vllm(text: str) -> dict[Series, float]:
+    """Return what is read of vLLM's own metrics; empty for text that is malformed."""
+    try:
+        return _parse(text, "vllm:", _OF_VLLM)
+    except ValueError:
+        return {}
+
+
+def _parse(text: str, prefix: str, names: Collection[str]) -> dict[Series, float]:
+    lines = (line for line in text.splitlines() if line.startswith(prefix))
+    ours = "".join(f"{line}\n" for line in lines if line.partition("{")[0].partition(" ")[0] in names)
     return {
         (sample.name, frozenset((label, printable(value)) for label, value in sample.labels.items())): sample.value
         for family in text_string_to_metric_families(ours)
         for sample in family.samples
         if math.isfinite(sample.value) and not math.isnan(float(sample.labels.get("le", 0)))
     }
-
-
-def printable(text: str) -> str:
-    """Return text whose control characters, which a terminal would obey, are question marks."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.text import Text
 
-from kvobs.cli.top.rows import ConnectorRow, Server, ordered
+from kvobs.cli.top.columns import LEFT_OUT, OF_SERVERS, VERSIONS, Column, ServerColumn, columns, fit
+from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
+from kvobs.cli.units import NONE
 
 NAME_AT_MOST = 24
 ADDRESS_AT_MOST = 40
-NONE = "-"
-SMALLEST = 0.01
-MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True)
 class View:
-    """The user's choice of sorting and time."""
+    """The user's choice of sorting, rows and time."""
 
     by: str | None = None
     """The field that they are sorted by; None: as they are configured."""
@@ -27,112 +26,10 @@ class View:
     since_start: bool = False
     over: str = ""
     """The period of the numbers, as text."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A number of each child."""
-
-    title: str
-    unit: str
-    """Below the title."""
-    by: str
-    """The field that it is sorted by."""
-    show: Callable[[ConnectorRow], str]
-    width: int = 6
-    words: str = ""
-    """Its text in a line; "{}" is the number."""
-
-
-def columns(*, since_start: bool) -> list[Column]:
-    """Return all columns, in their order."""
-
-    def stall(child: ConnectorRow) -> str:
-        return duration(child.stall_s) if since_start or child.stall_s is None else amount(1e3 * child.stall_s)
-
-    def scheduler(child: ConnectorRow) -> str:
-        return duration(child.scheduler_s) if since_start else percent(child.scheduler_s)
-
-    per_s, ms_per_s = ("", "") if since_start else ("/s", "ms/s")
-    return [
-        Column("hits", "", "hit_share", lambda c: percent(c.hit_share), 5),
-        Column("lookups", per_s, "lookups", lambda c: amount(c.lookups), 7),
-        Column("tokens", per_s, "load_tokens", lambda c: amount(c.load_tokens)),
-        Column("loads", per_s, "loads", lambda c: amount(c.loads), 5),
-        Column("load", "p50", "load_p50_s", lambda c: duration(c.load_p50_s)),
-        Column("load", "p99", "load_p99_s", lambda c: duration(c.load_p99_s)),
-        Column("sched", "" if since_start else "busy", "scheduler_s", scheduler),
-        Column("stall", ms_per_s, "stall_s", stall),
-        Column("gain", "s" if since_start else "s/s", "gain_s", lambda c: signed(c.gain_s), 6, "gain {}"),
-        Column("loads", "open", "loads_open", lambda c: whole(c.loads_open), 5),
-        Column("saves", "held", "saves_held", lambda c: whole(c.saves_held), 5, "saves held {}"),
-        Column("oldest", "", "oldest_s", lambda c: duration(c.oldest_s)),
-        Column("skew", "p99", "skew_p99_s", lambda c: duration(c.skew_p99_s), 6, "skew p99 {}"),
-        Column("slowest", "rank", "slowest_rank_share", _slowest, 12, "slowest rank {}"),
-        Column("errors", per_s, "errors", lambda c: amount(c.errors)),
-    ]
-
-
-LEFT_OUT = ("gain_s", "lookups", "loads", "slowest_rank_share", "skew_p99_s", "saves_held")
-"""Columns that are omitted without room for all, in this order."""
-
-
-def amount(number: float | None) -> str:
-    """Write a number in at most six characters."""
-    if number is None:
-        return NONE
-    if 0 < number < SMALLEST:
-        return f"<{SMALLEST}"
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.{_digits(number / size)}f}{suffix}"
-    return f"{number:.{_digits(number)}f}"
-
-
-def signed(number: float | None) -> str:
-    """Write a number that may be negative in at most seven characters."""
-    return amount(number) if number is None or number >= 0 else f"-{amount(-number)}"
-
-
-def whole(number: int) -> str:
-    """Write a whole number in at most five characters."""
-    return str(number) if number < 10**4 else amount(number)
-
-
-def _digits(number: float) -> int:
-    """Return how many decimals are worth writing."""
-    if number == 0 or number >= 9.95:  # noqa: PLR2004
-        return 0
-    return 1 if number >= 0.995 else 2  # noqa: PLR2004
-
-
-# From how many seconds on which unit is used: seconds up to ten minutes, minutes up to a hundred.
-_UNITS = ((172800, 86400, "d"), (5940, 3600, "h"), (599.5, 60, "min"), (0.9995, 1, "s"), (9.995e-4, 1e-3, "ms"))
-
-
-def duration(seconds: float | None) -> str:
-    """Write a duration in at most six characters."""
-    if seconds is None:
-        return NONE
-    for least, size, unit in _UNITS:
-        if seconds >= least:
-            return f"{seconds / size:.{0 if unit == 'min' else _digits(seconds / size)}f} {unit}"
-    if 0 < seconds < MICROSECOND:
-        return "<1 us"
-    return f"{seconds / MICROSECOND:.0f} us" if seconds else "0"
-
-
-def percent(share: float | None) -> str:
-    """Write a share."""
-    return NONE if share is None else f"{100 * share:.0f} %"
-
-
-def _slowest(child: ConnectorRow) -> str:
-    return NONE if child.slowest_rank is None else f"{child.slowest_rank:.4} ({percent(child.slowest_rank_share)})"
-
-
-SORTS: tuple[str | None, ...] = (None, *(column.by for column in columns(since_start=False)))
-"""What they can be sorted by, in the order of the columns; None: as they are configured."""
+    only: str = ""
+    """Part of the connector, its class, the server's address or model, of the children to show."""
+    first: int = 0
+    """The first child to show, where there is no room for all."""
 
 
 def picture(servers: Sequence[Server], view: View, width: int, height: int | None = None) -> list[Text]:
@@ -140,10 +37,11 @@ def picture(servers: Sequence[Server], view: View, width: int, height: int | Non
 
     Errors may run over the width.
     """
-    title = Text.assemble(("kvobs top", "bold"), f"   {view.over}   {_order(view)}")
-    above = [title, Text(), *server_lines(servers, width, None if height is None else max(2, height // 4))]
-    room = None if height is None else max(1, height - len(above) - 3)
-    return [*above, Text(), *children_lines(servers, view, width, room)]
+    only = f"   only {view.only}" if view.only else ""
+    title = Text.assemble(("kvobs top", "bold"), f"   {view.over}   {_order(view)}{only}")
+    above = [title, Text(), *server_lines(servers, width, None if height is None else max(2, height // 4)), Text()]
+    room = None if height is None else max(1, height - len(above) - 2)
+    return [*above, *children_lines(servers, view, width, room)]
 
 
 def _order(view: View) -> str:
@@ -159,20 +57,29 @@ def server_lines(servers: Sequence[Server], width: int, at_most: int | None = No
     numbered = list(enumerate(servers, 1))
     if at_most is not None and len(servers) > at_most:
         numbered = sorted(sorted(numbered, key=lambda entry: entry[1].error is None)[: at_most - 1])
-    head, numbers = ["server", "model", "vLLM", "kvobs", "telemetry", "kvobs errors"], [8, 7, 9, 12]
-    room = width - (3 if several else 0) - sum(numbers) - len(head)
-    address = min(room - 5, ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
-    model = min(room - address, max(5, *(cell_len(server.model) for server in servers)))
-    widths = [address, model, *numbers]
-    lines = [_line(several, "", _fields(head, widths), style="bold")]
+    address = min(ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
+    model = max(5, *(cell_len(server.model) for server in servers))
+    room = width - (3 if several else 0) - sum(column.width + 1 for column in OF_SERVERS) - 3
+    versions: list[ServerColumn] = []
+    for column in VERSIONS:
+        if address + model + sum(one.width + 1 for one in (*versions, column)) > room:
+            break
+        versions.append(column)
+    room -= sum(column.width + 1 for column in versions)
+    address = min(address, room - 5)
+    model = min(model, room - address)
+    heads = [f"{column.title:{column.width}}" for column in versions] + [
+        f"{column.title:>{column.width}}" for column in OF_SERVERS
+    ]
+    head = f"{'server':{address}}  {' '.join(['model'.ljust(model), *heads])}"
+    lines = [_line(several, "", head, style="bold")]
     for i, server in numbered:
         if server.error is not None:
-            lines.append(_line(several, str(i), f"{set_cell_size(server.address, address)}  {server.error}", "red"))
+            lines.append(_line(several, str(i), f"{fit(server.address, address)}  {server.error}", "red"))
             continue
-        spent = NONE if server.telemetry_s is None else duration(server.telemetry_s)
-        spent += "" if server.telemetry_s is None or server.seconds is None else "/s"
-        cells = [server.address, server.model, server.vllm_version, server.kvobs_version, spent]
-        line = _line(several, str(i), _fields([*cells, str(server.internal_errors)], widths))
+        named = [fit(server.model, model), *(fit(column.show(server), column.width) for column in versions)]
+        numbers = [f"{column.show(server):>{column.width}}" for column in OF_SERVERS]
+        line = _line(several, str(i), f"{fit(server.address, address)}  {' '.join([*named, *numbers])}")
         if server.internal_errors:
             line.stylize("bold red", len(line) - len(str(server.internal_errors)))
         lines.append(line)
@@ -185,18 +92,25 @@ def _line(several: bool, number: str, text: str, style: str = "") -> Text:
     return Text(f"{number:>2} {text}" if several else text, style=style)
 
 
-def _fields(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Put the cells into fields of these widths: texts to the left, the last two, which are numbers, to the right."""
-    texts = [set_cell_size(cell, width) for cell, width in zip(cells[:-2], widths, strict=False)]
-    numbers = [f"{cell:>{width}}" for cell, width in zip(cells[-2:], widths[-2:], strict=True)]
-    return f"{texts[0]}  {' '.join([*texts[1:], *numbers])}"
+@dataclass(frozen=True)
+class Layout:
+    """How children are laid out in a width."""
+
+    several: bool
+    """Whether there are several servers."""
+    has_engines: bool
+    names: int
+    """Width of the names."""
+    shown: Sequence[Column]
+    left_out: Sequence[Column]
+    width: int
+
+    @property
+    def before(self) -> str:
+        return f"{'':{3 if self.several else 0}}{'engine ' if self.has_engines else ''}{'connector':{self.names}}"
 
 
-def children_lines(servers: Sequence[Server], view: View, width: int, at_most: int | None = None) -> list[Text]:
-    """Return the children below their header of two lines; ``at_most`` is how many lines there is room for below it."""
-    placed = ordered(servers, view.by, ascending=view.ascending)
-    if not placed:
-        return []
+def _lay_out(servers: Sequence[Server], placed: Sequence[Placed], view: View, width: int) -> Layout:
     several = len(servers) > 1
     has_engines = len({(i, child.engine) for i, child in placed}) > len({i for i, _ in placed})
     names = min(NAME_AT_MOST, max(len("connector"), *(cell_len(child.connector) for _, child in placed)))
@@ -211,44 +125,105 @@ def children_lines(servers: Sequence[Server], view: View, width: int, at_most: i
     names = max(len("connector"), min(names, room))
     if room >= names + len(shown):
         shown = [replace(column, width=column.width + 1) for column in shown]
-    before = f"{'':{3 if several else 0}}{'engine ' if has_engines else ''}{'connector':{names}}"
-    lines = [_header(shown, "title", before, view.by), _header(shown, "unit", " " * len(before), view.by)]
-    for done, (i, child) in enumerate(placed):
-        where = (f"{i + 1:>2} " if several else "") + (f"{child.engine:>6.6} " if has_engines else "")
-        entry = _entry(child, where, names, shown, left_out)
-        last = done == len(placed) - 1
-        if at_most is not None and len(lines) - 2 + len(entry) + (not last) > at_most:
-            lines.append(Text(f"and {len(placed) - done} more: enlarge the window to see them", style="dim"))
-            break
-        lines += entry
+    return Layout(several, has_engines, names, shown, left_out, width)
+
+
+def chosen(servers: Sequence[Server], view: View) -> list[Placed]:
+    """Return the children to show, in their order."""
+    only = view.only.casefold()
+    return [
+        (i, child)
+        for i, child in ordered(servers, view.by, ascending=view.ascending)
+        if not only
+        or any(
+            only in text.casefold()
+            for text in (child.connector, child.connector_class, servers[i].address, servers[i].model)
+        )
+    ]
+
+
+def children_lines(servers: Sequence[Server], view: View, width: int, at_most: int | None = None) -> list[Text]:
+    """Return the children below their header of two lines; ``at_most`` is how many lines there is room for below it."""
+    placed = chosen(servers, view)
+    if not placed:
+        return [Text(f"no connector matches {view.only}", style="dim")] if view.only else []
+    layout = _lay_out(servers, placed, view, width)
+    entries = [_entry(i, child, layout) for i, child in placed]
+    lines = [
+        _header(layout, "title", layout.before, view.by),
+        _header(layout, "unit", " " * len(layout.before), view.by),
+    ]
+    shown = _window([len(entry) for entry in entries], view.first, at_most)
+    for at in shown:
+        lines += entries[at]
+    if len(shown) < len(entries):
+        where = f"{shown.start + 1} to {shown.stop}" if len(shown) > 1 else f"{shown.start + 1}"
+        lines.append(Text(f"{where} of {len(entries)}: arrows scroll, / filters", style="dim"))
     return lines
 
 
-def _header(shown: Sequence[Column], part: str, before: str, by: str | None) -> Text:
+def visible(servers: Sequence[Server], view: View, width: int, height: int) -> tuple[range, int]:
+    """Return which children ``picture`` shows in a window, and how many there are."""
+    placed = chosen(servers, view)
+    if not placed:
+        return range(0), 0
+    layout = _lay_out(servers, placed, view, width)
+    above = 3 + len(server_lines(servers, width, max(2, height // 4)))
+    sizes = [len(_entry(i, child, layout)) for i, child in placed]
+    return _window(sizes, view.first, max(1, height - above - 2)), len(placed)
+
+
+def _window(sizes: Sequence[int], first: int, at_most: int | None) -> range:
+    """Return which entries of these heights fit, from ``first`` on; the last line says which, unless all do.
+
+    The end of the list stays at the end of the window.
+    """
+    if at_most is None or sum(sizes) <= at_most:
+        return range(len(sizes))
+    room = at_most - 1
+    last_first = len(sizes)
+    while last_first > 0 and sum(sizes[last_first - 1 :]) <= room:
+        last_first -= 1
+    start = max(0, min(first, last_first, len(sizes) - 1))
+    stop = start
+    while stop < len(sizes) and sum(sizes[start : stop + 1]) <= room:
+        stop += 1
+    return range(start, stop)
+
+
+def _header(layout: Layout, part: str, before: str, by: str | None) -> Text:
     line = Text(before, style="bold")
-    for column in shown:
+    for column in layout.shown:
         line.append(" ")
         line.append(f"{getattr(column, part):>{column.width}}", style="reverse" if column.by == by else "")
     return line
 
 
-def _entry(
-    child: ConnectorRow, where: str, names: int, shown: Sequence[Column], left_out: Sequence[Column]
-) -> list[Text]:
-    """Return a child's line, and a second one for further fields."""
+def _entry(i: int, child: ConnectorRow, layout: Layout) -> list[Text]:
+    """Return a child's line, and further ones for what has no column."""
+    where = (f"{i + 1:>2} " if layout.several else "") + (f"{child.engine:>6.6} " if layout.has_engines else "")
     is_bad = child.quarantined or bool(child.errors)
-    line = Text.assemble((where, "dim"), (set_cell_size(child.connector, names), "bold red" if is_bad else "bold"))
-    for column in shown:
+    line = Text.assemble((where, "dim"), (fit(child.connector, layout.names), "bold red" if is_bad else "bold"))
+    for column in layout.shown:
         cell = column.show(child)
         bad = column.by == "errors" and child.errors
         style = "bold red" if bad else "dim" if cell in (NONE, "0") else ""
         line.append(f" {cell:>{column.width}.{column.width}}", style=style)
-    cells = [(column.words, column.show(child)) for column in left_out if column.words]
-    said = ", ".join(words.format(cell) for words, cell in cells if cell not in (NONE, "0"))
-    if not (said or child.quarantined):
-        return [line]
-    more = Text("     " if where else "  ")
-    if child.quarantined:
-        more.append("in quarantine" + (", " if said else ""), style="bold red")
-    more.append(said, style="dim")
-    return [line, more]
+    cells = [(column.words, column.show(child)) for column in layout.left_out if column.words]
+    said = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
+    return [
+        line,
+        *_packed([("in quarantine", "bold red")] * child.quarantined + said, "     " if where else "  ", layout),
+    ]
+
+
+def _packed(parts: Sequence[tuple[str, str]], indent: str, layout: Layout) -> list[Text]:
+    """Put the parts into lines of the width."""
+    lines: list[Text] = []
+    for text, style in parts:
+        if not lines or len(lines[-1]) + len(text) + 2 > layout.width:
+            lines.append(Text(indent))
+        else:
+            lines[-1].append(", ", style="dim")
+        lines[-1].append(text, style=style)
+    return lines

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
 from urllib.parse import urlsplit
 
 from kvobs import signals
+from kvobs.cli.output import printable
 from kvobs.cli.top.rows import Server, server_row, without_measures
-from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, printable
+from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, parse_vllm
+from kvobs.cli.web import TIMEOUT_S, NoAnswerError, get
 from kvobs.config import ExporterOptions
 from kvobs.stats.scrapes import Values
 
-TIMEOUT_S = 10.0
-AT_MOST = 64 * 2**20
-"""Bytes of an answer: a hundred times what vLLM's are."""
 VLLM_PORT = 8000
+PLAIN = "text/plain"
 NOT_YET = "no answer yet"
 NO_METRICS = (
     f"no {PREFIX}* metrics here: with kvobs.exporter they are at the exporter's own port "
     f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled, and vLLM's stat "
     "logging is on"
 )
-
-
-class NoScrapeError(Exception):
-    """A server can't be read; the text is the reason, without its address."""
 
 
 def url_of(text: str, default_port: int = VLLM_PORT) -> str:
@@ -54,43 +47,27 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
 
 
 def fetch(url: str, timeout: float = TIMEOUT_S) -> Scrape:
-    """Read a server's metrics once; ``NoScrapeError`` without kvobs's metrics, or with the last ones of an engine."""
-    deadline = time.monotonic() + timeout
+    """Read a server's metrics once; ``NoAnswerError`` if there are none."""
+    text = get(url, PLAIN, timeout).text
+    return Scrape(time.monotonic(), time.time(), values_of(text), parse_vllm(text))
+
+
+def values_of(text: str) -> Values:
+    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of an engine."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
-            values = parse(_read(answer, deadline))
-    except urllib.error.HTTPError as error:
-        raise NoScrapeError(f"answers {error.code} {error.reason}") from None
-    except TimeoutError:
-        raise NoScrapeError(f"no answer within {timeout:.0f} s") from None
-    except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        says = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise NoScrapeError(f"no answer: {printable(says)}") from None
+        values = parse(text)
     except ValueError as error:
-        raise NoScrapeError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
+        raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
-        raise NoScrapeError(NO_METRICS)
+        raise NoAnswerError(NO_METRICS)
     if _has_ended(values):
-        raise NoScrapeError("its engine has ended")
-    return Scrape(time.monotonic(), time.time(), values)
+        raise NoAnswerError("its engine has ended")
+    return values
 
 
 def _has_ended(values: Values) -> bool:
     """Return whether an exporter serves the last numbers of an engine that is gone; vLLM's own server has no sign."""
     return any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items())
-
-
-def _read(answer: HTTPResponse, deadline: float) -> str:
-    """Read a complete answer, limited in time and size."""
-    content = bytearray()
-    while chunk := answer.read1(65536):
-        content += chunk
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if len(content) > AT_MOST:
-            raise ValueError(f"more than {AT_MOST >> 20} MiB")
-    return content.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -121,7 +98,7 @@ class Watch:
             scrape = fetch(self.url)
             lately = server_row(self.address, last.scrape, scrape) if last.scrape else None
             self.heard = Heard(scrape, server_row(self.address, None, scrape), lately)
-        except NoScrapeError as error:
+        except NoAnswerError as error:
             since = last.error_since_s if last.error else time.monotonic()
             self.heard = Heard(error=str(error), error_since_s=since)
 

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvobs.demo.processes import end_group, stat
+from kvobs.demo.processes import end_group
 from kvobs.demo.server import claim_port, environment
+from kvobs.proc import stat
 from tests.connectors.packages import importing
 from tests.connectors.servers.stores import listens
 from tests.engine.serving import eventually, importing_tests

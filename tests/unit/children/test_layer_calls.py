@@ -226,11 +226,11 @@ def test_children_with_an_empty_hook_are_left_out() -> None:
     assert list(layers.drain()) == [1]
 
 
-# --- what the tracer is told
+# --- what the tracer gets
 
 
-class Told:
-    """Keeps what it is told."""
+class Noting:
+    """Keeps what it is given."""
 
     def __init__(self, traces_all: bool = False, traces_layers: bool = False) -> None:
         self.traces_all, self.traces_layers = traces_all, traces_layers
@@ -254,7 +254,7 @@ def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
     hook: str, plan: list[list[list[int]]], traces_all: bool, traces_layers: bool
 ) -> None:
     """The plan: by step, by layer, what each child takes."""
-    tracer = Told(traces_all, traces_layers)
+    tracer = Noting(traces_all, traces_layers)
     expected: list[CallEvent] = []
     with pytest.MonkeyPatch.context() as patch:
         fan = Fan(patch, hook, 2, SLOW_NS, tracer)
@@ -298,7 +298,7 @@ def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
 def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_first(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracer = Told(traces_all=True, traces_layers=True)
+    tracer = Noting(traces_all=True, traces_layers=True)
     fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
     for layer in range(200):
         fan(SLOW_NS + 1 if layer in (3, 150) else 1)
@@ -314,7 +314,7 @@ def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_fi
 def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
     hook: str, traces_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracer = Told(traces_all, traces_all)
+    tracer = Noting(traces_all, traces_all)
     fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
     for _ in range(NOTICED_AT_MOST + 7):
         fan(SLOW_NS + 1)
@@ -326,7 +326,7 @@ def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
 
 @each_hook
 def test_the_tracer_is_told_at_once_of_a_call_that_failed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracer = Told()
+    tracer = Noting()
     fan = Fan(monkeypatch, hook, 3, tracer=tracer)
     fan.raises[1] = OSError("x")
     began = fan.now

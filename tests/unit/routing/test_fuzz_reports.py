@@ -52,9 +52,9 @@ def engine(*, lag: int = 0) -> Rig:
     return rig
 
 
-def say(rig: Rig, told: list[Report]) -> None:
+def say(rig: Rig, reports: list[Report]) -> None:
     """Let the workers say this beside what they have to say, across vLLM's pickle and aggregator."""
-    for report in told:
+    for report in reports:
         rig.workers[report.rank % RANKS]._side._reports.append(report)
     rig.step()
 
@@ -84,8 +84,8 @@ def rig() -> Rig:
 def test_whatever_is_reported_nothing_raises_and_nothing_is_left(steps: list[list[Report]], lag: int) -> None:
     mine = engine(lag=lag)
     scripts = [child.connector.script for child in mine.connector._children]
-    for told in steps:
-        say(mine, told)
+    for reports in steps:
+        say(mine, reports)
     end(mine, *scripts)
     assert_nothing_is_left(mine)
     assert not mine.connector._side.ledger.incomplete
@@ -108,11 +108,11 @@ def test_reports_about_what_nobody_owns_are_counted_named_once_and_kept_nowhere(
 
 
 def test_a_report_that_comes_again_and_again_counts_once(rig: Rig) -> None:
-    told = [
+    reports = [
         Report(0, kind, request, 0, 5) for kind in (ReportKind.RECEIVED, ReportKind.HOLED) for request in LIVE
     ] * 500
     for _ in range(3):
-        say(rig, told)
+        say(rig, reports)
     assert rig.status("async") == "WAITING_FOR_REMOTE_KVS", "the other rank has said nothing"
     load = rig.connector._side.ledger.load("async")
     assert load is not None
@@ -137,8 +137,8 @@ def test_a_kind_that_this_version_does_not_know_does_not_even_arrive() -> None:
         ReportKind(99)
 
 
-def meta(parts: int, told: list[Report] | None = None) -> KVConnectorOutput:
-    return KVConnectorOutput(kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((None,) * parts, told or []))
+def meta(parts: int, reports: list[Report] | None = None) -> KVConnectorOutput:
+    return KVConnectorOutput(kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((None,) * parts, reports or []))
 
 
 def test_metadata_of_another_connector_is_refused_by_name(rig: Rig) -> None:
@@ -176,8 +176,8 @@ def test_metadata_of_too_few_or_many_children_is_refused_by_number(rig: Rig, par
 @pytest.mark.parametrize("rank", [RANKS, -1, 10**6])
 def test_a_rank_that_does_not_exist_completes_no_load(rig: Rig, rank: int) -> None:
     """Early, a load's blocks are read before they are filled."""
-    for told in (0, rank):
-        hear(rig, meta(2, [Report(told, ReportKind.RECEIVED, "async", 0, 1)]))
+    for reporting in (0, rank):
+        hear(rig, meta(2, [Report(reporting, ReportKind.RECEIVED, "async", 0, 1)]))
     assert rig.connector._side.ledger.load("async") is not None
 
 
@@ -220,8 +220,8 @@ def isolated() -> tuple[Rig, Script, Script]:
 @pytest.mark.parametrize("child", [1, 7, -1])
 def test_a_failure_of_a_child_that_is_not_isolated_is_refused_or_without_effect(child: int) -> None:
     mine, _, _ = isolated()
-    told = MultiKVConnectorWorkerMetadata((None, None), [], frozenset({(child, 0)}))
-    hear(mine, KVConnectorOutput(kv_connector_worker_meta=told))
+    sent = MultiKVConnectorWorkerMetadata((None, None), [], frozenset({(child, 0)}))
+    hear(mine, KVConnectorOutput(kv_connector_worker_meta=sent))
     assert not mine.connector._side.isolation.is_out(0)
 
 

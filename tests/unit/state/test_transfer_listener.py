@@ -12,7 +12,7 @@ from kvobs.state.transfer_listener import TransferListener, TransferListeners
 EVENTS = [name for name, value in vars(TransferListener).items() if inspect.isfunction(value)]
 
 
-class Told(TransferListener):
+class Noting(TransferListener):
     """Notes each event under its own name."""
 
     def __init__(self, name: str, told: list[Any]) -> None:
@@ -23,7 +23,7 @@ class Told(TransferListener):
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_reaches_each_listener_as_it_was_announced(event: str) -> None:
     told: list[Any] = []
-    listeners = TransferListeners([Told("one", told), Told("two", told)])
+    listeners = TransferListeners([Noting("one", told), Noting("two", told)])
     parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
     assert list(inspect.signature(getattr(TransferListeners, event)).parameters.values())[1:] == parameters
     args = tuple(object() for one in parameters if one.kind is not one.KEYWORD_ONLY)

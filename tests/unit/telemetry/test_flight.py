@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.timeline import chrome_trace, recordings
-from kvobs.cli.timeline.recordings import Process, Slice
+from kvobs.cli.timeline import names, recordings
+from kvobs.cli.timeline.recordings import Process, Slice, Transfer
 from kvobs.config import TimelineOptions
 from kvobs.telemetry import flight, ring_files
 from kvobs.telemetry.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
@@ -102,6 +102,10 @@ def test_steps_are_on_a_track_of_their_own(folder: Path, a: Script, b: Script) -
             assert any(step.start <= one.start and ends(one) <= ends(step) for step in steps)
 
 
+def transfers(process: Process) -> list[Transfer]:
+    return [one for one in process.transfers if one.kind in ("load", "save")]
+
+
 def ends(one: Slice) -> int:
     assert one.end is not None
     return one.end
@@ -111,7 +115,7 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
     served(folder, a, b)
     processes = by_name(folder)
     ended = {
-        name: sorted((one.kind, one.child, flight.OUTCOMES[one.n]) for one in process.transfers if one.end)
+        name: sorted((one.kind, one.child, one.outcome) for one in transfers(process) if one.end)
         for name, process in processes.items()
     }
     good = [("load", 0, "ok"), ("load", 0, "ok"), ("save", 1, "ok")]
@@ -119,12 +123,12 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
     assert ended["rank 0"] == sorted([*good, ("load", 0, "failed")])
     assert ended["rank 1"] == sorted([*good, ("load", 0, "ok")])
     begun = {
-        name: {(one.kind, one.child, one.request) for one in process.transfers if one.end is None}
+        name: {(one.kind, one.child, one.request) for one in transfers(process) if one.begun is not None}
         for name, process in processes.items()
     }
     assert len(begun["scheduler"]) == 4
     assert begun["scheduler"] == begun["rank 0"] == begun["rank 1"]
-    tokens = sorted(one.n for one in processes["scheduler"].transfers if one.end is None)
+    tokens = sorted(one.tokens for one in transfers(processes["scheduler"]))
     assert tokens == [0, BLOCK, BLOCK, 2 * BLOCK]
     for process in processes.values():
         for one in process.transfers:
@@ -143,11 +147,101 @@ def test_a_promised_save_that_its_load_settles_has_ended(folder: Path, a: Script
     a.say(0, received="r")
     rig.run(4)
     assert rig.status("r") == "gone"
-    transfers = by_name(folder)["scheduler"].transfers
-    ended = [(one.kind, one.child, flight.OUTCOMES[one.n]) for one in transfers if one.end is not None]
+    found = transfers(by_name(folder)["scheduler"])
+    ended = [(one.kind, one.child, one.outcome) for one in found if one.end is not None]
     assert sorted(ended) == [("load", 0, "aborted"), ("save", 0, "ok")]
-    begun = [(one.kind, one.child) for one in transfers if one.end is None]
-    assert sorted(begun) == [("load", 0), ("save", 0)]
+    assert all(one.begun is not None for one in found)
+
+
+def waits(process: Process) -> list[tuple[str, str]]:
+    return [(one.kind, one.outcome) for one in process.transfers if one.kind in ("lookup", "resume")]
+
+
+def test_a_lookup_lasts_until_vllm_allocates_and_a_loaded_request_is_resumed(folder: Path, a: Script) -> None:
+    """However often vLLM repeats it."""
+    rig = recording_rig(folder, a, ranks=2)
+    a.offers["r"] = (None, False)
+    rig.add("r")
+    rig.run(3)
+    assert waits(by_name(folder)["scheduler"]) == [("lookup", "open")]
+    a.offers["r"] = (BLOCK, True)
+    rig.run(2)
+    assert waits(by_name(folder)["scheduler"]) == [("lookup", "ok")]
+    for rank in range(2):
+        a.say(rank, received="r")
+    rig.run(4)
+    assert rig.status("r") == "gone"
+    scheduler = by_name(folder)["scheduler"]
+    assert waits(scheduler) == [("lookup", "ok"), ("resume", "ok")]
+    lookup, load, resume = scheduler.transfers
+    assert (lookup.child, load.child, resume.child) == (OWN, 0, 0)
+    assert lookup.request == load.request == resume.request
+    for one, next_one in ((lookup, load), (load, resume)):
+        assert one.end is not None
+        assert one.start <= one.end <= next_one.start + 10**6, "the same moment, noted twice"
+    assert waits(by_name(folder)["rank 0"]) == []
+
+
+@pytest.mark.parametrize("state", ["asked", "loaded"])
+def test_a_request_that_ends_waits_no_longer(folder: Path, a: Script, state: str) -> None:
+    rig = recording_rig(folder, a)
+    a.offers["r"] = (None, False) if state == "asked" else (BLOCK, True)
+    rig.add("r")
+    rig.run(2)
+    if state == "loaded":
+        a.say(0, received="r")
+        rig.step()
+    rig.abort("r")
+    rig.run(2)
+    assert waits(by_name(folder)["scheduler"]) == [("lookup", "aborted" if state == "asked" else "ok")]
+    assert_nothing_goes_on(rig)
+
+
+def assert_nothing_goes_on(rig: Rig) -> None:
+    scheduler = next(one for one in rig.connector._side._listener._listeners if isinstance(one, flight.Flight))
+    assert (scheduler._asked, scheduler._loaded) == ({}, {})
+    for own in (scheduler, *(worker._side._flight for worker in rig.workers)):
+        assert own._in_progress._rows == {}
+
+
+def test_when_all_is_over_nothing_is_in_progress(folder: Path, a: Script, b: Script) -> None:
+    assert_nothing_goes_on(served(folder, a, b))
+
+
+def test_a_rank_that_need_not_report_has_nothing_in_progress(folder: Path, a: Script) -> None:
+    """A connector may count on fewer ranks than there are."""
+    a.finished_count = 1
+    rig = recording_rig(folder, a, ranks=2)
+    a.offers["r"] = (BLOCK, True)
+    a.promises.add("r")
+    rig.add("r")
+    rig.run(2)
+    a.say(0, received="r")
+    rig.run(4)
+    a.say(0, saved="r")
+    rig.run(4)
+    assert rig.status("r") == "gone"
+    assert_nothing_goes_on(rig)
+
+
+def test_a_load_in_progress_outlasts_the_records(folder: Path, a: Script) -> None:
+    rig = recording_rig(folder, a, ranks=2)
+    a.offers["r"] = (BLOCK, True)
+    rig.add("r")
+    rig.run(2)
+    a.say(0, received="r")
+    rig.run(2)
+    sides = (rig.connector._side._listener._listeners[1], *(worker._side._flight for worker in rig.workers))
+    for own in sides:
+        for _ in range(own._ring.room):
+            own._ring.add(own._now_ns - own._wall_offset, 0, pack(What.CALL, OWN, "build_connector_meta"))
+    processes = by_name(folder)
+    found = {name: [(one.kind, one.begun, one.end) for one in own.transfers] for name, own in processes.items()}
+    assert found == {"scheduler": [("load", None, None)], "rank 0": [], "rank 1": [("load", None, None)]}
+    (scheduler, rank) = (processes[name].transfers[0] for name in ("scheduler", "rank 1"))
+    assert scheduler.request == rank.request
+    assert scheduler.tokens == BLOCK
+    assert scheduler.start < processes["scheduler"].first_ns
 
 
 def test_a_steps_layers_are_one_record_for_each_child(folder: Path, a: Script, b: Script) -> None:
@@ -307,7 +401,7 @@ def test_the_engines_of_data_parallelism_are_told_apart_and_are_one_run(folder: 
         assert flight.begin(TimelineOptions(dir=str(folder), mib=1), config, 0, ["one"], 0) is not None
     processes = recordings.load(folder)
     assert [process.engine for process in processes] == [0, 1]
-    assert chrome_trace.names(processes) == ["engine 0 rank 0", "engine 1 rank 0"]
+    assert names.of_processes(processes) == ["engine 0 rank 0", "engine 1 rank 0"]
 
 
 def test_what_a_process_says_of_itself(folder: Path, a: Script) -> None:

@@ -257,11 +257,11 @@ def test_the_wall_clock_is_near_the_real_one() -> None:
     assert wall_ns() <= wall_ns()
 
 
-# --- who is told
+# --- who gets the calls
 
 
-class Told:
-    """Keeps what it is told."""
+class Noting:
+    """Keeps what it is given."""
 
     traces_layers, step = False, None
 
@@ -283,7 +283,7 @@ def test_the_tracer_is_told_of_slow_and_failed_calls_or_of_each(
         if fails:
             raise LookupError(subject)
 
-    tracer = Told(traces_all)
+    tracer = Noting(traces_all)
     mine = Recorder(2, slow_ns, tracer=tracer)
     call = mine.timed(1, HOOK, child)
     with pytest.MonkeyPatch.context() as patch:
@@ -300,7 +300,7 @@ def test_the_tracer_is_told_of_slow_and_failed_calls_or_of_each(
 
 
 def test_without_arguments_a_call_is_about_nothing() -> None:
-    tracer = Told(traces_all=True)
+    tracer = Noting(traces_all=True)
     mine = Recorder(1, tracer=tracer)
     mine.timed(0, HOOK, lambda: None)()
     with pytest.raises(TypeError):
@@ -309,7 +309,7 @@ def test_without_arguments_a_call_is_about_nothing() -> None:
 
 
 def test_classes_of_errors_without_end_reach_the_tracer_under_one_name_too() -> None:
-    tracer = Told()
+    tracer = Noting()
     mine = Recorder(1, tracer=tracer)
     for i in range(ERROR_TYPES_AT_MOST + 5):
         mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
@@ -325,7 +325,7 @@ def test_single_hooks_have_limits_of_their_own(
     hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also those that are exempt otherwise: called once or on demand."""
-    tracer = Told()
+    tracer = Noting()
     mine = Recorder(1, 100, ("disk",), {"wait_for_save": 5, "register_kv_caches": 7}, tracer=tracer)
     assert mine.slow_ns(hook) == limit
     call = mine.timed(0, hook, lambda: None)
@@ -356,7 +356,7 @@ def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted(
 
 @pytest.mark.usefixtures("in_production")
 def test_a_tracer_that_fails_costs_the_call_nothing() -> None:
-    tracer: Any = Told(traces_all=True)
+    tracer: Any = Noting(traces_all=True)
     del tracer.noticed
     mine = Recorder(1, tracer=tracer)
     assert mine.timed(0, HOOK, lambda: "answer")() == "answer"

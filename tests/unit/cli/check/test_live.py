@@ -77,6 +77,23 @@ def test_a_server_without_openmetrics_is_named() -> None:
     assert "serves no OpenMetrics here" in warning.found
 
 
+def test_each_form_of_the_metrics_is_read_once() -> None:
+    """As text, and as OpenMetrics at both of vLLM's paths."""
+    asked: list[str] = []
+    engines = Engines("cpu")
+
+    def answer(path: str) -> tuple[int, str]:
+        asked.append(path)
+        return 200, engines.text
+
+    site = Site(answer)
+    try:
+        assert look([f"http://{site.address}/metrics"]).mistakes == []
+    finally:
+        site.close()
+    assert asked == ["/metrics", "/metrics", "/metrics/"]
+
+
 def test_a_series_that_is_there_twice_is_a_mistake() -> None:
     series = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
     site = Site(lambda _: (200, series * 2))

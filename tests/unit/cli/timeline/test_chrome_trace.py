@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
-from typer.testing import CliRunner
 
-from kvobs.cli import commands as cli
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry import ring
 from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
-from kvobs.telemetry.ring import OPEN, Ring, read
+from kvobs.telemetry.ring import OPEN
 from kvobs.testing import Script
-from tests.unit.telemetry.test_flight import recording_rig, served
+from tests.support.recordings import recorded
+from tests.unit.telemetry.test_flight import served
 
 Event = dict[str, Any]
-
-
-def recorded(*records: tuple[int, int, int, int], rank: int | None = None, **more: Any) -> Process:
-    """Return a process with these records: start, spent, what, more."""
-    about = {
-        "run": "r", "engine": 0, "rank": rank, "pid": 7, "begun_ns": 10**18, "wall_offset": 10**18,
-        "connectors": ["one", "two"], "hooks": NAMES, "layer_hooks": LAYER_HOOKS, **more,
-    }  # fmt: skip
-    memory = bytearray(1 << 16)
-    writer = Ring(memory, about, 6)
-    for record in records:
-        writer.add(*record)
-    snapshot = read(memory)
-    assert snapshot is not None
-    return Process(Path("r"), snapshot, is_alive=False)
 
 
 def check(processes: list[Process]) -> list[Event]:
@@ -88,7 +68,7 @@ def of(events: list[Event], ph: str) -> list[Event]:
 children, hooks = st.sampled_from([0, 1]), st.sampled_from(NAMES)
 calls = st.builds(pack, st.just(What.CALL), children | st.just(OWN), hooks, st.integers(0, 1))
 layers = st.builds(pack, st.just(What.LAYERS), children, st.sampled_from(LAYER_HOOKS), st.integers(0, 99))
-transfers = st.builds(pack, st.sampled_from([*What][2:]), children, n=st.integers(0, len(OUTCOMES) - 1))
+transfers = st.builds(pack, st.sampled_from([*What][2:]), children | st.just(OWN), n=st.integers(0, len(OUTCOMES) - 1))
 records = st.lists(
     st.tuples(
         st.integers(0, 10**9), st.just(OPEN) | st.integers(0, 10**6), calls | layers | transfers, st.integers(0, 3)
@@ -159,125 +139,3 @@ def test_each_load_of_a_request_has_its_own_arrow() -> None:
     events = check([scheduler, rank])
     pairs = zip(of(events, "s"), of(events, "f"), strict=True)
     assert [(s["id"] == f["id"], s["ts"], f["ts"]) for s, f in pairs] == [(True, 0.1, 0.3), (True, 1.1, 1.3)]
-
-
-# --- the folder, and the command
-
-
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["timeline", *map(str, arguments)], env={"COLUMNS": "100"})
-    return result.exit_code, result.output
-
-
-@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a: Script, b: Script) -> None:
-    first, second, out = (
-        recording_rig(tmp_path / "t", a, b),
-        recording_rig(tmp_path / "t", a, b, ranks=2),
-        tmp_path / name,
-    )
-    first.run(2)
-    second.run(2)
-    code, printed = run(tmp_path / "t", "-o", out)
-    assert code == 0, printed
-    assert re.findall(r"^(scheduler|rank \d) +\d+ +(\w+)", printed, re.MULTILINE) == [
-        ("scheduler", "running"), ("rank 0", "running"), ("rank 1", "running")
-    ]  # fmt: skip
-    trace = json.loads(gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes())
-    assert f"{out}: {len(trace['traceEvents']):,} events" in printed
-    assert trace["traceEvents"] == list(chrome_trace.events(recordings.load(tmp_path / "t")))
-    assert run(tmp_path / "t", "-o", out, "--all", "--force")[1].count("run 2, rank") == 2
-
-
-def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvobs.testing import ScriptedConnector
-
-    printed: list[str] = []
-
-    def slow(_self: Any) -> None:
-        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json", "--force")[1])
-
-    monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
-    recording_rig(tmp_path / "t", a).step()
-    assert re.search(r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3}$", printed[0], re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"GIF89a" * 9, "it is not a kvobs recording"),
-        (
-            ring.MAGIC + (ring.VERSION + 1).to_bytes(4, "little") + bytes(99),
-            "use the version of kvobs that wrote it",
-        ),
-        (ring.MAGIC, "it is too short for a kvobs recording"),
-    ],
-    ids=["stray", "newer", "cut off"],
-)
-def test_a_file_that_cannot_be_read_is_named(content: bytes, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "0-rank0-1-1.ring"
-    path.write_bytes(content)
-    code, printed = run(tmp_path, "-o", tmp_path / "t.json")
-    assert code == 1
-    assert f"{path} can't be read: " in printed.replace("\n", "")
-    assert says in printed.replace("\n", " ")
-    assert not (tmp_path / "t.json").exists()
-
-
-def test_a_recording_of_something_else_is_named(tmp_path: Path) -> None:
-    memory = bytearray(4096)
-    Ring(memory, {"run": 5})
-    (tmp_path / "x.ring").write_bytes(memory)
-    with pytest.raises(ValueError, match="x.ring can't be read: its content is invalid"):
-        recordings.load(tmp_path)
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "x.ring").symlink_to("/etc/hostname")
-    with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
-        recordings.load(tmp_path)
-
-
-@pytest.mark.parametrize("files", [(), ("notes.txt",), ("x.ring",)])
-def test_a_folder_without_recordings_is_said(files: tuple[str, ...], tmp_path: Path) -> None:
-    """A process that has only just made its file has not recorded anything."""
-    for name in files:
-        (tmp_path / name).touch()
-    code, printed = run(tmp_path)
-    assert code == 1
-    assert "has no recordings (*.ring); give the folder that was set as kvobs.timeline.dir" in printed.replace(
-        "\n", " "
-    )
-
-
-def test_a_folder_that_is_not_there_and_a_file_that_cannot_be_written_are_named(tmp_path: Path, a: Script) -> None:
-    assert run(tmp_path / "no") == (1, f"{tmp_path / 'no'} can't be read: No such file or directory\n")
-    recording_rig(tmp_path / "t", a)
-    out = tmp_path / "no" / "t.json"
-    assert run(tmp_path / "t", "-o", out) == (1, f"{out} can't be written: No such file or directory\n")
-
-
-def test_it_goes_on_past_a_bad_file(tmp_path: Path, a: Script) -> None:
-    """And names it."""
-    recording_rig(tmp_path / "t", a)
-    whole = recordings.load(tmp_path / "t")
-    bad = tmp_path / "t" / "0-rank0-1-1.ring"
-    bad.write_bytes(b"x" * 4096)
-    problems: list[str] = []
-    assert [one.name for one in recordings.load(tmp_path / "t", problems=problems)] == [one.name for one in whole]
-    assert len(problems) == 1
-    code, printed = run(tmp_path / "t", "-o", tmp_path / "t.json")
-    assert code == 0
-    assert f"warning: {bad} can't be read: " in printed
-    assert (tmp_path / "t.json").exists()
-
-
-def test_a_file_that_is_there_stays_unless_told(tmp_path: Path, a: Script) -> None:
-    recording_rig(tmp_path / "t", a)
-    out = tmp_path / "t.json"
-    out.write_text("somebody's")
-    code, printed = run(tmp_path / "t", "-o", out)
-    assert (code, out.read_text()) == (1, "somebody's")
-    assert f"{out} exists; --force overwrites it" in printed
-    assert run(tmp_path / "t", "-o", out, "--force")[0] == 0
-    assert json.loads(out.read_text())["traceEvents"]

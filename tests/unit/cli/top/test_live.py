@@ -195,7 +195,7 @@ def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
         shown.wait_for("smallest first")
         shown.type("\x1b[C")
         shown.wait_for("as configured", "last first", "disk", "cpu")
-        shown.type("\x1b[A\x1b[15~\x1bOPxZ r")
+        shown.type("\x1b[15~\x1bOPxZ r")
         shown.wait_for("as configured ", "cpu", "disk")
         shown.type("t")
         shown.wait_for("since the servers' start", "100 %")
@@ -210,6 +210,46 @@ def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
         assert shown.end() == 0
         assert shown.is_as_before
         assert shown.text.rstrip().endswith((BACK, CURSOR))
+
+
+def test_rows_scroll_where_there_is_no_room_for_all() -> None:
+    many = Engines(*(f"c{i:02}" for i in range(30)))
+    many.tell()
+    with serving(many) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
+        shown.wait_for("c00", "1 to 14 of 30", "q quit")
+        shown.type("j\x1b[B")
+        shown.wait_for("c02", "3 to 16 of 30")
+        shown.type("\x1b[6~")
+        shown.wait_for("c29", "17 to 30 of 30")
+        shown.type("\x1b[Fk\x1b[A")
+        shown.wait_for("15 to 28 of 30")
+        shown.type("\x1b[5~")
+        shown.wait_for("c00", "1 to 14 of 30")
+        shown.type("\x1b[Fk")
+        shown.wait_for("16 to 29 of 30")
+        shown.type("\x1b[H")
+        shown.wait_for("c00", "1 to 14 of 30")
+        shown.type("q")
+        assert shown.end() == 0
+
+
+def test_a_filter_is_typed() -> None:
+    """Its letters are no commands meanwhile."""
+    several = Engines("quick", "slow", "disk")
+    several.tell()
+    with serving(several) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
+        shown.wait_for("disk", "q quit")
+        shown.type("/qx\x7fu")
+        shown.wait_for("only qu", "quick", "/qu", "Esc shows all")
+        shown.type("\r")
+        text = shown.wait_for("only qu", "quick", "q quit")
+        assert "slow" not in text.rpartition("only qu")[2]
+        shown.type("/zz")
+        shown.wait_for("no connector matches quzz")
+        shown.type("\x1b")
+        shown.wait_for("as configured", "quick", "slow", "disk", "q quit")
+        shown.type("q")
+        assert shown.end() == 0
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "kill", "ctrl-d"])
@@ -276,7 +316,7 @@ def test_keys_of_no_terminal_are_none() -> None:
     read, write = os.pipe()
     os.write(write, b"q")
     with Keyboard(read) as keyboard:
-        assert keyboard.read(0) == ""
+        assert keyboard.read(0) == []
     os.close(read)
     os.close(write)
 
@@ -286,8 +326,8 @@ def test_an_error_gives_the_terminal_back() -> None:
     before = termios.tcgetattr(far)
     with suppress(ZeroDivisionError), Keyboard(far) as keyboard:
         assert termios.tcgetattr(far) != before
-        os.write(near, b"a\x1b[D\x1b[Ab")
-        assert keyboard.read(10) == "a<b"
+        os.write(near, b"a\x1b[D\x1b[Ab\x1b[15~\x7f\x1bOF\r\x1b[6~\x1b")
+        assert keyboard.read(10) == ["a", "left", "up", "b", "backspace", "end", "enter", "page down", "escape"]
         raise ZeroDivisionError
     assert termios.tcgetattr(far) == before
     os.close(near)

@@ -18,7 +18,7 @@ from kvobs.cli.top.rows import ConnectorRow, Server, as_dict, ordered, server_ro
 from kvobs.cli.top.scrapes import READ, Scrape, parse
 from kvobs.cli.top.screen import View, picture
 from kvobs.telemetry.recorder import Recorder
-from tests.support.top_engines import Engines, count
+from tests.support.top_engines import Engines, Vllm, count
 
 MS = 10**6
 SHARES = st.none() | st.floats(0, 1)
@@ -27,14 +27,14 @@ GAINS = st.none() | st.floats(-8e8, 8e8)
 COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 CHILDREN = st.builds(
-    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS,
+    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 6,
     SHARES, AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES,
     COUNTS, COUNTS, AMOUNTS, st.booleans(),
 )  # fmt: skip
 SERVERS = st.lists(
     st.builds(
         Server, NAMES, st.none() | NAMES, NAMES, st.just("0.32.0"), st.just("0.1.0"), AMOUNTS, AMOUNTS, COUNTS,
-        st.lists(CHILDREN, max_size=6).map(tuple),
+        st.none() | COUNTS, st.none() | COUNTS, AMOUNTS, AMOUNTS, st.lists(CHILDREN, max_size=6).map(tuple),
     ),
     min_size=1, max_size=6,
 )  # fmt: skip
@@ -46,6 +46,8 @@ def busy(recorder: Recorder) -> None:
         count(recorder, 0, signals.LOOKUPS, n, outcome)
     count(recorder, 0, signals.LOADS, 4, "async", "ok")
     count(recorder, 0, signals.LOAD_TOKENS, 2048)
+    count(recorder, 0, signals.LOAD_BYTES, 10**9)
+    count(recorder, 1, signals.UNUSED_HIT_TOKENS, 64)
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")
     for hook in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "reset_cache"):
@@ -90,6 +92,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     cpu, disk = server.children
     assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
     assert (cpu.lookups, cpu.hit_share, cpu.loads, cpu.load_tokens) == (4, 6 / 8, 2, 1024)
+    assert (cpu.load_bytes, cpu.unused_tokens, disk.load_bytes, disk.unused_tokens) == (5 * 10**8, 0, 0, 32)
     assert 2 * 0.001 < (cpu.load_p50_s or 0) < 4.2 * 0.001
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
     assert (cpu.load_stall_s, cpu.save_stall_s) == (about(0.005), about(0.015))
@@ -159,6 +162,42 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     assert "".join(c.connector for c in server.children) == "cpucpu"
 
 
+def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
+    """Of all its engines; requests are as they are now, the time to the first token is that of the period."""
+    engines, vllm = Engines("cpu", engines=2), Vllm(engines=2)
+    engines.tell()
+    vllm.tell(0, running=7, waiting=9, first_tokens_s=[30.0] * 50)
+    before = engines.scrape(at_s=0, vllm=vllm)
+    vllm.tell(0, running=3, waiting=2, first_tokens_s=[0.015] * 98)
+    vllm.tell(1, running=4, waiting=0, first_tokens_s=[0.3, 0.3])
+    server = server_row("here", before, after := engines.scrape(at_s=2, vllm=vllm))
+    assert (server.running, server.waiting) == (7, 2)
+    assert 0.01 < (server.ttft_p50_s or 0) < 0.02
+    assert 0.25 < (server.ttft_p99_s or 0) < 0.5
+    since_start = server_row("here", None, after)
+    assert 20 < (since_start.ttft_p99_s or 0) < 40
+    first = without_measures(since_start)
+    assert (first.running, first.waiting, first.ttft_p50_s, first.ttft_p99_s) == (7, 2, None, None)
+
+
+def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.tell(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
+    vllm.tell(first_tokens_s=[0.015] * 9)
+    before, again = engines.scrape(vllm=vllm), Engines("cpu")
+    again.tell()
+    server = server_row("here", before, again.scrape(at_s=2, vllm=vllm))
+    assert 0.01 < (server.ttft_p50_s or 0) < 0.02, "all since its start"
+
+
+def test_without_vllms_own_metrics_nothing_is_said_of_requests() -> None:
+    """As of an exporter."""
+    engines = Engines("cpu")
+    engines.tell()
+    server = server_row("here", None, engines.scrape())
+    assert {server.running, server.waiting, server.ttft_p50_s, server.ttft_p99_s} == {None}
+
+
 def test_clocks_that_differ_make_nobody_younger_than_new() -> None:
     engines = Engines("cpu", "disk")
     engines.tell(gauges=GAUGES)
@@ -189,12 +228,13 @@ def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
     for server, told in zip(servers, said["servers"], strict=True):
         assert told.keys() == {
             "address", "error", "model", "vllm_version", "kvobs_version", "seconds", "telemetry_s_per_s",
-            "internal_errors", "children",
+            "internal_errors", "running", "waiting", "ttft_p50_s", "ttft_p99_s", "children",
         }  # fmt: skip
         for child, of_child in zip(server.children, told["children"], strict=True):
             assert set(of_child) == {
                 "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
-                "load_tokens_per_s", "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
+                "load_tokens_per_s", "load_bytes_per_s", "unused_tokens_per_s",
+                "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
                 "save_stall_s_per_s", "gain_s_per_s",
                 "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
                 "loads_open", "saves_held", "oldest_s", "quarantined",

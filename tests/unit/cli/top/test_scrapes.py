@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from kvobs import signals
-from kvobs.cli.top.scrapes import parse
+from kvobs.cli.top.scrapes import parse, parse_vllm
 from kvobs.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
 from kvobs.stats.scrapes import by_owner, change
 from tests.support.top_engines import Engines, count
@@ -59,3 +59,11 @@ def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
 def test_labels_can_t_steer_a_terminal() -> None:
     text = LOOKUPS.name + '{connector="\x1b[2Jred\\n"} 1.0\n'
     assert list(parse(text)) == [(LOOKUPS.name, frozenset({("connector", "?[2Jred?")}))]
+
+
+def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
+    """They are no reason to show nothing of kvobs."""
+    assert parse_vllm('vllm:num_requests_running{engine="0"} 3.0\nvllm:other x\n') == {
+        ("vllm:num_requests_running", frozenset({("engine", "0")})): 3
+    }
+    assert parse_vllm("vllm:num_requests_running{engine\n") == {}

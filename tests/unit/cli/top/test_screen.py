@@ -6,55 +6,20 @@ import re
 from dataclasses import replace
 
 import hypothesis.strategies as st
-import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, given, settings
 from rich.cells import cell_len
 
+from kvobs.cli.top.columns import SORTS
 from kvobs.cli.top.rows import ConnectorRow, Server
-from kvobs.cli.top.screen import SORTS, View, amount, duration, percent, picture
+from kvobs.cli.top.screen import View, picture, visible
 from tests.unit.cli.top.test_rows import SERVERS
 
-VIEWS = st.builds(View, st.sampled_from(SORTS), st.booleans(), st.booleans(), st.just("the last 2 s"))
+VIEWS = st.builds(
+    View, st.sampled_from(SORTS), st.booleans(), st.booleans(), st.just("the last 2 s"), st.just(""), st.integers(0, 40)
+)
 
 
-@given(st.floats(0, 1e12))
-@example(999.6)
-@example(9.96)
-@example(99_960.0)
-@example(0.004)
-def test_amounts_are_short_and_about_right(number: float) -> None:
-    text = amount(number)
-    assert len(text) <= 6
-    if not text.startswith("<"):
-        value = float(text.rstrip("kMG")) * {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1)
-        assert value == pytest.approx(number, rel=0.06, abs=0.006)
-
-
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
-
-
-@given(st.floats(1e-5, 8e8))
-@example(192.0)
-@example(599.4)
-@example(599.6)
-@example(5939.0)
-@example(59.97)
-@example(0.9996)
-@example(1e-5)
-def test_durations_are_short_and_about_right(seconds: float) -> None:
-    text = duration(seconds)
-    assert len(text) <= 6
-    value, unit = text.split()
-    assert float(value) * UNITS[unit] == pytest.approx(seconds, rel=0.06)
-
-
-def test_what_is_not_known_is_not_nothing() -> None:
-    assert (amount(None), duration(None), percent(None)) == ("-", "-", "-")
-    assert (amount(0), duration(0), percent(0)) == ("0", "0", "0 %")
-    assert duration(1e-9) == "<1 us"
-
-
-@settings(max_examples=50)
+@settings(max_examples=50, phases=(Phase.explicit, Phase.generate))  # what it finds is small enough
 @given(SERVERS, VIEWS, st.integers(80, 200), st.integers(16, 60))
 def test_no_line_is_too_long_and_no_child_is_lost(servers: list[Server], view: View, width: int, height: int) -> None:
     names = iter(range(10**4, 10**5))
@@ -68,13 +33,31 @@ def test_no_line_is_too_long_and_no_child_is_lost(servers: list[Server], view: V
     errors = [f"  {server.error}" for server in servers if server.error]
     for line in lines[1:]:
         assert cell_len(line) <= width or line.endswith(tuple(errors))
-    said = sum(line.count("@") for line in lines)
-    more = re.fullmatch(r"and (\d+) more: .*", lines[-1])
-    assert said + (int(more[1]) if more else 0) == sum(len(server.children) for server in servers)
+    said, n = sum(line.count("@") for line in lines), sum(len(server.children) for server in servers)
+    part = re.fullmatch(r"(?:(\d+) to )?(\d+) of (\d+): .*", lines[-1])
+    shown, of = visible(servers, view, width, height)
+    assert (said, of) == (len(shown), n)
+    if part:
+        assert (int(part[1] or part[2]), int(part[2]), int(part[3])) == (shown.start + 1, shown.stop, n)
+    elif len(lines) < height - 1:
+        assert said == n
+
+
+@settings(max_examples=50, phases=(Phase.generate,))
+@given(SERVERS, VIEWS, st.integers(80, 200), st.integers(16, 60))
+def test_every_child_can_be_scrolled_to(servers: list[Server], view: View, width: int, height: int) -> None:
+    seen: set[int] = set()
+    shown, n = visible(servers, view, width, height)
+    for first in range(n):
+        shown, _ = visible(servers, replace(view, first=first), width, height)
+        seen |= set(shown)
+    assert seen == set(range(n)) or not shown
+    assert not n or not shown or shown.stop == n, "the end of the list stays at the end of the window"
 
 
 CPU = ConnectorRow(
-    "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_p50_s=0.03,
+    "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_bytes=3e9,
+    unused_tokens=0, load_p50_s=0.03,
     load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, gain_s=0.52, failed_loads=0,
     exceptions=0, skew_p99_s=0.12,
     slowest_rank="3", slowest_rank_share=0.92, loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False,
@@ -83,7 +66,7 @@ DISK = replace(
     CPU, connector="disk", exceptions=2, quarantined=True, skew_p99_s=None, slowest_rank=None, slowest_rank_share=None,
     saves_held=0, gain_s=-0.05,
 )  # fmt: skip
-SERVER = Server("localhost:8000", None, "tiny", "0.32.0", "0.1.0", 2.0, 0.0003, 0, (CPU, DISK))
+SERVER = Server("localhost:8000", None, "tiny", "0.32.0", "0.1.0", 2.0, 0.0003, 0, 12, 340, 0.08, 2.4, (CPU, DISK))
 
 
 def shown(servers: list[Server], width: int, **view: object) -> str:
@@ -95,27 +78,55 @@ def test_at_80_columns_a_second_line_has_the_rest() -> None:
     assert shown([SERVER], 80) == (
         "kvobs top   the last 2 s   as configured\n"
         "\n"
-        "server          model vLLM     kvobs   telemetry kvobs errors\n"
-        "localhost:8000  tiny  0.32.0   0.1.0    300 us/s            0\n"
+        "server          model   run  wait TTFT p50    p99 telemetry errors in it\n"
+        "localhost:8000  tiny     12   340    80 ms  2.4 s  300 us/s            0\n"
         "\n"
-        "connector  hits tokens   load   load  sched  stall loads saves oldest errors\n"
-        "                    /s    p50    p99   busy   ms/s  open  held            /s\n"
-        "cpu        25 %   7.2k  30 ms  67 ms    4 %    1.4     2     3  1.2 s      0\n"
-        "  gain 0.52, slowest rank 3 (92 %), skew p99 120 ms\n"
-        "disk       25 %   7.2k  30 ms  67 ms    4 %    1.4     2     0  1.2 s    2.0\n"
+        "connector  hits tokens  bytes   load   load  sched  stall loads oldest errors\n"
+        "                    /s     /s    p50    p99   busy   ms/s  open            /s\n"
+        "cpu        25 %   7.2k   3.0G  30 ms  67 ms    4 %    1.4     2  1.2 s      0\n"
+        "  gain 0.52, slowest rank 3 (92 %), skew p99 120 ms, saves held 3\n"
+        "disk       25 %   7.2k   3.0G  30 ms  67 ms    4 %    1.4     2  1.2 s    2.0\n"
         "  in quarantine, gain -0.05\n"
     )
 
 
 def test_with_room_all_is_in_columns() -> None:
-    lines = shown([SERVER], 140).splitlines()
+    lines = shown([SERVER], 160).splitlines()
+    assert lines[2].split()[:6] == ["server", "model", "vLLM", "kvobs", "run", "wait"]
     assert lines[5].split() == [
-        "connector", "hits", "lookups", "tokens", "loads", "load", "load", "sched", "stall", "gain", "loads", "saves",
-        "oldest", "skew", "slowest", "errors",
+        "connector", "hits", "lookups", "tokens", "bytes", "unused", "loads", "load", "load", "sched", "stall", "gain",
+        "loads", "saves", "oldest", "skew", "slowest", "errors",
     ]  # fmt: skip
-    numbers = "cpu 25 % 20 7.2k 5.0 30 ms 67 ms 4 % 1.4 0.52 2 3 1.2 s 120 ms 3 (92 %) 0"
+    numbers = "cpu 25 % 20 7.2k 3.0G 0 5.0 30 ms 67 ms 4 % 1.4 0.52 2 3 1.2 s 120 ms 3 (92 %) 0"
     assert " ".join(lines[7].split()) == numbers
     assert lines[9].split() == ["in", "quarantine"]
+
+
+def test_what_has_no_column_is_below_its_connector_in_as_many_lines_as_it_takes() -> None:
+    busy = replace(CPU, connector="c" * 30, unused_tokens=88.0, quarantined=True)
+    assert shown([replace(SERVER, children=(busy,))], 80).splitlines()[7:] == [
+        "c" * 18 + "…  25 %   7.2k  30 ms  67 ms    4 %    1.4     2  1.2 s      0",
+        "  in quarantine, slowest rank 3 (92 %), skew p99 120 ms, 88 tokens/s unused",
+        "  saves held 3, 3.0G bytes/s",
+    ]
+
+
+def test_only_what_matches_is_shown() -> None:
+    """By connector, class, address or model; in any case."""
+    two = [SERVER, replace(SERVER, address="gpu-7:8000", children=(replace(CPU, connector="lmcache"),))]
+    for only, names in (("DIS", ["disk"]), ("offloading", ["cpu", "disk", "lmcache"]), ("gpu-7", ["lmcache"])):
+        lines = shown(two, 80, only=only).splitlines()
+        assert [line.split()[1] for line in lines if re.match(r" \d [cdl]", line) and "%" in line] == names
+        assert lines[0].endswith(f"only {only}")
+        assert "localhost:8000" in lines[3], "servers stay"
+    assert shown(two, 80, only="nixl").splitlines()[-1] == "no connector matches nixl"
+
+
+def test_what_is_cut_ends_with_a_mark() -> None:
+    long = replace(SERVER, address="a" * 50, model="m" * 50)
+    line = shown([long], 80).splitlines()[3]
+    assert line.count("…") == 2
+    assert len(line) <= 80
 
 
 def test_of_several_servers_each_has_a_number() -> None:
@@ -138,7 +149,7 @@ def test_sorted_by_a_column_the_title_says_so_and_the_column_stands_out() -> Non
 
 
 def test_totals_have_no_rates_in_their_header() -> None:
-    text = shown([replace(SERVER, seconds=None)], 140, since_start=True)
+    text = shown([replace(SERVER, seconds=None)], 160, since_start=True)
     assert "/s" not in text
     assert "1.4 ms" in text
 
@@ -149,4 +160,4 @@ def test_many_servers_leave_room_for_children_and_those_that_are_down_come_first
     assert len(lines) <= 24
     assert any(line.startswith("31 down:8000") for line in lines)
     assert "and 26 more servers" in lines
-    assert any(line.startswith("and ") and "enlarge the window" in line for line in lines)
+    assert re.fullmatch(r"1 to \d+ of 60: arrows scroll, / filters", lines[-1])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 import kvobs
-from kvobs.cli.top import servers
 from kvobs.cli.top.rows import server_row
-from kvobs.cli.top.servers import NoScrapeError, Watch, fetch, scrape_all, url_of
+from kvobs.cli.top.servers import Watch, fetch, scrape_all, url_of
+from kvobs.cli.web import NoAnswerError
 from kvobs.signals import LOADS
-from tests.support.top_engines import Engines, Site, count, exporting, serving
+from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
 from tests.unit.cli.top.test_rows import ERRORS, GAUGES, RANKS, busy
 
 
@@ -52,15 +48,6 @@ def test_what_is_no_address_is_refused(given: str) -> None:
     assert str(refused.value).isprintable()
 
 
-@contextmanager
-def answering(status: int, body: str) -> Iterator[str]:
-    site = Site(lambda _path: (status, body))
-    try:
-        yield f"http://{site.address}/metrics"
-    finally:
-        site.close()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
@@ -71,7 +58,7 @@ def answering(status: int, body: str) -> Iterator[str]:
     ],
 )
 def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str) -> None:
-    with answering(status, body) as url, pytest.raises(NoScrapeError, match=says):
+    with answering(status, body) as url, pytest.raises(NoAnswerError, match=says):
         fetch(url)
 
 
@@ -91,58 +78,14 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
 
 
-def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "AT_MOST", 2**20)
-    with answering(200, "x" * 2**21) as url, pytest.raises(NoScrapeError, match="can't be read: more than 1 MiB"):
-        fetch(url)
-
-
-@contextmanager
-def saying(text: bytes, *, again: bool = False) -> Iterator[str]:
-    """Answer each connection with these bytes, again and again or once; never close it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    kept: list[socket.socket] = []
-    over = threading.Event()
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            kept.append(connection)
-            try:
-                connection.sendall(text)
-                while again and not over.wait(0.05):
-                    connection.sendall(text[-1:])
-            except OSError:
-                continue
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-    finally:
-        over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
-        for connection in kept:
-            connection.close()
-
-
-@pytest.mark.parametrize(
-    ("text", "again"), [(b"", False), (b"HTTP/1.1 200 OK\r\n\r\nx", False), (b"HTTP/1.1 200 OK\r\n\r\nx", True)]
-)
-def test_a_server_that_hangs_or_drips_is_not_waited_for(text: bytes, again: bool) -> None:
-    with saying(text, again=again) as url, pytest.raises(NoScrapeError, match="no answer within 0 s"):
-        fetch(url, timeout=0.3)
-
-
-def test_what_speaks_no_http_is_named() -> None:
-    with saying(b"SSH-2.0-OpenSSH \x1b[31m\r\n") as url, pytest.raises(NoScrapeError, match="no answer: ") as error:
-        fetch(url)
-    assert str(error.value).isprintable()
+def test_vllms_own_metrics_are_read_with_kvobss() -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.tell()
+    vllm.tell(running=3, waiting=2, first_tokens_s=[0.015])
+    with answering(200, engines.text + vllm.text) as url:
+        row = server_row("here", None, fetch(url))
+    assert (row.running, row.waiting) == (3, 2)
+    assert 0.01 < (row.ttft_p50_s or 0) < 0.02
 
 
 def test_a_watched_server_may_go_and_come_back() -> None:

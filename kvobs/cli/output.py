@@ -1,0 +1,27 @@
+"""What commands print alike: errors in one line, examples in their help, text of others without control characters."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help, which is not wrapped."""
+    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
+
+
+def fail(says: str) -> typer.Exit:
+    """Print an error in one line; return the exit to raise."""
+    Console(stderr=True).print(says, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def warn(says: str) -> None:
+    """Print a warning in one line."""
+    Console(stderr=True).print(f"warning: {says}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters, which a terminal would obey, are question marks."""
+    return "".join(char if char.isprintable() else "?" for char in text)

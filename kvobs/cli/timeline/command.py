@@ -1,0 +1,120 @@
+"""The command ``kvobs timeline``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvobs.cli import table
+from kvobs.cli.output import examples, fail, warn
+from kvobs.cli.timeline import recordings, requests, summary
+from kvobs.cli.timeline.chrome_trace import write
+from kvobs.cli.timeline.recordings import Process
+from kvobs.cli.timeline.transfers import Joined, join
+
+EXAMPLES = examples(
+    "kvobs timeline /dev/shm/kvobs --last 10s",
+    "kvobs timeline /dev/shm/kvobs --all -o all.json.gz --force",
+    "kvobs timeline /dev/shm/kvobs --requests --json",
+)
+OUTPUT = Path("timeline.json.gz")
+_UNITS_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9}
+_DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS_NS)})")
+
+
+def timeline(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).", show_default=False)
+    ],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help=f"File to write: .json or .json.gz; {OUTPUT} unless given.", show_default=False
+        ),
+    ] = None,
+    last: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Only the last part, such as 500ms, 10s or 2m.", show_default=False),
+    ] = None,
+    as_requests: Annotated[
+        bool, typer.Option("--requests", help="Print a line for each request instead: lookup, wait, ranks, resume.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line; requires --requests.")] = False,
+    all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
+    if as_json and not as_requests:
+        raise typer.BadParameter("requires --requests", param_hint="--json")
+    if as_requests and output is not None:
+        raise typer.BadParameter("--requests writes no file", param_hint="--output")
+    last_ns = None if last is None else nanoseconds(last)
+    output = output or OUTPUT
+    if not as_requests and output.exists() and not force:
+        raise fail(f"{output} exists; --force overwrites it, -o names another file")
+    problems: list[str] = []
+    try:
+        processes = recordings.load(folder, all_runs=all_runs, problems=problems)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    for problem in problems:
+        warn(problem)
+    joined = join(processes)
+    if last_ns is not None:
+        joined = _keep_last(processes, joined, last_ns)
+    if as_requests:
+        _print_requests(joined, as_json=as_json)
+    else:
+        _write(processes, joined, output)
+
+
+def nanoseconds(text: str) -> int:
+    """Return a duration such as 500ms, 10s or 2m in nanoseconds."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"{text!r} is not a duration; use e.g. 500ms, 10s or 2m", param_hint="--last")
+    return int(float(found[1]) * _UNITS_NS[found[2]])
+
+
+def _keep_last(processes: Sequence[Process], joined: Sequence[Joined], last_ns: int) -> list[Joined]:
+    """Keep what goes on in the last part of each run, before its newest record."""
+    since: dict[str, int] = {}
+    for process in processes:
+        since[process.run] = max(since.get(process.run, 0), process.last_ns - last_ns)
+    for process in processes:
+        process.keep_from(since[process.run])
+    return [one for one in joined if one.end is None or one.end >= since[one.run]]
+
+
+def _print_requests(joined: Sequence[Joined], *, as_json: bool) -> None:
+    found = requests.passages(joined)
+    if as_json:
+        for one in found:
+            typer.echo(json.dumps(requests.as_dict(one), separators=(", ", ": ")))
+    elif found:
+        table.show(Console(), requests.lines(found))
+    else:
+        warn("no request was looked up, loaded or saved in these recordings")
+
+
+def _write(processes: Sequence[Process], joined: Sequence[Joined], output: Path) -> None:
+    try:
+        events = write(processes, output)
+    except OSError as error:
+        raise fail(f"{output} can't be written: {error.strerror}") from None
+    console = Console()
+    table.show(console, summary.of_processes(processes))
+    for line in summary.of_calls(processes):
+        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    for part in (summary.in_progress(joined), summary.slowest_loads(joined)):
+        if part:
+            console.print()
+            table.show(console, part)
+    console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)

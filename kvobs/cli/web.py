@@ -1,0 +1,55 @@
+"""Read a page over HTTP, limited in time and size; whatever fails is one exception."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException, HTTPResponse
+from typing import NamedTuple
+
+from kvobs.cli.output import printable
+
+TIMEOUT_S = 10.0
+AT_MOST = 64 * 2**20
+"""Bytes of an answer: a hundred times what vLLM's are."""
+
+
+class NoAnswerError(Exception):
+    """A page can't be read, or is not what it should be; the text is the reason, without its address."""
+
+
+class Page(NamedTuple):
+    """An answer."""
+
+    text: str
+    content_type: str
+
+
+def get(url: str, accept: str = "*/*", timeout: float = TIMEOUT_S) -> Page:
+    """Read a page; ``NoAnswerError`` if that can't be done within this time."""
+    deadline = time.monotonic() + timeout
+    try:
+        request = urllib.request.Request(url, headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return Page(_read(answer, deadline), answer.headers.get("Content-Type", ""))
+    except urllib.error.HTTPError as error:
+        raise NoAnswerError(f"answers {error.code} {printable(error.reason)}") from None
+    except TimeoutError:
+        raise NoAnswerError(f"no answer within {timeout:.0f} s") from None
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        says = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise NoAnswerError(f"no answer: {printable(says)}") from None
+
+
+def _read(answer: HTTPResponse, deadline: float) -> str:
+    """Read a complete answer, limited in time and size."""
+    content = bytearray()
+    while chunk := answer.read1(65536):
+        content += chunk
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if len(content) > AT_MOST:
+            raise NoAnswerError(f"can't be read: more than {AT_MOST >> 20} MiB")
+    return content.decode(errors="replace")

@@ -1,0 +1,87 @@
+"""A page is read whole, or the reason is named within the time; nothing of a server steers the terminal."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvobs.cli import web
+from kvobs.cli.web import NoAnswerError, get
+from tests.support.top_engines import answering, exporting
+
+
+def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "AT_MOST", 2**20)
+    with answering(200, "x" * 2**21) as url, pytest.raises(NoAnswerError, match="can't be read: more than 1 MiB"):
+        get(url)
+
+
+@contextmanager
+def saying(text: bytes, *, again: bool = False) -> Iterator[str]:
+    """Answer each connection with these bytes, again and again or once; never close it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+    over = threading.Event()
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            try:
+                connection.sendall(text)
+                while again and not over.wait(0.05):
+                    connection.sendall(text[-1:])
+            except OSError:
+                continue
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [(b"", False), (b"HTTP/1.1 200 OK\r\n\r\nx", False), (b"HTTP/1.1 200 OK\r\n\r\nx", True)]
+)
+def test_a_server_that_hangs_or_drips_is_not_waited_for(text: bytes, again: bool) -> None:
+    with saying(text, again=again) as url, pytest.raises(NoAnswerError, match="no answer within 0 s"):
+        get(url, timeout=0.3)
+
+
+def test_what_speaks_no_http_is_named() -> None:
+    with saying(b"SSH-2.0-OpenSSH \x1b[31m\r\n") as url, pytest.raises(NoAnswerError, match="no answer: ") as error:
+        get(url)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("wanted", ["text/plain", "application/openmetrics-text"])
+def test_a_page_comes_in_the_form_that_is_accepted(wanted: str) -> None:
+    with exporting(lambda _recorder: None, {}, [], ("cpu",)) as address:
+        page = get(f"http://{address}/metrics", wanted)
+    assert page.content_type.startswith(wanted)
+    assert page.text.endswith("# EOF\n") is (wanted != "text/plain")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/metrics", "http://no-such-host.invalid/", "http://[::1/"])
+def test_where_nobody_answers_the_reason_is_named(url: str) -> None:
+    with pytest.raises(NoAnswerError, match="^no answer: ."):
+        get(url)
+
+
+def test_a_refusal_is_named() -> None:
+    with answering(404, "") as url, pytest.raises(NoAnswerError, match="answers 404 Not Found"):
+        get(url)

@@ -1,0 +1,230 @@
+"""`kvobs timeline` as people run it, on files that kvobs's own code wrote."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.cli.timeline import chrome_trace, recordings
+from kvobs.cli.timeline.command import nanoseconds
+from kvobs.telemetry import ring
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.recordings import run
+from tests.unit.telemetry.test_flight import recording_rig
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a: Script, b: Script) -> None:
+    first, second, out = (
+        recording_rig(tmp_path / "t", a, b),
+        recording_rig(tmp_path / "t", a, b, ranks=2),
+        tmp_path / name,
+    )
+    first.run(2)
+    second.run(2)
+    code, printed = run(tmp_path / "t", "-o", out)
+    assert code == 0, printed
+    assert re.findall(r"^(scheduler|rank \d) +\d+ +(\w+)", printed, re.MULTILINE) == [
+        ("scheduler", "running"), ("rank 0", "running"), ("rank 1", "running")
+    ]  # fmt: skip
+    trace = json.loads(gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes())
+    assert f"{out}: {len(trace['traceEvents']):,} events" in printed
+    assert trace["traceEvents"] == list(chrome_trace.events(recordings.load(tmp_path / "t")))
+    assert run(tmp_path / "t", "-o", out, "--all", "--force")[1].count("run 2, rank") == 2
+
+
+def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvobs.testing import ScriptedConnector
+
+    printed: list[str] = []
+
+    def slow(_self: Any) -> None:
+        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json", "--force")[1])
+
+    monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
+    recording_rig(tmp_path / "t", a).step()
+    assert re.search(r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3}$", printed[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"GIF89a" * 9, "it is not a kvobs recording"),
+        (
+            ring.MAGIC + (ring.VERSION + 1).to_bytes(4, "little") + bytes(99),
+            "use the version of kvobs that wrote it",
+        ),
+        (ring.MAGIC, "it is too short for a kvobs recording"),
+    ],
+    ids=["stray", "newer", "cut off"],
+)
+def test_a_file_that_cannot_be_read_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "0-rank0-1-1.ring"
+    path.write_bytes(content)
+    code, printed = run(tmp_path, "-o", tmp_path / "t.json")
+    assert code == 1
+    assert f"{path} can't be read: " in printed.replace("\n", "")
+    assert says in printed.replace("\n", " ")
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize("files", [(), ("notes.txt",), ("x.ring",)])
+def test_a_folder_without_recordings_is_said(files: tuple[str, ...], tmp_path: Path) -> None:
+    """A process that has only just made its file has not recorded anything."""
+    for name in files:
+        (tmp_path / name).touch()
+    code, printed = run(tmp_path)
+    assert code == 1
+    assert "has no recordings (*.ring); give the folder that was set as kvobs.timeline.dir" in printed.replace(
+        "\n", " "
+    )
+
+
+def test_a_folder_that_is_not_there_and_a_file_that_cannot_be_written_are_named(tmp_path: Path, a: Script) -> None:
+    assert run(tmp_path / "no") == (1, f"{tmp_path / 'no'} can't be read: No such file or directory\n")
+    recording_rig(tmp_path / "t", a)
+    out = tmp_path / "no" / "t.json"
+    assert run(tmp_path / "t", "-o", out) == (1, f"{out} can't be written: No such file or directory\n")
+
+
+def test_it_goes_on_past_a_bad_file(tmp_path: Path, a: Script) -> None:
+    """And names it."""
+    recording_rig(tmp_path / "t", a)
+    whole = recordings.load(tmp_path / "t")
+    bad = tmp_path / "t" / "0-rank0-1-1.ring"
+    bad.write_bytes(b"x" * 4096)
+    problems: list[str] = []
+    assert [one.name for one in recordings.load(tmp_path / "t", problems=problems)] == [one.name for one in whole]
+    assert len(problems) == 1
+    code, printed = run(tmp_path / "t", "-o", tmp_path / "t.json")
+    assert code == 0
+    assert f"warning: {bad} can't be read: " in printed
+    assert (tmp_path / "t.json").exists()
+
+
+def test_a_file_that_is_there_stays_unless_it_may_be_overwritten(tmp_path: Path, a: Script) -> None:
+    recording_rig(tmp_path / "t", a)
+    out = tmp_path / "t.json"
+    out.write_text("somebody's")
+    code, printed = run(tmp_path / "t", "-o", out)
+    assert (code, out.read_text()) == (1, "somebody's")
+    assert f"{out} exists; --force overwrites it" in printed
+    assert run(tmp_path / "t", "-o", out, "--force")[0] == 0
+    assert json.loads(out.read_text())["traceEvents"]
+
+
+# --- what is in progress, the slowest, and requests
+
+
+def stuck(folder: Path, a: Script) -> Rig:
+    """Let one load be done and one wait for rank 1."""
+    rig = recording_rig(folder, a, ranks=2)
+    a.offers |= {"good": (2 * BLOCK, True), "stuck": (BLOCK, True)}
+    rig.add("good")
+    rig.add("stuck")
+    rig.run(2)
+    a.say(0, received="good stuck")
+    rig.step()
+    a.say(1, received="good")
+    rig.run(3)
+    return rig
+
+
+def test_it_names_what_is_in_progress_and_the_slowest_loads(tmp_path: Path, a: Script) -> None:
+    stuck(tmp_path / "t", a)
+    code, printed = run(tmp_path / "t", "-o", tmp_path / "t.json")
+    assert code == 0
+    assert re.search(r"^in progress +age +request +tokens +waits for +connector$", printed, re.MULTILINE)
+    assert re.search(r"^load +[\d.]+ \w+ +[0-9a-f]{8} +16 +rank 1 +one$", printed, re.MULTILINE)
+    slowest = r"^[\d:.]+ +[\d.]+ \w+ +[0-9a-f]{8} +32 +1 \+[\d.]+ \w+ +one$"
+    assert len(re.findall(slowest, printed, re.MULTILINE)) == 1
+
+
+def test_the_age_of_a_living_engine_grows(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck(tmp_path / "t", a)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 3600 * 10**9)
+    monkeypatch.setattr(recordings, "is_written", lambda _path: True)
+    assert re.search(r"^load +60 min ", run(tmp_path / "t", "-o", tmp_path / "t.json")[1], re.MULTILINE)
+    monkeypatch.setattr(recordings, "is_written", lambda _path: False)
+    assert not re.search(r"^load +60 min ", run(tmp_path / "t", "-o", tmp_path / "u.json")[1], re.MULTILINE)
+
+
+def test_each_request_is_a_line(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck(tmp_path / "t", a)
+    monkeypatch.chdir(tmp_path)
+    code, printed = run(tmp_path / "t", "--requests", columns=80)
+    assert code == 0
+    head, good, waiting = printed.splitlines()
+    assert head.split() == ["at", "request", "lookup", "wait", "last", "rank", "resume", "tokens", "connector"]
+    assert good.endswith(" 32 one")
+    assert waiting.endswith(" 16 one open: rank 1")
+    assert max(len(line) for line in (head, good)) <= 80
+    assert [path.name for path in tmp_path.iterdir()] == ["t"], "it writes no file"
+
+
+def test_each_request_is_a_line_of_json(tmp_path: Path, a: Script) -> None:
+    stuck(tmp_path / "t", a)
+    code, printed = run(tmp_path / "t", "--requests", "--json")
+    assert code == 0
+    good, waiting = map(json.loads, printed.splitlines())
+    assert (good["load"]["last_rank"], good["load"]["outcome"], good["resume"]["outcome"]) == (1, "ok", "ok")
+    assert (waiting["load"]["waits_for"], waiting["load"]["outcome"], waiting["resume"]) == ([1], "open", None)
+
+
+def test_without_requests_there_is_one_word_of_it(tmp_path: Path, a: Script) -> None:
+    recording_rig(tmp_path / "t", a).step()
+    assert run(tmp_path / "t", "--requests") == (
+        0,
+        "warning: no request was looked up, loaded or saved in these recordings\n",
+    )
+    assert run(tmp_path / "t", "--requests", "--json") == (0, "")
+
+
+def test_only_the_last_part_is_shown_if_asked(tmp_path: Path, a: Script) -> None:
+    """What is in progress is, whenever it began."""
+    rig = stuck(tmp_path / "t", a)
+    time.sleep(0.3)
+    rig.add("late")
+    rig.run(3)
+    out = tmp_path / "t.json"
+    counts = []
+    for last in ("2m", "0.2s", "200ms"):
+        code, printed = run(tmp_path / "t", "-o", out, "--last", last, "--force")
+        assert code == 0
+        assert "rank 1     one" in printed
+        counts.append((len(json.loads(out.read_text())["traceEvents"]), "slowest loads" in printed))
+        assert len(run(tmp_path / "t", "--requests", "--last", last)[1].splitlines()) == (4 if last == "2m" else 3)
+    assert counts[0][1]
+    assert counts[1] == counts[2]
+    assert counts[1][0] < counts[0][0]
+    assert not counts[1][1]
+
+
+@pytest.mark.parametrize("last", ["", "10", "0s", "-1s", "10 s", "1h", "s", "1e3s", "nan", "10sec"])
+def test_what_is_no_duration_is_refused(last: str, tmp_path: Path) -> None:
+    code, printed = run(tmp_path, "--last", last)
+    assert code == 2
+    assert f"{last!r} is not a duration; use e.g. 500ms, 10s or 2m" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"), [("500ms", 5 * 10**8), ("10s", 10**10), ("2m", 12 * 10**10), ("1.5s", 15 * 10**8)]
+)
+def test_durations_are_read(text: str, ns: int) -> None:
+    assert nanoseconds(text) == ns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"), [(["--json"], "--json"), (["--requests", "-o", "x.json"], "--output")]
+)
+def test_options_that_make_no_sense_together_are_refused(arguments: list[str], option: str, tmp_path: Path) -> None:
+    code, printed = run(tmp_path, *arguments)
+    assert code == 2
+    assert option in printed

@@ -1,0 +1,76 @@
+"""Recordings are read as they were written, whatever is in the folder beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvobs.cli.timeline import recordings
+from kvobs.cli.timeline.recordings import OPEN, UNREPORTED
+from kvobs.telemetry.flight import OWN, What, pack
+from kvobs.telemetry.ring import Ring
+from tests.support.recordings import recorded
+
+
+def test_a_recording_of_something_else_is_named(tmp_path: Path) -> None:
+    memory = bytearray(4096)
+    Ring(memory, {"run": 5})
+    (tmp_path / "x.ring").write_bytes(memory)
+    with pytest.raises(ValueError, match="x.ring can't be read: its content is invalid"):
+        recordings.load(tmp_path)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "x.ring").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
+        recordings.load(tmp_path)
+
+
+LOAD, LOADED = pack(What.LOAD_BEGUN, 1, n=64), pack(What.LOAD_ENDED, 1)
+KEY = (What.LOAD_BEGUN, 1, 5)
+EPOCH = 10**18
+
+
+def test_a_begin_and_its_end_are_one_transfer() -> None:
+    process = recorded((100, 0, LOAD, 5), (90, 50, LOADED, 5))
+    (one,) = process.transfers
+    assert (one.begun, one.start, one.end) == (EPOCH + 100, EPOCH + 90, EPOCH + 140)
+    assert (one.tokens, one.outcome) == (64, "ok")
+
+
+def test_an_order_that_comes_again_ends_the_one_before() -> None:
+    """The scheduler has closed it: a rank need not report."""
+    first, second = recorded((100, 0, LOAD, 5), (200, 0, LOAD, 5)).transfers
+    assert (first.end, first.outcome) == (EPOCH + 200, UNREPORTED)
+    assert (second.end, second.outcome) == (None, OPEN)
+
+
+def test_what_is_in_progress_and_has_no_record_any_more_is_there() -> None:
+    call = pack(What.CALL, 0, "take_events")
+    process = recorded((9000, 10, call, 0), in_progress={KEY: (LOAD, 1000)})
+    (one,) = process.transfers
+    assert (one.kind, one.child, one.request, one.tokens) == ("load", 1, 5, 64)
+    assert (one.begun, one.start, one.end) == (None, EPOCH + 1000, None)
+    assert process.first_ns == EPOCH + 9000, "the records go back as far as before"
+    assert process.begin_ns == EPOCH + 1000
+
+
+def test_what_is_in_progress_and_has_a_record_is_there_once() -> None:
+    (one,) = recorded((1000, 0, LOAD, 5), in_progress={KEY: (LOAD, 1000)}).transfers
+    assert one.begun == EPOCH + 1000
+
+
+def test_the_last_part_has_what_goes_on_in_it() -> None:
+    """Whole; an earlier call that never ended only if none followed it on its track."""
+    step, call = pack(What.CALL, OWN, "step", 1), pack(What.CALL, 0, "wait_for_save")
+    process = recorded(
+        (100, 50, step, 0), (110, -1, call, 0), (200, -1, step, 0), (300, 700, step, 0), (1200, 100, step, 0),
+        (120, 0, LOAD, 5), (130, 0, LOAD, 6), (130, 100, LOADED, 6), (140, 0, LOAD, 7), (140, 900, LOADED, 7),
+    )  # fmt: skip
+    process.keep_from(EPOCH + 1000)
+    assert [(one.name, one.start - EPOCH) for one in process.slices] == [
+        ("wait_for_save", 110), ("step", 300), ("step", 1200)
+    ]  # fmt: skip
+    assert [(one.request, one.outcome) for one in process.transfers] == [(5, OPEN), (7, "ok")]
+    assert (process.first_ns, process.last_ns) == (EPOCH + 1000, EPOCH + 1300)

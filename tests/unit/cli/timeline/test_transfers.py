@@ -1,0 +1,124 @@
+"""A load has its parts on all ranks, whatever is missing: records, files, or the scheduler's machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvobs.cli.timeline import recordings
+from kvobs.cli.timeline.recordings import UNREPORTED
+from kvobs.cli.timeline.transfers import Joined, join
+from kvobs.telemetry.flight import OWN, What, pack
+from kvobs.testing import Script
+from tests.support.recordings import recorded
+from tests.unit.telemetry.test_flight import served
+
+EPOCH = 10**18
+LOAD, LOADED = pack(What.LOAD_BEGUN, 0, n=64), pack(What.LOAD_ENDED, 0)
+KEY = (What.LOAD_BEGUN, 0, 5)
+BEGUN = (100, 0, LOAD, 5)
+CALL = (50, 1, pack(What.CALL, 0, "take_events"), 0)
+
+
+def only(joined: list[Joined]) -> Joined:
+    (one,) = joined
+    return one
+
+
+def test_a_load_of_a_real_recording_has_a_part_on_each_rank(tmp_path: Path, a: Script, b: Script) -> None:
+    served(tmp_path / "t", a, b)
+    joined = join(recordings.load(tmp_path / "t"))
+    assert [one.start for one in joined] == sorted(one.start for one in joined)
+    kinds = sorted((one.kind, one.connector, one.outcome, len(one.parts), one.waits_for) for one in joined)
+    assert kinds == sorted([
+        *[("load", "one", "ok", 2, [])] * 2, ("load", "one", "failed", 2, []), ("save", "two", "ok", 2, []),
+        *[("lookup", "", "ok", 0, [])] * 5, ("resume", "one", "ok", 0, []),
+    ])  # fmt: skip
+    for one in joined:
+        assert one.spent_ns > 0
+        for part in one.parts:
+            assert part.start is not None
+            assert one.start <= part.start <= (part.end or 0) <= (one.end or 0)
+
+
+def test_the_rank_that_was_last_is_known() -> None:
+    ranks = [recorded((110, 0, LOAD, 5), (110, spent, LOADED, 5), rank=rank) for rank, spent in enumerate((20, 70, 30))]
+    one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), *ranks]))
+    assert one.slowest == (1, 50)
+    assert [part.spent_ns for part in one.parts] == [20, 70, 30]
+    assert (one.spent_ns, one.tokens, one.connector) == (90, 64, "one")
+
+
+def test_one_rank_is_not_the_last_of_several() -> None:
+    assert only(join([recorded(BEGUN), recorded(BEGUN, (100, 5, LOADED, 5), rank=0)])).slowest is None
+
+
+def test_an_open_load_waits_for_ranks_that_have_not_reported() -> None:
+    """Rank 0 has; rank 1 has not; rank 2 never got the order; rank 3's file does not reach back so far."""
+    ranks = [
+        recorded(CALL, BEGUN, (100, 5, LOADED, 5), rank=0),
+        recorded(CALL, BEGUN, rank=1),
+        recorded(CALL, rank=2),
+        recorded((900, 1, CALL[2], 0), rank=3),
+    ]
+    one = only(join([recorded(BEGUN, (1000, 1, CALL[2], 0)), *ranks]))
+    assert (one.is_open, one.outcome, one.waits_for) == (True, "open", [1, 2])
+    assert one.spent_ns == 901, "until the engine's last record"
+
+
+def test_a_rank_whose_records_are_overwritten_still_owes_what_its_table_has() -> None:
+    late = (9000, 1, CALL[2], 0)
+    ranks = [recorded(late, rank=0), recorded(late, rank=1, in_progress={KEY: (LOAD, 110)})]
+    one = only(join([recorded(late, in_progress={KEY: (LOAD, 100)}), *ranks]))
+    assert (one.start, one.tokens, one.waits_for) == (EPOCH + 100, 64, [1])
+
+
+def test_a_request_that_loads_twice_has_two_loads_with_their_own_parts() -> None:
+    twice = [BEGUN, (100, 50, LOADED, 5), (300, 0, LOAD, 5), (300, 80, LOADED, 5)]
+    first, second = join([recorded(*twice), recorded(*[(s + 10, t, w, r) for s, t, w, r in twice], rank=0)])
+    assert [part.start for part in (*first.parts, *second.parts)] == [EPOCH + 110, EPOCH + 310]
+
+
+@pytest.mark.parametrize(
+    ("spent", "outcome", "waits_for"), [((20, 70), "ok", []), ((20, None), "open", [1]), ((None, 70), "open", [0])]
+)
+def test_without_the_schedulers_file_the_ranks_say_it(
+    spent: tuple[int | None, ...], outcome: str, waits_for: list[int]
+) -> None:
+    """As on the second machine of an engine."""
+    ranks = [
+        recorded(BEGUN, *([] if ns is None else [(100, ns, LOADED, 5)]), rank=rank) for rank, ns in enumerate(spent)
+    ]
+    one = only(join(ranks))
+    assert (one.outcome, one.waits_for, one.is_open) == (outcome, waits_for, bool(waits_for))
+    assert one.spent_ns == max(ns or 0 for ns in spent)
+
+
+def test_when_a_rank_got_an_order_may_be_unknown() -> None:
+    """Its begin is overwritten, and the connector's report had none."""
+    one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), recorded((150, 0, LOADED, 5), rank=0)]))
+    assert [(part.start, part.spent_ns) for part in one.parts] == [(None, None)]
+
+
+def test_engines_and_runs_are_apart() -> None:
+    each = {"engine": 1}, {"engine": 2}, {"engine": 1, "run": "q"}
+    joined = join([recorded(BEGUN, rank=rank, **more) for more in each for rank in (None, 0)])
+    assert [(one.run, one.engine, len(one.parts)) for one in joined] == [("r", 1, 1), ("r", 2, 1), ("q", 1, 1)]
+
+
+def test_a_lookup_is_of_no_connector() -> None:
+    one = only(join([recorded((100, 0, pack(What.LOOKUP_BEGUN, OWN), 5)), recorded(CALL, rank=0)]))
+    assert (one.kind, one.connector, one.waits_for) == ("lookup", "", [])
+
+
+def test_a_rank_may_report_a_save_before_it_is_promised() -> None:
+    save, saved = pack(What.SAVE_BEGUN, 1), pack(What.SAVE_ENDED, 1)
+    early = recorded((100, 0, saved, 5), (210, 0, save, 5), rank=0)
+    late = recorded((210, 0, save, 5), rank=1)
+    assert only(join([recorded((200, 0, save, 5)), early, late])).waits_for == [1]
+
+
+def test_what_a_rank_never_reported_is_not_open_once_it_is_over() -> None:
+    one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), recorded(BEGUN, rank=0)]))
+    assert ([part.outcome for part in one.parts], one.waits_for) == ([UNREPORTED], [])

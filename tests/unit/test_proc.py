@@ -1,0 +1,36 @@
+"""A process's name may hold anything, and its fields are found behind it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvobs.proc import stat
+
+
+def test_this_process_has_a_state_and_its_parent() -> None:
+    name, (state, parent, *_) = stat(os.getpid())
+    assert name == Path("/proc/self/comm").read_text().rstrip("\n")
+    assert (state, int(parent)) == ("R", os.getppid())
+
+
+def test_a_name_may_look_like_the_fields() -> None:
+    name = ") S 1 (x) y"
+    code = f"open('/proc/self/comm', 'w').write({name!r}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found, (_, parent, *_) = stat(process.pid)
+        assert (found, int(parent)) == (name, os.getpid())
+        process.communicate(b"\n")
+
+
+def test_a_process_that_has_ended_is_an_error() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with pytest.raises(OSError, match=str(process.pid)):
+        stat(process.pid)
