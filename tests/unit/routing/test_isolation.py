@@ -590,6 +590,19 @@ def test_both_ranks_failing_in_one_step_is_one_failure(engine: Engine, a: Script
     assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
 
 
+def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_next(engine: Engine, a: Script) -> None:
+    """LMCache reports a promised save when it is given the request there."""
+    engine.rig.add("r", max_tokens=1)
+    engine.rig.add("longer", max_tokens=8)
+    engine.step()
+    a.raises["build_connector_meta"] = FAILURE
+    engine.step()
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == []
+    a.raises.clear()
+    engine.step(2)
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == [{"r"}, {"r"}], "once on each rank"
+
+
 def test_the_log_says_that_it_failed_on_a_worker(engine: Engine, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["save_kv_layer"] = FAILURE
     engine.rig.add("r", max_tokens=2)

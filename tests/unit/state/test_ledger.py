@@ -497,3 +497,80 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
     load = ledger.load("r")
     assert load is not None
     assert (load.failed, load.arrived) == (False, {})
+
+
+# What a child's scheduler side adds to the workers' reports, or withdraws
+
+
+def test_a_load_that_a_child_adds_after_a_rank_failed_is_reported_as_failed_first_and_once() -> None:
+    ledger = opened(expected=2)
+    ledger.record(report(ReportKind.FAILED, "r", 0, 1), 10)
+    assert ledger.take_failures() == (), "the other rank has not reported"
+    assert ledger.complete_load("r", 0, 20) is False
+    assert ledger.incomplete.take_stuck(100, 2) == []
+    assert ledger.take_failures() == ("r",)
+    assert ledger.complete_load("r", 0, 30) is False
+    assert ledger.take_failures() == (), "it is on its way"
+    ledger.echoed("r")
+    assert ledger.take_loads_in() == ["r"]
+    load = ledger.close_load("r")
+    assert load is not None
+    assert (load.outcome, load.arrived) == ("failed", {0: 20, 1: 0})
+
+
+def test_a_child_adds_its_own_asynchronous_loads_only() -> None:
+    ledger, sync = opened(), opened(is_async=False)
+    ledger.arrive("idle")
+    for request, child in (("r", 1), ("idle", 0), ("unknown", 0)):
+        assert ledger.complete_load(request, child, 5) is None
+    assert sync.complete_load("r", 0, 5) is None
+    for load in (ledger.load("r"), sync.load("r")):
+        assert load is not None
+        assert load.arrived == {}
+    assert ledger.complete_load("r", 0, 5) is True
+
+
+def test_a_child_adds_its_own_promised_saves_only_and_those_of_siblings_stay_open() -> None:
+    ledger = Ledger()
+    ledger.arrive("live")
+    ledger.record(report(ReportKind.SAVED, "live", 0))
+    ledger.finish("r", [(0, 2), (1, 1)])
+    ledger.record(report(ReportKind.SAVED, "r", 0, 1), 10)
+    for request, child in (("r", 2), ("live", 0), ("live", 1), ("unknown", 0)):
+        assert ledger.complete_save(request, child, 5) is None
+    assert ledger.complete_save("r", 0, 20) is False
+    assert ledger.incomplete.take_stuck(100, 2) == []
+    assert ledger.complete_save("r", 1, 30) is True
+    closed = ledger.close_saves("r")
+    assert [(child, save.arrived) for child, save in closed.items()] == [(0, {0: 20, 1: 20}), (1, {0: 30})]
+    assert ledger.complete_save("r", 0, 40) is None
+
+
+def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
+    ledger = Ledger()
+    ledger.finish("r", [(0, 1)], 10)
+    assert ledger.give_up(0, 10, 20) == (0, 1)
+    assert ledger.take_saves_in() == ["r"]
+    assert ledger.reopen_save("r", 0)
+    ledger.record(report(ReportKind.SAVED, "r", 0))
+    assert ledger.take_saves_in() == ["r"]
+    (save,) = ledger.close_saves("r").values()
+    assert save.outcome == "ok"
+
+
+def test_a_child_withdraws_its_own_open_saves_only_and_none_that_it_has_completed_itself() -> None:
+    ledger = Ledger()
+    ledger.arrive("live")
+    ledger.record(report(ReportKind.SAVED, "live", 0))
+    ledger.finish("r", [(0, 1), (1, 1), (2, 1)])
+    ledger.complete_save("r", 0, 5)
+    ledger.record(report(ReportKind.SAVED, "r", 2))
+    for request, child in (("r", 0), ("r", 3), ("live", 0), ("unknown", 0)):
+        assert not ledger.reopen_save(request, child)
+    assert ledger.reopen_save("r", 2)
+    ledger.record(report(ReportKind.SAVED, "r", 1))
+    assert ledger.take_saves_in() == []
+    ledger.record(report(ReportKind.SAVED, "r", 2))
+    assert ledger.take_saves_in() == ["r"]
+    ledger.close_saves("r")
+    assert not ledger.reopen_save("r", 2)
