@@ -78,4 +78,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         'recorded = Recorder(1).timed(1, "wait_for_save", nothing)',
         "a stand-in whose numbers nobody reads: the cost does not depend on the child's position",
     ),
+    Equivalent(
+        "kvobs/telemetry/recorder.py",
+        "_bounds_ns",
+        "return np.left_shift(1, signal.bounds, dtype=np.int64)",
+        "return np.left_shift(1, signal.bounds, dtype=None)",
+        "numpy's integer is an int64 wherever vLLM runs",
+    ),
 )
