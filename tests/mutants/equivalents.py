@@ -28,7 +28,21 @@ def _alias(module: str, definition: str) -> Equivalent:
     return Equivalent(module, "", definition, f"{name}= None{''.join(comment[1:])}", _ALIAS)
 
 
+_ROW = 'if not isinstance(row, list) or len(row) < len(("signal", "child", "n")):'
+
+
+def _row(word: str) -> tuple[Equivalent, ...]:
+    changed = (_ROW.replace(f'"{word}"', f'"{other}"') for other in (word.upper(), f"XX{word}XX"))
+    return tuple(
+        Equivalent("kvobs/stats/wire.py", "_is_row", _ROW, after, "only the number of these words counts")
+        for after in changed
+    )
+
+
 EQUIVALENTS: tuple[Equivalent, ...] = (
+    *_row("signal"),
+    *_row("child"),
+    *_row("n"),
     _alias("kvobs/exporting/metric_families.py", "Sink = Callable[[int], None]"),
     _alias("kvobs/state/rank_tally.py", "Reports = Sequence[tuple[int, set[str]]]"),
     _alias("kvobs/telemetry/recorder.py", "Call = Callable[..., Any]"),

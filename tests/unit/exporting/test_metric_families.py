@@ -110,6 +110,18 @@ def test_what_does_not_fit_the_buckets_stays_in_them(total: int) -> None:
     assert [(bucket_of(value), n) for value, n in spread_out] == [*counts.items()]
 
 
+def test_small_durations_of_a_wide_bucket_keep_their_sum() -> None:
+    assert sum(value * n for value, n in spread({0: 2}, 2, BOUNDS)) == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize("names", [("_sum",), ("_buckets",)])
+def test_a_histogram_of_another_library_is_told_one_by_one_whatever_it_calls_its_parts(names: tuple[str, ...]) -> None:
+    histogram = Single()
+    for name in names:
+        setattr(histogram, name, None)
+    assert not Buckets(histogram, LOAD_DURATION).is_direct
+
+
 # --- exemplars
 
 

@@ -319,3 +319,12 @@ def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(
     assert side.get_block_ids_with_load_errors() == set()
     assert not has_content(side.get_kv_connector_stats())
     assert side.build_connector_worker_meta() is None
+
+
+def test_with_several_groups_every_load_with_bad_blocks_has_failed(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    loads = [(request, LoadOrder(0, True, ((block,), (block,)))) for request, block in (("r", 4), ("s", 5), ("t", 6))]
+    side = side_of(Rig("kvobs", a, b, groups=2), *loads)
+    a.bad_blocks[0] = {4, 6}
+    assert side.get_block_ids_with_load_errors() == set()
+    assert said(side) == [(ReportKind.SPOILED, "r", 0), (ReportKind.SPOILED, "t", 0)]

@@ -137,6 +137,23 @@ def test_the_promise_of_a_child_is_settled_by_its_own_aborted_load() -> None:
     assert ledger.take_saves_in() == [], "vLLM has released it; a request of this id is another one"
 
 
+def test_a_promise_that_a_load_has_settled_is_neither_open_nor_stuck() -> None:
+    ledger = opened(expected=1)
+    ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
+    ledger.record(report(ReportKind.SAVED, "r", 0), 20)
+    ledger.record(report(ReportKind.RECEIVED, "r", 0), 30)
+    load = ledger.close_load("r")
+    assert load is not None
+    assert load.settled is not None
+    assert [(len(of), of.tokens) for child in (0, 1) for of in ledger.in_flight(child)] == [
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (1, 16),
+    ]
+    assert ledger.incomplete.take_stuck(100, 2) == []
+
+
 def test_the_promise_of_a_sibling_is_not_settled_by_a_load() -> None:
     ledger = opened(expected=1)
     ledger.finish("r", [(0, 1), (1, 1)])
