@@ -24,7 +24,8 @@ from kvobs import faults, log
 from kvobs.testing import Script
 from kvobs.testing.scripted import SCRIPTS
 
-pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings")  # they assert for several tests
+# They assert for several tests.
+pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings", "tests.unit.state.ledger_model")
 settings.register_profile("kvobs", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvobs")
 

@@ -28,7 +28,21 @@ def _alias(module: str, definition: str) -> Equivalent:
     return Equivalent(module, "", definition, f"{name}= None{''.join(comment[1:])}", _ALIAS)
 
 
+_ROW = 'if not isinstance(row, list) or len(row) < len(("signal", "child", "n")):'
+
+
+def _row(word: str) -> tuple[Equivalent, ...]:
+    changed = (_ROW.replace(f'"{word}"', f'"{other}"') for other in (word.upper(), f"XX{word}XX"))
+    return tuple(
+        Equivalent("kvobs/stats/wire.py", "_is_row", _ROW, after, "only the number of these words counts")
+        for after in changed
+    )
+
+
 EQUIVALENTS: tuple[Equivalent, ...] = (
+    *_row("signal"),
+    *_row("child"),
+    *_row("n"),
     _alias("kvobs/exporting/metric_families.py", "Sink = Callable[[int], None]"),
     _alias("kvobs/state/rank_tally.py", "Reports = Sequence[tuple[int, set[str]]]"),
     _alias("kvobs/telemetry/recorder.py", "Call = Callable[..., Any]"),
@@ -77,5 +91,12 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         'recorded = Recorder(1).timed(0, "wait_for_save", nothing)',
         'recorded = Recorder(1).timed(1, "wait_for_save", nothing)',
         "a stand-in whose numbers nobody reads: the cost does not depend on the child's position",
+    ),
+    Equivalent(
+        "kvobs/telemetry/recorder.py",
+        "_bounds_ns",
+        "return np.left_shift(1, signal.bounds, dtype=np.int64)",
+        "return np.left_shift(1, signal.bounds, dtype=None)",
+        "numpy's integer is an int64 wherever vLLM runs",
     ),
 )

@@ -33,6 +33,7 @@ WIDE = (
     "tests/unit/exporter/test_totals.py",
     "tests/unit/test_aggregation.py",
     "tests/unit/test_connector.py",
+    "tests/unit/test_faults.py",
     "tests/unit/test_observed.py",
     "tests/unit/test_signals.py",
     "tests/unit/test_traced.py",

@@ -386,6 +386,18 @@ def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
     assert [told.kind for told in stuck] == ["load"], "the load is what is stuck"
 
 
+@pytest.mark.parametrize(("reporters", "missing"), [((0,), (1, 2)), ((1,), (0, 2)), ((2,), (0, 1)), ((0, 2), (1,))])
+def test_a_failure_without_a_receipt_names_the_ranks_that_did_not_report_it(
+    reporters: tuple[int, ...], missing: tuple[int, ...]
+) -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
+    result(aggregator, *(said(failed_recving={"f"}) if rank in reporters else said() for rank in range(3)))
+    clock.now = 60
+    result(aggregator, said(), said(), said())
+    assert stuck == [Stuck("failure", "f", missing)]
+
+
 def test_failures_without_a_receipt_are_bounded_but_those_of_open_loads_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,8 +1,13 @@
 """A fault of kvobs's own is counted, logged once a place, and raised on only under pytest."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import kvobs
 from kvobs import faults
+from kvobs.signals import INTERNAL_ERRORS
 
 
 def fail(where: str) -> None:
@@ -26,3 +31,16 @@ def test_under_pytest_it_is_raised_on() -> None:
     with pytest.raises(ZeroDivisionError):
         fail("record")
     assert faults.take() == {"record": 1}
+
+
+def test_every_place_is_a_label_of_the_metric() -> None:
+    """A count of any other place would be lost."""
+    places = set()
+    for path in Path(kvobs.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("contain", "contained"):
+                (place,) = node.args
+                if path.name != "faults.py":
+                    assert isinstance(place, ast.Constant), f"{path}:{node.lineno}"
+                    places.add(place.value)
+    assert places == set(INTERNAL_ERRORS.labels["where"]) - {"version"}

@@ -87,6 +87,41 @@ def test_slots_go_where_they_belong(is_direct: bool) -> None:
         assert histogram.seen == pytest.approx([0.00075] * 4)
 
 
+def test_what_is_kept_until_the_flush_is_observed_to_the_nanosecond_and_once() -> None:
+    """Several payloads of a step may add to one bucket."""
+    single = Single()
+    buckets = Buckets(single, LOAD_DURATION)
+    for ns in (3, 4):
+        buckets.sinks[0](1)
+        buckets.sinks[1](2)
+        buckets.sinks[-1](ns + 2 * 2 ** BOUNDS[0] + 10)
+    buckets.flush()
+    assert len(single.seen) == 6
+    assert sum(single.seen) * 1e9 == pytest.approx(7 + 4 * 2 ** BOUNDS[0] + 20, abs=1e-3)
+    buckets.flush()
+    assert len(single.seen) == 6
+
+
+@pytest.mark.parametrize("total", [0, 1, 2**60])
+def test_what_does_not_fit_the_buckets_stays_in_them(total: int) -> None:
+    """A sum and counts of different moments: the counts are right, and each value is in its bucket."""
+    counts = {0: 1, 3: 2, len(BOUNDS) - 1: 1}
+    spread_out = spread(counts, total, BOUNDS)
+    assert [(bucket_of(value), n) for value, n in spread_out] == [*counts.items()]
+
+
+def test_small_durations_of_a_wide_bucket_keep_their_sum() -> None:
+    assert sum(value * n for value, n in spread({0: 2}, 2, BOUNDS)) == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize("names", [("_sum",), ("_buckets",)])
+def test_a_histogram_of_another_library_is_told_one_by_one_whatever_it_calls_its_parts(names: tuple[str, ...]) -> None:
+    histogram = Single()
+    for name in names:
+        setattr(histogram, name, None)
+    assert not Buckets(histogram, LOAD_DURATION).is_direct
+
+
 # --- exemplars
 
 

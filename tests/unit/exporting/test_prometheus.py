@@ -20,6 +20,7 @@ from vllm.v1.metrics import ray_wrappers
 
 import kvobs
 from kvobs import faults, signals
+from kvobs.exporting import prometheus
 from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
 from kvobs.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, TABLE_DIGEST, Kind, Scope, Signal, slot
 from kvobs.stats.payload import KvobsStats
@@ -225,6 +226,16 @@ def test_the_time_of_the_engines_telemetry_is_counted_in_seconds() -> None:
     front = Front(metered("a"), names=["one"])
     front.metrics.observe({"kvobs": own({slot(signals.SELF_SECONDS, "record"): 2_500_000_000}, ONE)})
     assert front.value("kvobs_self_seconds_total", None, where="record") == 2.5
+
+
+def test_the_time_of_each_payload_is_counted_whether_it_has_numbers_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front(metered("a"), names=["one"])
+    times = [0, 5, 9, 100, 103, 110]  # begin, applied, cut
+    monkeypatch.setattr(prometheus, "perf_counter_ns", lambda: times.pop(0))
+    front.metrics.observe({"kvobs": own({}, ONE)})
+    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    for where, ns in (("apply", 8), ("cut", 11)):
+        assert front.value("kvobs_self_seconds_total", None, where=where) == pytest.approx(ns / 1e9, rel=1e-9)
 
 
 def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine() -> None:

@@ -266,6 +266,21 @@ def test_what_never_arrives_is_given_up(engine: Engine, a: Script, caplog: pytes
     assert_nothing_is_left(engine.rig)
 
 
+def test_a_load_that_is_given_up_ended_on_all_ranks_when_it_was(
+    engine: Engine, a: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its duration, which spans and the slow rank are made of, is that of the wait."""
+    ended: list[dict[int, int]] = []
+    monkeypatch.setattr(engine.side._listener, "load_ended", lambda request, load: ended.append(dict(load.arrived)))
+    a.offers["r"] = KV
+    engine.rig.add("r", max_tokens=1)
+    engine.step(3)
+    a.raises["get_transfer_results"] = FAILURE
+    engine.step(2)
+    engine.step(seconds=GIVE_UP_NS / S)
+    assert ended == [{0: engine.now_ns, 1: engine.now_ns}]
+
+
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_what_a_child_promises_while_it_is_out_is_held_until_it_reports_or_is_given_up(
     engine: Engine, a: Script, is_reported: bool
@@ -573,6 +588,42 @@ def test_both_ranks_failing_in_one_step_is_one_failure(engine: Engine, a: Script
     engine.step(3)
     assert engine.epoch == 1
     assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
+
+
+def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_next(engine: Engine, a: Script) -> None:
+    """LMCache reports a promised save when it is given the request there."""
+    engine.rig.add("r", max_tokens=1)
+    engine.rig.add("longer", max_tokens=8)
+    engine.step()
+    a.raises["build_connector_meta"] = FAILURE
+    engine.step()
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == []
+    a.raises.clear()
+    engine.step(2)
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == [{"r"}, {"r"}], "once on each rank"
+
+
+def test_the_log_says_that_it_failed_on_a_worker(engine: Engine, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+    a.raises["save_kv_layer"] = FAILURE
+    engine.rig.add("r", max_tokens=2)
+    engine.step(2)
+    assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
+def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
+    engine: Engine, a: Script, seconds: float, is_known: bool
+) -> None:
+    """An idle engine has no steps: its next request may be the first to arrive."""
+    a.raises["take_events"] = FAILURE
+    engine.rig.add("first", max_tokens=1)
+    engine.run_to_end("first")
+    assert engine.is_out
+    a.raises.clear()
+    engine.now_ns += int(seconds * S)
+    engine.rig.add("second", max_tokens=1)
+    assert engine.is_out is not is_known
+    assert a.called("on_new_request") == (["first", "second"] if is_known else ["first"])
 
 
 def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Engine, a: Script) -> None:

@@ -322,3 +322,18 @@ def test_a_lookup_that_no_request_waits_for_is_not_in_progress() -> None:
     asker = Asker((16, True), (None, False), wait_for="earlier")
     asker.ask()
     assert len(asker.offers.waited_for[1]) == 0
+
+
+@pytest.mark.parametrize("answer", [(32, True), (None, False)])
+def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatever_other_requests_are(
+    answer: Answer,
+) -> None:
+    """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
+    asker = Asker(answer, (16, True))
+    isolation: Any = SimpleNamespace(
+        asks=lambda child, request: True, discards=lambda child, request: (child, request) == (0, "r")
+    )
+    asker.offers._isolation = isolation
+    assert asker.ask() == Offer(1, 16, True)
+    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0)
+    assert other == (None if answer[0] is None else Offer(0, 32, True))

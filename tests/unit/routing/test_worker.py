@@ -305,11 +305,26 @@ def test_bad_blocks_do_not_end_a_load(scripts: tuple[Script, Script], monkeypatc
     assert [(one.kind, one.began_ns) for one in sent.reports] == [(ReportKind.HOLED, 0), (ReportKind.RECEIVED, 100)]
 
 
-def test_after_a_step_a_worker_has_no_metadata_and_says_nothing(scripts: tuple[Script, Script]) -> None:
+@pytest.mark.parametrize("had_one", [False, True])
+def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(
+    had_one: bool, scripts: tuple[Script, Script]
+) -> None:
     """vLLM reads stats and events of a worker between steps, too."""
-    side = side_of(Rig("kvobs", *scripts), ("r", LoadOrder(0, False, ((1,),))), failed=("f",))
-    side.clear_connector_metadata()
+    rig = Rig("kvobs", *scripts)
+    side: worker.WorkerSide = rig.workers[0]._side
+    if had_one:
+        side = side_of(rig, ("r", LoadOrder(0, False, ((1,),))), failed=("f",))
+        side.clear_connector_metadata()
     assert side.get_transfer_results({"x"}) == KVConnectorTransferResults()
     assert side.get_block_ids_with_load_errors() == set()
     assert not has_content(side.get_kv_connector_stats())
     assert side.build_connector_worker_meta() is None
+
+
+def test_with_several_groups_every_load_with_bad_blocks_has_failed(scripts: tuple[Script, Script]) -> None:
+    a, b = scripts
+    loads = [(request, LoadOrder(0, True, ((block,), (block,)))) for request, block in (("r", 4), ("s", 5), ("t", 6))]
+    side = side_of(Rig("kvobs", a, b, groups=2), *loads)
+    a.bad_blocks[0] = {4, 6}
+    assert side.get_block_ids_with_load_errors() == set()
+    assert said(side) == [(ReportKind.SPOILED, "r", 0), (ReportKind.SPOILED, "t", 0)]

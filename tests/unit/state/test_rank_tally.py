@@ -160,6 +160,15 @@ def test_what_is_remembered_is_bounded(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (expected - 1)
 
 
+@pytest.mark.parametrize("expected", [1, 2])
+def test_the_bound_is_never_exceeded_by_one(expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_tally, "MOST", 3)
+    tally = Tally()
+    for step in range(6):
+        tally.count([(1, {f"r{step}"})], Step(step, expected, 2))
+        assert [*tally.open.fresh, *tally.completed] == [f"r{i}" for i in range(max(0, step - 2), step + 1)]
+
+
 def test_what_must_be_kept_is_kept_whatever_its_number_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_tally, "MOST", 2)
     rounds = Rounds()

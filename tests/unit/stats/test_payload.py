@@ -83,6 +83,16 @@ def test_a_list_of_parts_does_not_grow_without_end() -> None:
     assert mine.taken().counts == dict.fromkeys(range(100), 1000)
 
 
+def test_few_parts_are_added_up_by_who_reads_them_and_another_versions_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EngineCore makes the payload before a step's outputs go out."""
+    monkeypatch.setattr(payload, "FEW", 8)
+    merged = numbers(Taken({1: 1}, [], {})).aggregate(numbers(Taken({1: 2}, [], {})))
+    assert merged.to_dict()["counts"] == [1, 1, -1, 0, 1, 2, -1, 0]
+    assert merged.aggregate(numbers(Taken({1: 4}, [], {}))).to_dict()["counts"] == [1, 7, -1, 0]
+    other = {"v": VERSION + 1, "table": TABLE_DIGEST, "children": {}, "counts": [1, 1, -1, 0] * 3}
+    assert KvobsStats(data=copy.deepcopy(other)).to_dict() == other
+
+
 def test_numbers_that_were_nothing_do_not_grow_those_that_still_are() -> None:
     """Worker and scheduler of one process each begin with nothing."""
     for _ in range(2):

@@ -65,6 +65,11 @@ class Connector(KVConnectorBase_V1):
         return Summed(data=data or {})
 
 
+class Outer:
+    class Inner(Connector):
+        """A class within another."""
+
+
 class BrokenConnector(KVConnectorBase_V1):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -191,6 +196,22 @@ def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> Non
     stats = rebuild(wire)
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
+
+
+def test_a_child_whose_class_is_within_another_is_rebuilt() -> None:
+    class_of = class_path(Outer.Inner)
+    assert class_of.endswith(":Outer.Inner")
+    stats = rebuild({"a": {"n": 2}, "kvobs": own(a=class_of).data})
+    assert type(stats["a"]) is Summed
+
+
+def test_raw_numbers_are_summed_at_any_depth_and_share_nothing_with_what_was_added() -> None:
+    mine, theirs = RawStats(data={}), RawStats(data={"n": 1, "deep": {"of": {"n": 1}}, "list": [1], "is": True})
+    for _ in range(2):
+        mine.aggregate(theirs)
+    assert mine.data == {"n": 2, "deep": {"of": {"n": 2}}, "list": [1], "is": True}
+    mine.data["deep"]["of"]["n"] = mine.data["list"][0] = 9
+    assert theirs.data == {"n": 1, "deep": {"of": {"n": 1}}, "list": [1], "is": True}
 
 
 class SilentConnector(KVConnectorBase_V1):
