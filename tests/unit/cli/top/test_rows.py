@@ -47,7 +47,7 @@ def busy(recorder: Recorder) -> None:
     count(recorder, 0, signals.LOADS, 4, "async", "ok")
     count(recorder, 0, signals.LOAD_TOKENS, 2048)
     count(recorder, 0, signals.LOAD_BYTES, 10**9)
-    count(recorder, 1, signals.UNUSED_HIT_TOKENS, 64)
+    count(recorder, 1, signals.UNUSED_HIT_TOKENS, 64, "other_chosen")
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")
     for hook in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "reset_cache"):

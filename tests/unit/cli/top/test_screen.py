@@ -106,8 +106,8 @@ def test_what_has_no_column_is_below_its_connector_in_as_many_lines_as_it_takes(
     busy = replace(CPU, connector="c" * 30, unused_tokens=88.0, quarantined=True)
     assert shown([replace(SERVER, children=(busy,))], 80).splitlines()[7:] == [
         "c" * 18 + "…  25 %   7.2k  30 ms  67 ms    4 %    1.4     2  1.2 s      0",
-        "  in quarantine, slowest rank 3 (92 %), skew p99 120 ms, 88 tokens/s unused",
-        "  saves held 3, 3.0G bytes/s",
+        "  in quarantine, gain 0.52, slowest rank 3 (92 %), skew p99 120 ms",
+        "  88 tokens/s unused, saves held 3, 3.0G bytes/s",
     ]
 
 
