@@ -34,7 +34,12 @@ INTERNAL = {
 }
 """Names without underscore that kvobs's own modules share and others should not use."""
 
-HOMES = {"__version__": "kvobs.version", "BLOCK": "kvobs.testing.rig", "ROUTERS": "kvobs.testing.rig"}
+HOMES = {
+    "__version__": "kvobs.version",
+    "OPEN": "kvobs.signal_types",
+    "BLOCK": "kvobs.testing.rig",
+    "ROUTERS": "kvobs.testing.rig",
+}
 """Where constants are assigned that a public module imports."""
 
 PUBLIC = [import_module(name) for name in (
