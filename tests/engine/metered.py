@@ -59,6 +59,8 @@ def ask_in_turn(server: Server, requests: int, engine: str = "0", about: str = "
 def assert_counted_in_turn(grown: Growth, requests: int) -> None:
     """Check what `ask_in_turn` makes grow, on readings about the steered child of one engine."""
     each = requests // 4
+    assert grown.reaches(requests, "kvobs_lookups_total")
+    assert grown.reaches(each, "kvobs_save_hold_seconds_count")
     lookups = {outcome: grown("kvobs_lookups_total", outcome=outcome) for outcome in ("hit", "miss")}
     assert lookups == {"hit": 2 * each, "miss": 2 * each}
     assert grown("kvobs_lookups_total") == requests

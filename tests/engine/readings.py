@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvobs.demo.server import Server
 from tests.engine.children_counting import EXPORTED, calls_counted
-from tests.engine.serving import prompt
+from tests.engine.serving import eventually, prompt
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -52,6 +52,15 @@ class Growth:
         if kind is None:
             time.sleep(IDLE_S)
             self._after = self._server.metrics()
+
+    def reaches(self, growth: float, metric: str, **labels: str) -> bool:
+        """Return whether the samples grow by this much in time, which a busy machine may need; all is read again."""
+
+        def has_grown() -> bool:
+            self._after = self._server.metrics()
+            return self(metric, **labels) >= growth
+
+        return eventually(has_grown, 20)
 
     def __call__(self, metric: str, **labels: str) -> float:
         """Return the growth of the samples that carry these labels, and those that all readings here are about."""
