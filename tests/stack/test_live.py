@@ -113,10 +113,13 @@ def test_an_alert_fires_for_real_and_names_the_guilty(name: str, run: Live) -> N
 
 
 def test_the_healthy_child_is_not_accused(run: Live) -> None:
-    """But where the machine itself was so busy that its loads were slow, as their spans then say too."""
+    """But where the machine itself was so busy that its loads were slow, as their spans then say too.
+
+    Advice is no accusation: this model is so small that computing may be quicker than loading, and then that is said.
+    """
     longest_s = max(s.end_ns - s.start_ns for s in run.collector.spans if s.name == f"{LOAD.name} cpu") / 1e9
     true = {"KvobsLoadsSlow"} if longest_s > Site().slow_load_s else set()
-    assert {series["metric"]["alertname"] for series in run.series('ALERTS{connector="cpu"}')} <= true
+    assert {series["metric"]["alertname"] for series in run.series('ALERTS{connector="cpu", severity!="info"}')} <= true
 
 
 def test_what_an_alert_says_is_filled_in(run: Live) -> None:
