@@ -27,7 +27,7 @@ RULE_LIST = [rule for group in GROUPS for rule in group["rules"]]
 RECORDED = {rule["record"]: rule["expr"] for rule in RULE_LIST if "record" in rule}
 ALERTS = {rule["alert"]: rule for rule in RULE_LIST if "alert" in rule}
 
-SECONDS = 45
+SECONDS = 75
 HOST_LABELS = {"job", "instance", "model_name", "engine"}
 
 BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
