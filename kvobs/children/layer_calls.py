@@ -25,6 +25,7 @@ from kvobs.telemetry.telemetry import Telemetry
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
+PACKED_FROM = 1024  # readings; as ints they fill half of a core's first cache
 NOTICED_AT_MOST = AT_MOST  # calls passed to the tracer at a time: as many spans as a flush takes
 
 
@@ -40,8 +41,10 @@ class LayerCalls:
         self._recorder = telemetry.recorder
         self._journal = telemetry.journal
         self._tracer = telemetry.tracer
-        self._stamps: list[int] = []  # readings of the running step, row by row
-        self._steps: list[array[int]] = []  # timestamps of the steps with calls since the last drain
+        self._stamps: list[int] = []  # the latest readings, row by row
+        self._first = 0  # where the running step begins in them
+        self._packed: list[array[int]] = []  # the readings before them, since the last drain
+        self._steps: list[int] = []  # number of readings of each ended step with calls
         self._subjects: list[Any] = []  # the tracer's place of each of them
         self._flight = telemetry.flight
         self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
@@ -105,28 +108,36 @@ class LayerCalls:
 
     def spent_in_step(self) -> dict[int, int]:
         """Return each child's time in the running step, in ns."""
-        sums = [sum(self._stamps[i :: self._width]) for i in range(self._width)]
+        sums = [sum(self._stamps[self._first + i :: self._width]) for i in range(self._width)]
         return {child.index: sums[i + 1] - sums[i] for i, child in enumerate(self.children)}
 
     @property
     def last_ns(self) -> int:
         """Return the end of the running step's last call, in ns since the epoch; 0 without one."""
-        return self._stamps[-1] + WALL_OFFSET if self._stamps else 0
+        return self._stamps[-1] + WALL_OFFSET if len(self._stamps) > self._first else 0
 
     def close_step(self) -> bool:
         """End the running step; return whether the hook was called in it.
 
-        Its readings are packed now, while they are in the CPU cache: later it takes three times as long. An array does
-        that without numpy, whose code is cold once a step.
+        Readings are packed while they are in the CPU cache: later it takes three times as long. But not in each step: the
+        code that packs is cold once a step.
         """
-        if not self._stamps:
+        readings = len(self._stamps) - self._first
+        if not readings:
             return False
-        self._steps.append(array("q", self._stamps))
-        self._stamps.clear()
+        self._steps.append(readings)
         if self._flight is not None:
-            self._note_in(self._flight, np.frombuffer(self._steps[-1], np.int64).reshape(-1, self._width))
+            self._note_in(self._flight, np.array(self._stamps[self._first :], np.int64).reshape(-1, self._width))
         self._subjects.append(self._tracer.step if self._tracer is not None else None)
+        self._first += readings
+        if self._first >= PACKED_FROM:
+            self._pack()
         return True
+
+    def _pack(self) -> None:
+        self._packed.append(array("q", self._stamps[: self._first]))
+        del self._stamps[: self._first]
+        self._first = 0
 
     def _note_in(self, flight: Flight, rows: Durations) -> None:
         """Write one flight record for the step's calls into each child."""
@@ -140,11 +151,13 @@ class LayerCalls:
         subjects, self._subjects = self._subjects, []
         if not steps:
             return {}
-        stamps = np.frombuffer(b"".join(steps), np.int64).reshape(-1, self._width).T.copy()
+        self._pack()
+        packed, self._packed = self._packed, []
+        stamps = np.frombuffer(b"".join(packed), np.int64).reshape(-1, self._width).T.copy()
         spent = stamps[1:] - stamps[:-1]
         for child, durations in zip(self.children, spent, strict=True):
             self._recorder.add_calls(child.index, self.hook, durations)
-        firsts = np.cumsum([0, *(len(step) // self._width for step in steps)])
+        firsts = np.cumsum([0, *steps]) // self._width
         if self._tracer is not None:
             for i, child in enumerate(self.children):
                 self._trace(child, stamps[i], spent[i], firsts, subjects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -59,6 +60,10 @@ class Stalls:
             faults.contain("record")
 
 
+# Whether it waits, whether layers were called in it, and the total time of the other hook since the start, by child.
+_Ended: TypeAlias = tuple[bool, bool, list[int]]
+
+
 class _Waits:
     """A layer hook, and the once-a-step hook whose time is added to it."""
 
@@ -69,26 +74,23 @@ class _Waits:
         self._signal = signal
         self._recorder = telemetry.recorder
         self._tallies = [self._recorder.tally(child.index, step_hook) for child in children]
-        # Total time of the other hook since the start, by child, at each step's end; first the last flush's.
-        self._readings: list[list[int]] = [[0] * len(children)]
-        self._waits: list[bool] = []
-        self._has_layers: list[bool] = []  # whether layers were called in that step
+        # The ended steps, and before them the last one of the last flush.
+        self._ended: list[_Ended] = [(False, False, [0] * len(children))]
 
     def spent_in_step(self) -> dict[int, int]:
         layers = self.layers.spent_in_step()
-        before = self._readings[-1]
+        _, _, before = self._ended[-1]
         return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self._tallies)}
 
     def close_step(self, *, waits: bool) -> None:
-        self._readings.append([tally[SUM] for tally in self._tallies])
-        self._waits.append(waits)
-        self._has_layers.append(self.layers.close_step())
+        self._ended.append((waits, self.layers.close_step(), [tally[SUM] for tally in self._tallies]))
 
     def flush(self) -> None:
-        if not self._waits:
+        ended, self._ended = self._ended, self._ended[-1:]
+        if len(ended) == 1:
             return
-        spent, waits, has_layers = np.diff(self._readings, axis=0), np.array(self._waits), np.array(self._has_layers)
-        self._readings, self._waits, self._has_layers = self._readings[-1:], [], []
+        waits, has_layers, totals = (list(column) for column in zip(*ended, strict=True))
+        spent, waits, has_layers = np.diff(totals, axis=0), np.array(waits[1:]), np.array(has_layers[1:])
         spent[~waits] = 0
         for child, took in self.layers.drain().items():
             spent[has_layers, child] += took

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs import signals
-from kvobs.faults import contained
+from kvobs.faults import contain, contained
 from kvobs.routing.step_work import work_of
 from kvobs.state.compute_cost import ComputeCost
-from kvobs.state.step_times import StepTimes
+from kvobs.state.step_times import StepTimes, Work
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.recorder import Recorder, wall_ns
@@ -17,6 +17,7 @@ from kvobs.telemetry.recorder import Recorder, wall_ns
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_LEARNED_FROM = 64  # steps at the latest; usually those of a flush
 _STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
 _ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}
 
@@ -50,8 +51,9 @@ class Gains(TransferListener):
     def __init__(self, recorder: Recorder, listener: TransferListener, limits: StepLimits) -> None:
         self._recorder = recorder
         self._listener = listener
-        self.cost = ComputeCost(limits.chunk)
+        self._cost = ComputeCost(limits.chunk)
         self._times = StepTimes(limits.in_flight)
+        self._ended: list[tuple[int, Work]] = []  # steps that are not learned from yet
         self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
 
     def __len__(self) -> int:
@@ -59,22 +61,40 @@ class Gains(TransferListener):
 
     # Steps
 
-    @contained("record")
-    def step_begun(self, output: SchedulerOutput, *, loads: bool) -> None:
+    def step_begun(self, output: SchedulerOutput, now_ns: int, *, loads: bool) -> None:
         """Note a step that is scheduled. Nothing is learned from one that ``loads`` within it."""
-        self._times.begin(wall_ns(), None if loads else work_of(output))
+        try:  # `contained` would cost a call more, twice a step
+            self._times.begin(now_ns, None if loads else work_of(output))
+        except Exception:
+            contain("record")
 
-    @contained("record")
     def step_ended(self) -> None:
-        """Learn from the step whose output has come."""
-        if (ended := self._times.end(wall_ns())) is not None:
-            spent_ns, work = ended
-            self.cost.observe(spent_ns / 1e9, *work)
+        """Note the step whose output has come."""
+        try:
+            if (ended := self._times.end(wall_ns())) is not None:
+                self._ended.append(ended)
+                if len(self._ended) >= _LEARNED_FROM:
+                    self._learn()
+        except Exception:
+            contain("record")
+
+    @property
+    def cost(self) -> ComputeCost:
+        """What computing costs, learned from all steps that have ended."""
+        self._learn()
+        return self._cost
+
+    def _learn(self) -> None:
+        """Learn from many steps at once: one in each step costs four times as much, since its code is cold by then."""
+        ended, self._ended = self._ended, []
+        for spent_ns, work in ended:
+            self._cost.observe(spent_ns / 1e9, *work)
 
     @contained("record")
     def flush(self) -> None:
         """Record how good the estimate was since the last time."""
-        for kind, errors in (("prefill", self.cost.prefill_errors), ("decode", self.cost.decode_errors)):
+        cost = self.cost
+        for kind, errors in (("prefill", cost.prefill_errors), ("decode", cost.decode_errors)):
             observed_s, error_s = errors.take()
             self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
             self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))

@@ -91,6 +91,8 @@ class Offers:
         self._longest = options.load_policy == "longest"
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
+        self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
+        """Whether a request may be allocated without every child's answer."""
         self._recorder = recorder
         self._clock = clock
         self._asked: dict[str, _Asked] = {}

@@ -77,7 +77,7 @@ class PendingMetadata:
     @property
     def has_sync_loads(self) -> bool:
         """Whether the next step waits for a load within it."""
-        return not all(load.is_async for load in self.loads.values())
+        return bool(self.loads) and not all(load.is_async for load in self.loads.values())
 
 
 @dataclass

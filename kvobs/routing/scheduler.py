@@ -99,6 +99,8 @@ class SchedulerSide:
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
         self._offers = Offers(children, options, recorder, isolation=self.isolation, async_only=async_only)
+        # Without isolation and open lookups every child sees every request, and a step need not look for others.
+        self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
         self._open_lookups = OpenLookups(children, self._visibility)
         self._traces = telemetry.traces
         self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]
@@ -180,16 +182,17 @@ class SchedulerSide:
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        self.isolation.begin_step()
-        if self._open_lookups:
+        if self._may_hide:
+            self.isolation.begin_step()
             self._open_lookups.poll(self.isolation.is_slow)
         pending, self._pending = self._pending, PendingMetadata()
         trace = self._traces.begin_step()
-        if any(self._visibility):
+        if self._may_hide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
             metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
-        self._gains.step_begun(scheduler_output, loads=pending.has_sync_loads)
+        now_ns = wall_ns()
+        self._gains.step_begun(scheduler_output, now_ns, loads=pending.has_sync_loads)
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         return MultiKVConnectorMetadata(
             metadata=metadata,
@@ -200,10 +203,10 @@ class SchedulerSide:
             orphaned=pending.orphaned,
             saved=pending.saved,
             trace=trace,
-            isolated=self.isolation.words(),
-            hidden=self._hidden_ends(scheduler_output.finished_req_ids),
+            isolated=self.isolation.words() if self._may_hide else {},
+            hidden=self._hidden_ends(scheduler_output.finished_req_ids) if self._may_hide else {},
             has_forward=has_forward,
-            flush=self._decide_flush(has_forward, bool(scheduler_output.finished_req_ids)),
+            flush=self._decide_flush(now_ns, has_forward, bool(scheduler_output.finished_req_ids)),
         )
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
@@ -227,9 +230,9 @@ class SchedulerSide:
                 visibility.forget(finished, self.ledger)
         return hidden
 
-    def _decide_flush(self, has_forward: bool, has_finished: bool) -> bool:
+    def _decide_flush(self, now_ns: int, has_forward: bool, has_finished: bool) -> bool:
         try:  # `contained` would cost a call more, once a step
-            return self._flush_rule.decide(wall_ns(), has_forward=has_forward, has_finished=has_finished)
+            return self._flush_rule.decide(now_ns, has_forward=has_forward, has_finished=has_finished)
         except Exception:
             contain("flush")
             return False

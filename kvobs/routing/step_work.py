@@ -30,7 +30,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
         pairs += _pairs(n, new.num_computed_tokens)
     before, outputs = cached.num_computed_tokens, cached.num_output_tokens
     context, decoding, at = sum(before), len(outputs), -1
-    for _ in range(outputs.count(0)):
+    for _ in range(outputs.count(0) if 0 in outputs else 0):
         at = outputs.index(0, at + 1)
         n = scheduled[cached.req_ids[at]]
         tokens += n
