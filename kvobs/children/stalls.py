@@ -89,8 +89,8 @@ class _Waits:
         ended, self._ended = self._ended, self._ended[-1:]
         if len(ended) == 1:
             return
-        waits, has_layers, totals = (list(column) for column in zip(*ended, strict=True))
-        spent, waits, has_layers = np.diff(totals, axis=0), np.array(waits[1:]), np.array(has_layers[1:])
+        spent = np.diff([totals for _, _, totals in ended], axis=0)
+        waits, has_layers = (np.array([step[i] for step in ended[1:]]) for i in range(2))
         spent[~waits] = 0
         for child, took in self.layers.drain().items():
             spent[has_layers, child] += took
