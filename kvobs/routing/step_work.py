@@ -17,7 +17,8 @@ def work_of(output: SchedulerOutput) -> Work | None:
 
     That is an encoder's input, and what is computed again after a preemption: vLLM lists it like a decode.
 
-    A prefill is a request without output tokens. Requests that decode, up to hundreds, are only added up, not visited.
+    A prefill is a request without output tokens. Requests that decode, up to hundreds, are only added up, not visited;
+    where each computes one token, a prompt's last token passes for one of them.
     """
     total = output.total_num_scheduled_tokens
     if not total or output.scheduled_encoder_inputs:
@@ -30,7 +31,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
         pairs += _pairs(n, new.num_computed_tokens)
     before, outputs = cached.num_computed_tokens, cached.num_output_tokens
     context, decoding, at = sum(before), len(outputs), -1
-    for _ in range(outputs.count(0) if 0 in outputs else 0):
+    for _ in range(0 if total == decoding or all(outputs) else outputs.count(0)):
         at = outputs.index(0, at + 1)
         n = scheduled[cached.req_ids[at]]
         tokens += n

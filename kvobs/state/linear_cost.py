@@ -17,7 +17,8 @@ _CLIP = 4.0  # times the usual residual
 _SPREAD_AT_FIRST, _SPREAD_AT_LEAST = 0.5, 0.02  # shares of the expected time
 _BLEND = 1 / 16
 _ONE_SIDED = 0.6  # share of the mean absolute residual; a symmetric residual stays near 0.2
-_DISCOUNT, _LEFT_AT_LEAST = 0.75, 0.01  # of what was learned before a change
+_DISCOUNT, _LEFT_AT_LEAST = 0.5, 0.01  # of what was learned before a change
+_DISCOUNTED_AFTER = 8  # steps: before, the few that count after a discount look one-sided by chance
 _SHORTEST = 1e-6  # seconds
 _SUMS, _LEFT = 9, 9
 
@@ -43,6 +44,7 @@ class LinearCost:
 
     __slots__ = (
         *("_bins", "_drift", "_learned", "_may_save", "_penalties", "_seen", "_since", "_solve_after", "_spread"),
+        "_undisturbed",
         *("fixed", "is_ready", "largest", "per_attended", "per_token"),
     )
 
@@ -56,6 +58,7 @@ class LinearCost:
         self._solve_after = _SOLVE_OFTEN
         self._spread = _SPREAD_AT_FIRST
         self._drift = 0.0
+        self._undisturbed = 0  # steps since the last discount
         self.fixed = self.per_token = self.per_attended = 0.0
         self.largest = 0
         self.is_ready = False
@@ -119,7 +122,8 @@ class LinearCost:
         self._spread = max(_SPREAD_AT_LEAST, self._spread + _BLEND * (size - self._spread))
         self._drift += _BLEND * (residual - self._drift)
         drift = self._drift if self._drift > 0 else -self._drift
-        if drift > _ONE_SIDED * self._spread:
+        self._undisturbed += 1
+        if drift > _ONE_SIDED * self._spread and self._undisturbed >= _DISCOUNTED_AFTER:
             self._discount()
         return expected * (1 + residual)
 
@@ -129,6 +133,7 @@ class LinearCost:
             if sums[_LEFT] > _LEFT_AT_LEAST:
                 sums[:] = [number * _DISCOUNT for number in sums]
         self._since = _SOLVE_SELDOM  # at once
+        self._undisturbed = 0
 
     def _solve(self) -> None:
         """Compute the coefficients from the sums."""

@@ -18,8 +18,10 @@ from tests.bench import (
     cold,
     copying,
     endtoend,
+    estimating,
     exporter,
     flapping,
+    gain,
     lone,
     payload,
     recording,
@@ -45,7 +47,9 @@ def main() -> int:
         "aggregating": aggregating.measure,
         "copying": copying.measure,
         "tracing": tracing.measure,
+        "estimating": estimating.measure,
         "flapping": flapping.measure,
+        "gain": lambda: gain.measure(options.rounds or gain.ROUNDS, progress.print),
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
         "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
@@ -54,8 +58,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    usual = {"endtoend": endtoend.ROUNDS, "lone": lone.ROUNDS, "traced": traced.ROUNDS, "exporter": exporter.ROUNDS}
-    rounds = f"of the parts on real servers ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
+    on_engines = (gain, endtoend, lone, traced, exporter)
+    usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
+    rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures):
