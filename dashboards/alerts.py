@@ -80,7 +80,7 @@ def stuck_transfers(site: Site) -> Alert:
         site,
         "StuckTransfers",
         Severity.CRITICAL,
-        # The counter tells that it began; the age, that the oldest transfer began before that quarter of an hour.
+        # The counter shows that it began; the age shows that the oldest transfer began before that quarter of an hour.
         f"{rules.STUCK} > 0\n"
         f"or (max_over_time({rules.STUCK}[{rules.DAY}]) > 0\n"
         f"  and ignoring (rank) max without (kind) ({rules.OLDEST_AGE}{{kind!='lookup'}}) > {15 * 60})",

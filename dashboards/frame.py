@@ -200,7 +200,12 @@ def _link(title: str, tooltip: str) -> board.DashboardLink:
     return link.include_vars(True).keep_time(True)
 
 
-def to_board(uid: str, connector: str) -> str:
-    """Return the address of a board with this board's variables and time, and one child chosen."""
-    kept = "&".join(f"${{{name}:queryparam}}" for name in questions.VARIABLES if name != "connector")
-    return f"/d/{uid}?{kept}&var-connector={connector}&${{prometheus_datasource:queryparam}}&${{__url_time_range}}"
+def to_board(uid: str, *, keeping: Sequence[str] = (), **chosen: str) -> str:
+    """Return the address of a board with this board's time and variables, some of them ``chosen`` anew.
+
+    ``keeping`` are variables beside those of every board.
+    """
+    names = [*questions.VARIABLES, "prometheus_datasource", *keeping]
+    kept = [f"${{{name}:queryparam}}" for name in names if name not in chosen]
+    new = [f"var-{name}={value}" for name, value in chosen.items()]
+    return f"/d/{uid}?{'&'.join([*kept, *new])}&${{__url_time_range}}"

@@ -13,22 +13,29 @@ def gains() -> Section:
     """Return the section of the board *Connector*."""
     return Section(
         "Gain: time that loads save, time that requests wait for them",
-        [(8, [(4, _total()), (10, _net()), (10, _slower())]), (8, [(12, _lost()), (12, _error())])],
+        [
+            (8, [(4, net_gain()), (10, _net()), (10, _saved())]),
+            (8, [(8, _slower()), (8, _lost()), (8, _error())]),
+        ],
         collapsed=True,
     )
 
 
-def _total() -> Panel:
+def net_gain() -> Panel:
+    """Return the tile, which the board *Overview* has too."""
     return number(
         "Net gain",
         About(
-            "Time to first token that loads save, minus the time that requests wait for them: seconds per second.",
-            "1: every second, requests get their first tokens a second earlier in total. Below 0: loads cost more.",
-            "If it is negative, see the panels to the right for the connector.",
-            "An estimate: see 'Error of the estimate'. No data: loads only, and no steps that compute prompts.",
+            "Time of computing that loads save, minus the time that requests wait for them, divided by the time of all "
+            "engines: seconds per second and engine.",
+            "25 %: loads save a quarter of each GPU's time, beyond what requests wait for them. Below 0: computing "
+            "would be quicker than loading.",
+            "If it is negative, find the connector: column Net gain of the Overview, row Gain of the board Connector.",
+            "An estimate from the engine's steps. Above 100 % loads save more than the engines could compute. "
+            "'No traffic': nothing was loaded, or no step has computed a prompt yet.",
         ),
-        Query(questions.net_gain()),
-        unit="short",
+        Query(questions.net_gain_share()),
+        unit="percentunit",
         verdict=looks.NET_GAIN,
         least=None,
     )
@@ -47,6 +54,20 @@ def _net() -> Panel:
         of_child(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
         unit="short",
         least=None,
+    )
+
+
+def _saved() -> Panel:
+    return lines(
+        "Prefill saved by connector (share of engine time)",
+        About(
+            "Time that computing the loaded tokens would have taken, as a share of the time of its engines.",
+            "25 %: this connector saves a quarter of every engine's time, and of each of its GPUs.",
+            "A connector that saves little for long costs memory and lookups: compare with its size, or remove it.",
+            "It leaves out what requests wait: see the net gain. An engine without traffic counts as time, too.",
+        ),
+        of_child(questions.saved_share("connector")),
+        unit="percentunit",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dashboards import frame, looks, questions
 from dashboards.engines import engines, firing
 from dashboards.frame import Board, Section
+from dashboards.gains import net_gain
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
@@ -17,7 +18,7 @@ from kvobs import signals
 
 NAMED = "{{connector}} {{instance}}"
 
-TO_CHILD = frame.to_board(frame.CONNECTOR, "${__value.raw}")
+TO_CHILD = frame.to_board(frame.CONNECTOR, connector="${__value.raw}")
 
 
 def overview() -> Board:
@@ -145,24 +146,12 @@ def _verdicts() -> list[Panel]:
             Query(questions.loaded_share()),
             unit="percentunit",
         ),
-        number(
-            "Unused hit tokens",
-            About(
-                "Share of all offered tokens that were not loaded because a connector with fewer tokens was chosen.",
-                "0: the chosen connector always had the longest hit. Amber from 30 %.",
-                "Try load_policy longest, or change the order of the connectors.",
-                "The longest offer is not always the fastest one to load.",
-            ),
-            Query(questions.unused_hit_share()),
-            unit="percentunit",
-            verdict=looks.UNUSED_HIT_SHARE,
-        ),
+        net_gain(),
     ]
 
 
 def _children() -> Panel:
     every = questions.child_or_zero
-    in_flight = SELECTION.gauge(signals.IN_FLIGHT, *by_child)
     return rows(
         "Connectors, worst first",
         About(
@@ -202,7 +191,7 @@ def _children() -> Panel:
                 "Steps blocked", worst_engine(SELECTION.mean(signals.LOAD_STALL, *by_engine)), "s", looks.STALL_SECONDS
             ),
             Column("Hit share", questions.hit_share(*by_child), "percentunit", decimals=0),
-            Column("In progress", every(in_flight)),
+            Column("Net gain", questions.net_gain_share(*by_child), "percentunit", decimals=0),
             Column(
                 "Unused hits", questions.unused_hit_share(*by_child), "percentunit", looks.UNUSED_HIT_SHARE, decimals=0
             ),

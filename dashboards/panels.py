@@ -27,6 +27,7 @@ Panel = Builder[model.Panel]
 PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus_datasource}")
 TEMPO = common.DataSourceRef(type_val="tempo", uid="${tempo_datasource}")
 
+METRIC = re.compile(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\b(?:process|otelcol)_\w+|\bALERTS\b")
 CHILD_LEGEND = "#{{index}} {{connector}}"
 VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are few
 
@@ -43,7 +44,7 @@ class About:
     def text(self, exprs: Sequence[str]) -> str:
         """Return the description, with the metrics that these expressions query."""
         parts = {"What": self.what, "Read": self.read, "Do": self.do, "Don't conclude": self.beware}
-        names = sorted(set(re.findall(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\bprocess_\w+|\bALERTS\b", " ".join(exprs))))
+        names = sorted(set(METRIC.findall(" ".join(exprs))))
         if names:
             parts["Metrics"] = ", ".join(f"`{name.replace('[:_]', ':')}`" for name in names)
         return "\n\n".join(f"**{part}:** {text}" for part, text in parts.items())

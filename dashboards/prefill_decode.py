@@ -11,7 +11,7 @@ from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SEL
 from dashboards.tables import Column, rows
 from kvobs import signals
 
-NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot tell them apart."
+NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot separate them."
 
 
 def prefill_decode() -> Board:

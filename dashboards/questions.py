@@ -58,6 +58,12 @@ def every(*by: str) -> str:
     return SELECTION.gauge(signals.CONNECTOR_INFO, *by, how="max")
 
 
+def engines(*by: str) -> str:
+    """Return the number of engines by these labels of their connectors."""
+    grouped = f" by ({', '.join(by)}) " if by else ""
+    return f"count{grouped}({every(*by, *by_engine[1:])})"
+
+
 def worst_engine(expr: str) -> str:
     """Return a value for each connector: that of the engine where it is highest."""
     return f"max by (connector) ({expr})"
@@ -68,7 +74,7 @@ def engines_failing() -> str:
     by = ", ".join(by_engine[1:])
     bad = looks.bound(looks.FAILING_SHARE, looks.BAD)
     failing = f"count(max by ({by}) ({failing_share(*by_engine)}) >= {bad:g})"
-    return share(failing, f"count({every(*by_engine[1:])})")
+    return share(failing, engines())
 
 
 def firing(severity: str = ".+") -> str:
@@ -115,6 +121,16 @@ def net_gain(*by: str) -> str:
     """Return the seconds that loads save, minus those that requests wait for them, per second."""
     saved, waited = (SELECTION.rate(s, *by) for s in (signals.PREFILL_SAVED, signals.LOAD_WAITED))
     return f"({saved} or 0 * {waited}) - {waited}"
+
+
+def net_gain_share(*by: str) -> str:
+    """Return the same as a share of the engines' time: 1 is a second per second on each engine."""
+    return ratio(f"({net_gain(*by)})", engines(*by))
+
+
+def saved_share(*by: str) -> str:
+    """Return the time of computing that loads save, as a share of the engines' time."""
+    return share(SELECTION.rate(signals.PREFILL_SAVED, *by), engines(*by))
 
 
 def slower_share(*by: str) -> str:
@@ -194,6 +210,16 @@ def verdict(*by: str) -> str:
             f"{looks.IDLE_CHILD} * {every(*by)}",
         )
     )
+
+
+def lost_in_collectors(metric: str) -> str:
+    """Return spans per second that collectors counted so, of those with the most.
+
+    The metric has the suffix ``_total`` or not, as the collector's settings have it.
+    """
+    names = (metric, f"{metric}_total")
+    either = " or ".join(f'rate({name}{{cluster=~"$cluster"}}[$__rate_interval])' for name in names)
+    return f"topk(10, sum by (instance, exporter) ({either}))"
 
 
 def restarts() -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dashboards import frame, questions
 from dashboards.connector_details import RANKS, calls, ranks, slow_calls
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, distribution, lines, of_child
+from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
-from dashboards.tables import attribute, spans
+from dashboards.tables import TRACE_ID, attribute, spans, trace
 from kvobs import signals
 from kvobs import spans as names
 from kvobs.spans import Reason, Span
@@ -28,10 +28,11 @@ def slow_loads() -> Board:
                 [
                     (8, [(24, _slow_loads())]),
                     (8, [(12, _failed_loads()), (12, _slow_calls())]),
-                    (8, [(24, _of_request())]),
+                    (8, [(16, _of_request()), (8, _lost())]),
                 ],
                 needs=[frame.TEMPO_SOURCE],
             ),
+            Section("Trace (requires Tempo, and a span chosen above)", [(14, [(24, _trace())])], needs=[TRACE]),
             Section(
                 "Ranks (requires more than one rank)",
                 [(8, ranks())],
@@ -39,11 +40,17 @@ def slow_loads() -> Board:
             ),
             Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],
-        [board.TextBoxVariable(REQUEST).label("Request id").default_value("")],
+        [
+            board.TextBoxVariable(REQUEST).label("Request id").default_value(""),
+            board.TextBoxVariable(TRACE).label("Trace id").default_value(""),
+        ],
     )
 
 
-REQUEST = "request"
+REQUEST, TRACE = "request", "trace"
+EXPORTER = "{{instance}} {{exporter}}"
+
+TO_TRACE = frame.to_board(frame.SLOW_LOADS, keeping=[frame.TEMPO_SOURCE, REQUEST], trace=TRACE_ID)
 
 
 def named(span: Span) -> str:
@@ -101,7 +108,7 @@ def _of_request() -> Panel:
         About(
             "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
             "kv.lookup says what was offered, kv.load what was loaded, and how long it took.",
-            "Click a name for the whole trace of the request.",
+            "Click a name for the whole trace of the request, on this board or in Explore.",
             "Without a text these are spans of any request. Only a request that was sampled, slow or failed has some.",
         ),
         f'{{ {attribute(names.GEN_AI_REQUEST)} =~ ".*${{{REQUEST}}}.*" }}',
@@ -115,7 +122,23 @@ def _of_request() -> Panel:
             names.ENGINE: "Engine",
             names.GEN_AI_REQUEST: "Request",
         },
+        link=TO_TRACE,
         limit=50,
+    )
+
+
+def _lost() -> Panel:
+    return lines(
+        "Spans lost in the collector (spans/s)",
+        About(
+            "Spans that OpenTelemetry collectors could not send on, or had no room for in their queue.",
+            "Zero is normal. Otherwise traces have gaps, and some of the loads are missing in these tables.",
+            "Check Tempo, and the collector's log and memory. Spans lost before: 'Spans dropped', board Connector.",
+            "No data: the collector's own metrics are not scraped. Collectors are those of the whole cluster.",
+        ),
+        Query(questions.lost_in_collectors("otelcol_exporter_send_failed_spans"), f"{EXPORTER} not sent"),
+        Query(questions.lost_in_collectors("otelcol_exporter_enqueue_failed_spans"), f"{EXPORTER} queue full"),
+        unit="short",
     )
 
 
@@ -125,7 +148,7 @@ def _slow_loads() -> Panel:
         About(
             "Loads that took longer than slow_load_ms, as spans.",
             "Rank skew close to the duration: one rank was late, shown in the column Slowest rank.",
-            "Click a name for its trace: kv.load.rank shows each rank, kv.lookup what was offered.",
+            "Click a name for its trace, on this board or in Explore: kv.load.rank shows each rank.",
             "Slow loads are always exported, others as sampled: use metrics for counts.",
         ),
         f'{{ {named(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
@@ -140,6 +163,20 @@ def _slow_loads() -> Panel:
             names.ENGINE: "Engine",
             names.GEN_AI_REQUEST: "Request",
         },
+        link=TO_TRACE,
+    )
+
+
+def _trace() -> Panel:
+    return trace(
+        "Trace of the chosen span",
+        About(
+            "The trace whose id is in the box 'Trace id' above. It shows the spans of one request: vLLM's and kvobs's.",
+            "kv.lookup shows the offers, kv.load how long the load took, kv.load.rank which rank ended last.",
+            "Click a span's name in a table above, or an exemplar, and choose 'Show the trace on this board'.",
+            "While no trace is chosen, Grafana shows this panel as loading, empty or without a trace id.",
+        ),
+        TRACE,
     )
 
 
@@ -159,6 +196,7 @@ def _failed_loads() -> Panel:
             names.RECOMPUTED_TOKENS: "Recomputed",
             names.GEN_AI_REQUEST: "Request",
         },
+        link=TO_TRACE,
     )
 
 
@@ -179,4 +217,5 @@ def _slow_calls() -> Panel:
             names.RANK: "Rank",
             names.ENGINE: "Engine",
         },
+        link=TO_TRACE,
     )

@@ -1,4 +1,4 @@
-"""Tables: a row for each child, and rows of spans out of Tempo."""
+"""Tables: a row for each child, and rows of spans out of Tempo; and the trace of one of these spans."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from dashboards import looks
 from dashboards.panels import PROMETHEUS, TEMPO, VERDICT_WINDOW, About, Panel, ref_id
 from dashboards.sdk import board, build, common, model, prometheus, prometheus_model, table, tempo, tempo_model
 from kvobs.spans import ATTRIBUTES
+
+TRACE_ID = "${__data.fields.traceIdHidden}"
+"""A row's trace: Grafana 10.4 to 13 name the field of a span table so; in a table of traces it is ``traceID``."""
 
 NARROW = {"Index": 70, "Engine": 80}  # columns of numbers, in pixels
 
@@ -135,8 +138,11 @@ def explore(trace_id: str) -> str:
     return f"/explore?schemaVersion=1&panes={text}"
 
 
-def spans(title: str, about: About, query: str, shown: dict[str, str], limit: int = 20) -> Panel:
-    """Return a table of the spans that a TraceQL query finds; ``shown`` are attributes, with their columns' titles."""
+def spans(title: str, about: About, query: str, shown: dict[str, str], *, link: str, limit: int = 20) -> Panel:
+    """Return a table of the spans that a TraceQL query finds; ``shown`` are attributes, with their columns' titles.
+
+    A span's name leads to ``link``, where its trace is shown, and to Explore, which a Viewer of Grafana can't open.
+    """
     selected = f"{query} | select({', '.join(attribute(name) for name in shown)})"
     panel = (
         table.Panel()
@@ -157,9 +163,27 @@ def spans(title: str, about: About, query: str, shown: dict[str, str], limit: in
         )
         .sort_by([build.TableSortByFieldState().display_name("Duration").desc(True)])
     )
-    # Grafana 10.4 to 13 name the field of a span table so; in a table of traces it is ``traceID``.
-    links = [{"title": "Open the trace", "url": explore("${__data.fields.traceIdHidden}"), "targetBlank": True}]
+    links = [
+        {"title": "Show the trace on this board", "url": link, "targetBlank": False},
+        {"title": "Open the trace in Explore", "url": explore(TRACE_ID), "targetBlank": True},
+    ]
     panel.override_by_name("name", [model.DynamicConfigValue(id_val="links", value=links)])
     for name, column in shown.items():
         panel.override_by_name(name, [model.DynamicConfigValue(id_val="displayName", value=column)])
     return panel
+
+
+def trace(title: str, about: About, variable: str) -> Panel:
+    """Return a panel of the trace whose id is the value of a variable of the board."""
+    # A query that is only hexadecimal digits is an id to Grafana's data source, and no TraceQL.
+    target = tempo.Dataquery().datasource(TEMPO).ref_id("A").query_type("traceql").query(f"${{{variable}}}")
+    return (
+        board.Panel()
+        .type("traces")
+        .title(title)
+        .description(about.text([]))
+        .datasource(TEMPO)
+        .with_target(target)
+        .no_value("No trace is chosen")
+        .options({})
+    )

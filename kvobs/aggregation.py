@@ -175,7 +175,7 @@ class KVOutputAggregator(StockAggregator):
         for kind, rounds in kinds:
             for request, stuck in rounds.find_stuck(stuck_before):
                 if kind != "failure" or request not in loads:
-                    self._tell(Stuck(kind, request, stuck.missing))
+                    self._report_stuck(Stuck(kind, request, stuck.missing))
         self._loads.forget(forget_before)
         self._saves.forget(forget_before)
         self._failures.forget(
@@ -184,7 +184,7 @@ class KVOutputAggregator(StockAggregator):
         due = (rounds.next_stuck(self._stuck_after_s) for _, rounds in kinds)
         self._check_at = min((at for at in due if at is not None), default=now + self._stuck_after_s)
 
-    def _tell(self, stuck: Stuck) -> None:
+    def _report_stuck(self, stuck: Stuck) -> None:
         try:
             self._on_stuck(stuck)
         except Exception:

@@ -32,7 +32,7 @@ settings.load_profile("kvobs")
 
 @pytest.fixture(autouse=True)
 def _clean_slate() -> None:
-    """Let each test hear every notice, and write its own scripts."""
+    """Let each test get every notice, and write its own scripts."""
     log.forget()
     faults.take()
     SCRIPTS.clear()

@@ -60,6 +60,15 @@ for (const [what, change, finding] of BROKEN) {
   });
 }
 
+test('a panel whose options are not published may have none', async () => {
+  const changed = await board('boards/kvobs-slow-loads', (of) => {
+    panel(of, 'Trace of the chosen span').options.spanFilters = {};
+  });
+  const findings = offSchema(changed);
+  assert.equal(findings.length, 1, findings.join('\n'));
+  assert.match(findings[0], /Trace of the chosen span: options: /);
+});
+
 test('an override is checked by the path and the value of its field', async () => {
   const overridden = (path, value) =>
     board('boards/kvobs-overview', (of) => {

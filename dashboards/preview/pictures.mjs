@@ -80,7 +80,7 @@ async function serve(page, files) {
   });
 }
 
-/** The page once it looks the same twice: legends and tables measure themselves, draw again and tell no one. */
+/** The page once it looks the same twice: legends and tables measure themselves, draw again, without an event. */
 async function settled(page, path) {
   let last;
   for (let look = 0; look < LOOKS; look++) {

@@ -18,6 +18,8 @@ const PLUGINS = {
   timeseries: 'timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen',
 };
 const WITHOUT_FIELDS = new Set(['stat']);
+/** Kinds whose options Grafana does not publish: a board may have none. */
+const UNPUBLISHED = new Set(['traces']);
 const MORE_OPTIONS = { table: ' & Footer' };
 
 /**
@@ -94,6 +96,11 @@ function* ofDynamic(spec) {
 
 /** A panel's options, its field settings, and each override by the path of the field that it changes. */
 function* ofPlugin(title, type, options, fieldConfig) {
+  if (UNPUBLISHED.has(type)) {
+    yield [`${title}: options`, 'Record<string, never>', options];
+    yield [`${title}: fields`, 'Fields<Nothing>', fieldConfig.defaults];
+    return;
+  }
   if (!(type in PLUGINS)) throw new Error(`${title}: no schema is known for panels of type ${type}`);
   const custom = WITHOUT_FIELDS.has(type) ? 'Nothing' : `${identifier(type)}.FieldConfig`;
   yield [`${title}: options`, `Json<${identifier(type)}.Options>${MORE_OPTIONS[type] ?? ''}`, options];

@@ -14,8 +14,15 @@ export function traceqlError(query) {
   return at;
 }
 
+/** A variable alone stands for a trace's id, which is no TraceQL. */
+const ID = /^\$\{\w+\}$/;
+
 /** Each TraceQL query of a board, classic or dynamic, with its panel's title. */
 export function traceqlQueries(board) {
+  return tempoQueries(board).filter(([, query]) => !ID.test(query));
+}
+
+function tempoQueries(board) {
   if (board.spec?.elements) {
     return Object.values(board.spec.elements).flatMap(({ spec }) =>
       spec.data.spec.queries

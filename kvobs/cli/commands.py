@@ -220,7 +220,7 @@ def export_dashboards(
     runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = "",
     job: Annotated[str, typer.Option(metavar="JOB", help="Scrape job of kvobs's metrics, instead of kvobs.")] = "",
     cluster: Annotated[
-        str, typer.Option(metavar="LABEL", help="Label that tells clusters apart, instead of cluster.")
+        str, typer.Option(metavar="LABEL", help="Label that distinguishes clusters, if it is not cluster.")
     ] = "",
     label: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label of PodMonitor and PrometheusRule; repeatable.")

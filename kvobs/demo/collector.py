@@ -44,7 +44,7 @@ class Span:
     """Trace and span ids of the spans that it links to."""
     kind: str = "INTERNAL"
     error: bool = False
-    """Whether its status says so."""
+    """Whether its status is an error."""
     scope: str = ""
     """Which instrumentation made it."""
     resource: Mapping[str, Any] = field(default_factory=dict)

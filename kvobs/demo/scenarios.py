@@ -29,7 +29,7 @@ class Fault:
     ranks: int
     """Tensor parallel size that it needs."""
     is_isolated: bool
-    tells: tuple[Signal, ...]
+    shown_by: tuple[Signal, ...]
     """The metrics that show it."""
 
 
@@ -49,7 +49,7 @@ def evidence(fault: Fault, samples: Iterable[Sample]) -> Iterator[str]:
     """Yield the lines of /metrics that show a fault, with connector and own labels; a histogram as its mean."""
     sums: dict[tuple[str, str], float] = {}
     for sample in samples:
-        for signal in fault.tells:
+        for signal in fault.shown_by:
             labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in (NAMED, *signal.labels)
                                if name in sample.labels)  # fmt: skip
             if signal.kind is not Kind.HISTOGRAM and sample.name == signal.name and sample.value:

@@ -238,11 +238,11 @@ class SchedulerSide:
             return False
 
     @contained("flush")
-    def _are_telling(self, stats: KVConnectorStats) -> bool:
+    def _has_numbers(self, stats: KVConnectorStats) -> bool:
         """Return whether the output has the workers' numbers; the workers may have decided to send them."""
         if not has_content(stats):
             return False
-        self._flush_rule.told()
+        self._flush_rule.flushed()
         return True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -250,7 +250,7 @@ class SchedulerSide:
         meta = checked(connector_output.kv_connector_worker_meta, len(self.children), self._ranks.world)
         failed_syncs = self._record_reports(meta, connector_output.invalid_block_ids)
         stats = connector_output.kv_connector_stats
-        self._flush_is_due = (stats is not None and self._are_telling(stats)) or False
+        self._flush_is_due = (stats is not None and self._has_numbers(stats)) or False
         if self._feed is not None and self._flush_is_due:
             divert(stats, self._feed)
         for request_id in failed_loads(connector_output):

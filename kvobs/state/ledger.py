@@ -36,7 +36,7 @@ class Entry:
     saves: dict[int, Save] = field(default_factory=dict)
     tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
     finished: bool = False
-    holds: bool = False  # at the request's end vLLM was told to keep its blocks
+    holds: bool = False  # at the request's end vLLM was asked to keep its blocks
     awaited: bool = False  # vLLM keeps the finished request until it is reported once more
 
     @property

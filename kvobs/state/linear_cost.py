@@ -30,7 +30,7 @@ class LinearCost:
     """The running estimate of three coefficients.
 
     Args:
-        penalties: of a share of the cost that the steps can't tell apart, most is taken to be that of the coefficient
+        penalties: of a share of the cost that the steps do not separate, most is taken to be that of the coefficient
             with the smallest penalty: fixed, per token, per attended token.
         may_save: whether ``fixed`` may be negative: a first few tokens that cost nothing.
 

@@ -34,14 +34,14 @@ class Round(NamedTuple):
     """The reporters of a round; requests with the same reporters share one object."""
 
     opened: Step
-    heard: int
+    reported: int
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that have not reported; none if it is unknown which ones will."""
         if self.opened.expected != self.opened.ranks:
             return ()
-        return tuple(rank for rank in range(self.opened.ranks) if not self.heard >> rank & 1)
+        return tuple(rank for rank in range(self.opened.ranks) if not self.reported >> rank & 1)
 
 
 class Rounds:
@@ -63,8 +63,8 @@ class Rounds:
     def count(self, request: str, reporter: int, step: Step) -> None:
         """Add a reporter that does not complete the round."""
         book = self.stuck if request in self.stuck else self.fresh
-        opened, heard = book.get(request, (step, 0))
-        book[request] = Round(opened, heard | reporter)
+        opened, reported = book.get(request, (step, 0))
+        book[request] = Round(opened, reported | reporter)
 
     def find_stuck(self, before: float) -> list[tuple[str, Round]]:
         """Return the rounds opened before this time; each is returned once."""
@@ -148,11 +148,11 @@ class Tally:
 
     def _open(self, requests: set[str], round_: Round) -> set[str]:
         """Open a round for new requests; return those that it completes: all or none."""
-        said = round_.heard.bit_count()
-        if said < round_.opened.expected:
+        reports = round_.reported.bit_count()
+        if reports < round_.opened.expected:
             self.open.fresh.update(dict.fromkeys(requests, round_))
             return set()
-        if said < round_.opened.ranks:
+        if reports < round_.opened.ranks:
             self.completed.update(dict.fromkeys(requests, round_))
         return requests
 
@@ -161,37 +161,37 @@ class Tally:
         finished = set()
         fresh, stuck, completed = self.open.fresh, self.open.stuck, self.completed
         nothing = Round(step, 0)
-        for request, said in reporters.items():
-            new = said
+        for request, reports in reporters.items():
+            new = reports
             if request in completed:
-                new = self._absorb(request, said)
+                new = self._absorb(request, reports)
                 if not new:
                     continue
             book = stuck if request in stuck else fresh
-            opened, heard = book.get(request, nothing)
+            opened, reported = book.get(request, nothing)
             if opened.expected > opened.ranks:  # ranks report more than once: only the number counts
-                heard = (1 << heard.bit_count() + new.bit_count()) - 1
+                reported = (1 << reported.bit_count() + new.bit_count()) - 1
             else:
-                heard |= new
-            if heard.bit_count() < opened.expected:
-                book[request] = Round(opened, heard)
+                reported |= new
+            if reported.bit_count() < opened.expected:
+                book[request] = Round(opened, reported)
                 continue
             finished.add(request)
             book.pop(request, None)
             completed.pop(request, None)
-            if heard.bit_count() < opened.ranks:
-                completed[request] = Round(step, heard)
+            if reported.bit_count() < opened.ranks:
+                completed[request] = Round(step, reported)
         return finished
 
-    def _absorb(self, request: str, said: int) -> int:
+    def _absorb(self, request: str, reports: int) -> int:
         """Add late reports to their completed round; return the reporters that are not late."""
-        opened, heard = self.completed[request]
-        everyone = heard | said
+        opened, reported = self.completed[request]
+        everyone = reported | reports
         if everyone.bit_count() < opened.ranks:
             self.completed[request] = Round(opened, everyone)
         else:
             del self.completed[request]
-        return said & heard
+        return reports & reported
 
 
 class Remaining(Mapping[str, int]):
@@ -202,8 +202,8 @@ class Remaining(Mapping[str, int]):
 
     def __getitem__(self, request: str) -> int:
         rounds = self._tally.open
-        opened, heard = rounds.stuck[request] if request in rounds.stuck else rounds.fresh[request]
-        return opened.expected - heard.bit_count()
+        opened, reported = rounds.stuck[request] if request in rounds.stuck else rounds.fresh[request]
+        return opened.expected - reported.bit_count()
 
     def __iter__(self) -> Iterator[str]:
         return chain(self._tally.open.stuck, self._tally.open.fresh)

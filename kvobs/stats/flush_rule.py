@@ -22,7 +22,7 @@ class FlushRule:
     """The scheduler's decision for each step."""
 
     last_ns: int = -EVERY_NS
-    is_told: bool = False
+    is_flushed: bool = False
     """Whether everything before the next step has been sent."""
     has_forward: bool = False
     """Whether the last built step has a forward."""
@@ -35,16 +35,16 @@ class FlushRule:
             has_forward: whether tokens are scheduled in it.
             has_finished: whether it passes finished requests to the workers.
         """
-        if self.is_told:
+        if self.is_flushed:
             self.last_ns = now_ns
         is_due = now_ns - self.last_ns >= EVERY_NS or (has_finished and not has_forward)
         if is_due:
             self.last_ns = now_ns
         # A forward may itself take longer than 100 ms: its numbers are sent by the step after it.
-        self.is_told = is_due and not has_forward
+        self.is_flushed = is_due and not has_forward
         self.has_forward = has_forward
         return is_due
 
-    def told(self) -> None:
+    def flushed(self) -> None:
         """Note that the workers sent numbers, possibly by their own decision."""
-        self.is_told = not self.has_forward
+        self.is_flushed = not self.has_forward

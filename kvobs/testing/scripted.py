@@ -99,10 +99,10 @@ class Script:
             failed: those whose load has failed; vLLM before 0.30 takes them for received ones.
             saved: those whose promised save is complete on this rank.
         """
-        told = self.reports.setdefault(rank, TransferResults())
-        told.finished_recving |= set(received.split()) | set(failed.split())
-        told.failed_recving |= set(failed.split())
-        told.finished_sending |= set(saved.split())
+        results = self.reports.setdefault(rank, TransferResults())
+        results.finished_recving |= set(received.split()) | set(failed.split())
+        results.failed_recving |= set(failed.split())
+        results.finished_sending |= set(saved.split())
 
     def called(self, hook: str) -> list[Any]:
         """Return the detail of each call of a hook so far: mostly the request's id, or None."""

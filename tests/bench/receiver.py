@@ -1,4 +1,4 @@
-"""Receive spans in a process of its own, by OTLP over gRPC, and tell of them when asked: ``python -m``, see ``traced``.
+"""Receive spans in a process of its own, by OTLP over gRPC, and report them when asked: ``python -m``, see ``traced``.
 
 What arrives is only kept: decoding would take the servers' core while they are measured.
 """

@@ -16,7 +16,7 @@ from tests.bench import copying, copying_cuda
 from tests.bench.copying_cuda import HEADINGS, MOST_BYTES, Case, Times, cases, ids_of, row
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_names_what_is_missing() -> None:
     done = subprocess.run(
         [sys.executable, copying_cuda.__file__], check=False, capture_output=True, text=True, timeout=60
     )

@@ -110,7 +110,7 @@ def test_an_idle_tracer_is_not_measured_nor_one_that_should_be_off(numbers: dict
         traced.arrivals(ALL, received(**numbers), NONE)
 
 
-def test_the_receiver_tells_of_kvobs_spans_by_server_once() -> None:
+def test_the_receiver_counts_kvobs_spans_by_server_once() -> None:
     def span(scope: str, server: str) -> ReadableSpan:
         return ReadableSpan(
             "kv.lookup",

@@ -77,7 +77,7 @@ class Orders(KVConnectorMetadata):
 
 
 class Loader(BusyChild):
-    """Offers two blocks of every prompt; they are there in the step after the one in which a worker is told."""
+    """Offers two blocks of every prompt; they are there in the step after the one in which a worker gets the order."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -137,7 +137,7 @@ class NixlWire(Wire):
         for request, need in meta.reqs_to_recv.items():
             (blocks,) = need.local_block_ids or ([],)
             is_push = request in meta.push_registrations
-            if need.remote.block_ids:  # pull: the decode engine was told which
+            if need.remote.block_ids:  # pull: the decode engine knows which
                 (plug.peer.ready[need.remote.request_id],) = [list(group) for group in need.remote.block_ids]
             plug.pull(request, need.remote.request_id, list(blocks), reports=need.awaiting_kvs or is_push)
 

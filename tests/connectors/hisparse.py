@@ -89,7 +89,7 @@ class Transfers:
 
 @dataclass
 class Imports:
-    """What the coordinator was told of imports, in order; ``ready`` is how many pages of each were then readable."""
+    """The imports that the coordinator was passed, in order; ``ready`` is how many pages of each were then readable."""
 
     recorded: list[tuple[str, int]] = field(default_factory=list)
     ended: list[tuple[str, bool]] = field(default_factory=list)  # request, whether it has failed

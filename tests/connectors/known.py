@@ -78,7 +78,7 @@ HALF_DONE = (
     ),
     *(
         Known(
-            "blocks of saves whose end was not heard of",
+            "blocks of saves whose end was not reported",
             r"GPU blocks are not free",
             (plug, "update_connector_output"),
             "It lets go of blocks when their saves are reported, and the report was lost with the exception.",

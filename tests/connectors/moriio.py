@@ -18,7 +18,7 @@ PATIENCE = 60.0
 
 
 class Clock:
-    """Stands for the module ``time``; it goes on when the test says so."""
+    """Stands for the module ``time``; it goes on when the test lets it."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

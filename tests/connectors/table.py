@@ -26,7 +26,7 @@ TABLE = (
         "0.32, 0.33",
         f"{SERVER} (demo, soak); {PROCESS}: stood in for CUDA's copies",
         "Beside a sibling that loads asynchronously, a save that is still being copied reads blocks that the sibling "
-        "fills: Offloading is not told of blocks allocated for another's load. Same with kvobs.",
+        "fills: Offloading does not learn of blocks allocated for another's load. Same with kvobs.",
     ),
     Row(
         "OffloadingConnector, tiering spec",

@@ -91,7 +91,7 @@ def caches() -> KVCacheConfig:
 
 
 class Drive:
-    """Calls hooks of a pair, and keeps for each call what came back and which children heard it."""
+    """Calls hooks of a pair, and keeps for each call what came back and which children got it."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -156,7 +156,7 @@ def drive(pair: Pair) -> dict[str, Any]:
     call("scheduler", "get_external_cache_hit_sources", request, tokens)
     seen["after load"] = step(call, SchedulerOutput.make_empty())
 
-    # Its end, with what a child promises; then the step in which the workers hear of it.
+    # Its end, with what a child promises; then the step in which it reaches the workers.
     call("scheduler", "register_finished_partial_tail", request, ([1, 2],), [])
     seen["finished"] = _plain(call("scheduler", "request_finished_all_groups", request, ([1, 2],)))
     last = SchedulerOutput.make_empty()

@@ -1,4 +1,4 @@
-"""Run the example of ``docs/testing.md``, and a load on two ranks, with the vLLM on the path; say so as JSON.
+"""Run the example of ``docs/testing.md``, and a load on two ranks, with the vLLM on the path; print the result as JSON.
 
 ::
 

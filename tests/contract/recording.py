@@ -118,7 +118,7 @@ class Loader(RecordingChild):
 
 
 class Saver(RecordingChild):
-    """Saves every request, and is done with it when the workers hear that it has finished."""
+    """Saves every request, and is done with it when the workers are passed its end."""
 
     def answer_request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return True, dict(PARAMS)

@@ -20,7 +20,7 @@ FAILING = tuple(
 
 
 class FailingChild(SteeredChild):
-    """Does what each request's plan says, unless it has been told to fail."""
+    """Does what each request's plan says, unless there is an order to fail."""
 
     requires_kv_delivery = False
 
@@ -29,7 +29,7 @@ class FailingChild(SteeredChild):
         option = self._kv_transfer_config.get_from_extra_config
         self._order, self._failed = Path(option("order", "")), Path(option("failed", ""))
 
-    def fail_if_told(self, hook: str) -> None:
+    def fail_if_ordered(self, hook: str) -> None:
         try:
             told, *rank = self._order.read_text().split()
         except (OSError, ValueError):
@@ -41,7 +41,7 @@ class FailingChild(SteeredChild):
 
 def _failing(hook: str) -> Callable[..., Any]:
     def call(self: FailingChild, *args: Any, **kwargs: Any) -> Any:
-        self.fail_if_told(hook)
+        self.fail_if_ordered(hook)
         return getattr(super(FailingChild, self), hook)(*args, **kwargs)
 
     return call

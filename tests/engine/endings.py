@@ -85,7 +85,7 @@ CASES = {
         # The other worker ends by itself, within 3 s, or vLLM kills it after 9, and its shared memory stays.
         Case("kill -9 of a worker", kill("Worker_TP"), ranks=2, may_leave="vllm_dist_.*cpushm"),
         Case("kill -9 of EngineCore", kill("EngineCor")),
-        # vLLM ends with EngineCore, whether or not what it aborted has been told.
+        # vLLM ends with EngineCore, whether or not what it aborted has been reported.
         Case("SIGTERM", terminate, either=frozenset({"cut short, abort", "gave up", "answered"})),
         Case("SIGTERM, --shutdown-timeout 25", terminate, args=("--shutdown-timeout", "25")),
         Case("SIGTERM, --shutdown-timeout 25, a save pending", terminate, 1, ("--shutdown-timeout", "25"), NEVER_SAVED),

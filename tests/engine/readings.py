@@ -35,7 +35,7 @@ AFTER_THE_FLUSH = {
     "clear_connector_metadata": {"worker"},
     "take_events": {"scheduler"},
 }
-"""Hooks whose call in the last step is told with the next one's numbers, and the processes that call them."""
+"""Hooks whose call in the last step comes with the next one's numbers, and the processes that call them."""
 
 
 class Growth:
@@ -74,7 +74,7 @@ def added(samples: list[Sample], metric: str, labels: dict[str, str]) -> float:
 
 def assert_every_call_is_counted(server: Server, counts: Path, connector: str, ranks: int, engine: str = "0") -> None:
     """Compare kvobs's counts of the calls into a ``CountingChild`` with the child's own, since the server's start."""
-    # A last plain request, after which nothing is pending: whatever came before it has been told by then.
+    # A last plain request, after which nothing is pending: whatever came before it has been sent by then.
     server.complete(prompt("the last", connector, engine), 2, headers={"X-data-parallel-rank": engine})
     time.sleep(IDLE_S)
     theirs: dict[str, int] = {}

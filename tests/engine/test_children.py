@@ -260,7 +260,7 @@ class TestTheRest:
         with pytest.raises(RuntimeError, match=f"steered to raise in {hook}"):
             step(worker(1)[0], meta)
 
-    def test_a_hook_takes_its_time_once_on_the_rank_that_is_told_to(self) -> None:
+    def test_a_hook_takes_its_time_once_on_the_rank_of_the_order(self) -> None:
         on, slow = scheduler(), request(sleep_in="wait_for_save", sleep_ms={"1": 50})
         admit(on, slow, [1, 2, 3, 4], 0)
         first = on.build_connector_meta(scheduled(slow, [1, 2, 3, 4], tokens=8))

@@ -41,7 +41,7 @@ ORDERS: tuple[dict[str, Any], ...] = (
 PROMPTS = {prompt("contained", i): ORDERS[i % len(ORDERS)] for i in range(30)}
 
 NOT_HERE = {
-    "aggregation:KVOutputAggregator._tell": "kvobs's workers never leave a report of one rank in vLLM's aggregation",
+    "aggregation:KVOutputAggregator._report_stuck": "no rank's report of kvobs's workers stays in vLLM's aggregation",
     "routing.open_transfers:OpenTransfers.note_in_aggregator": "the same",
     "routing.outcomes:Outcomes.sync_loads_failed": "every failed load there is asynchronous",
     "children.layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",

@@ -49,7 +49,7 @@ class Watched(Demo):
         watch.scrape()
         rows = super().measure(server)
         watch.scrape()
-        self.seen.top = {child.connector: child for child in watch.row(watch.heard, since_start=False).children}
+        self.seen.top = {child.connector: child for child in watch.row(watch.reading, since_start=False).children}
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:

@@ -1,4 +1,4 @@
-"""Real engines whose metrics reach nobody say so in one line at the start, however they are started."""
+"""Real engines whose metrics reach nobody log one line about it at the start, however they are started."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _turn in range(20):  # some hooks are called when all is done, and told of with the next step
+        for _turn in range(20):  # some hooks are called when all is done, and reported with the next step
             keep_busy(self._server)
             if self._failed() <= self.seen:
                 break

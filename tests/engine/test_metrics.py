@@ -287,7 +287,7 @@ def test_every_call_is_counted(server: Server, folder: Path) -> None:
     assert not {"wait_for_layer_load", "save_kv_layer"} & labels, "empty in OffloadingConnector: not called"
 
 
-def test_what_is_configured_and_what_runs_is_told(server: Server) -> None:
+def test_what_is_configured_and_what_runs_is_a_metric(server: Server) -> None:
     infos = {s.labels["connector"]: s for s in kvobs_samples(server) if s.name == "kvobs_connector_info"}
     told = {
         name: [s.labels[k] for k in ("index", "class", "role", "load_policy", "failure_policy")]

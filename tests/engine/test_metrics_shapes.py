@@ -23,7 +23,7 @@ from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, prompt, serve
 pytestmark = pytest.mark.engine
 
 
-def test_two_api_servers_tell_one_story(model: Path, tmp_path: Path) -> None:
+def test_two_api_servers_have_the_same_numbers(model: Path, tmp_path: Path) -> None:
     """Each payload goes to one of them, and each answers for both: numbers add up, and none is there twice."""
     config = configuration(
         counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
@@ -51,7 +51,7 @@ def test_two_api_servers_tell_one_story(model: Path, tmp_path: Path) -> None:
         assert_promtool_finds_no_fault(server)
 
 
-def test_data_parallel_engines_are_told_apart(model: Path, tmp_path: Path) -> None:
+def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path) -> None:
     config = configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
     # One API server, as two would have two clocks: which value of a gauge came last may then be wrong for a while.
     args = ("--data-parallel-size", "2", "--api-server-count", "1")

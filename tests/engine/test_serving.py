@@ -110,7 +110,7 @@ def test_every_shape_serves_with_a_hit_on_each_engine(shape: str, model: Path, t
         assert total(server, "kvobs_stray_reports_total") == 0
 
 
-def test_children_that_end_stock_live_side_by_side_and_are_told_apart(model: Path, tmp_path: Path) -> None:
+def test_children_that_end_stock_live_side_by_side_with_series_of_their_own(model: Path, tmp_path: Path) -> None:
     """A child by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
     config = multi_connector(
         host_memory(), host_memory(), of_tests("StatsChild"), of_tests("SilentStatsChild"), names=["near", "far"]

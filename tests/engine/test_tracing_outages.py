@@ -92,7 +92,7 @@ def test_serving_is_untouched_whatever_the_collector_does(model: Path, tmp_path:
 
 
 def served_and_seen(server: Server, collector: Collector) -> bool:
-    """Serve a request, and tell whether a span of kvobs's has come in since."""
+    """Serve a request, and return whether a span of kvobs's has come in since."""
     before = len(collector.spans)
     serve_some(server, f"seen {before} {time.monotonic()}", 1)
     time.sleep(0.5)

@@ -131,7 +131,7 @@ def test_all_paths_exist(path: str) -> None:
 
 
 def test_each_equivalent_is_a_possible_fault() -> None:
-    """Else its text has changed since, and the entry says nothing."""
+    """Else its text has changed since, and the entry is void."""
     possible = set()
     for module in {entry.module for entry in EQUIVALENTS}:
         begins = tuple(entry.before for entry in EQUIVALENTS if entry.module == module)

@@ -31,7 +31,7 @@ STATS_EVERY = 8
 
 
 class Order(NamedTuple):
-    """What a child's scheduler side tells its workers."""
+    """What a child's scheduler side sends its workers."""
 
     kind: str  # "load", "save" or "stray"
     request: str

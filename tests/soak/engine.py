@@ -136,7 +136,7 @@ class Engine:
         self._steps = 0
 
     def _hear_ends(self) -> None:
-        """Enter into the ledger every end that vLLM tells its front end of."""
+        """Enter into the ledger every end that vLLM passes on to its front end."""
         scheduler, tell = self.rig.scheduler, self.rig.scheduler.update_from_output
 
         def told(*args: Any) -> Any:
@@ -177,7 +177,7 @@ class Engine:
         self.drain()
 
     def drain(self) -> None:
-        """Step until only what is silent is left, and all numbers are told."""
+        """Step until only what is silent is left, and all numbers are sent."""
         last_step = self._steps + STALLED_AFTER
         while self.ledger.lives.keys() - self.silent:
             self._assert_before(last_step)

@@ -1,7 +1,7 @@
 """A soak's own books: what was asked of the children, what they said, and what must follow from it.
 
 They are kept on the children's side and on vLLM's, and share nothing with kvobs's but the words. What kvobs counts is
-compared with ``expected``; a load or save that vLLM must hear of is ``due`` until it does, and lost if it never does.
+compared with ``expected``; a load or save to be reported to vLLM is ``due`` until it is, and lost if it never is.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Ledger:
         self.completed = self.doubled = 0
         self.is_over = False  # silent ranks talk at last
         self._half: dict[tuple[str, int], tuple[int, Transfer]] = {}
-        self._whole: list[str] = []  # failed loads that the workers must hear of
-        self._echoes: dict[int, list[str]] = {}  # by the step that tells them
+        self._whole: list[str] = []  # failed loads that must be passed on to the workers
+        self._echoes: dict[int, list[str]] = {}  # by the step that passes them on
         self._sync: dict[int, list[str]] = {}
         self._steps = 0
 
@@ -85,7 +85,7 @@ class Ledger:
             self._count("kvobs_lookups_total", child, outcome)
 
     def allocated(self, request: str, child: int, tokens: int, is_async: bool, step: int) -> None:
-        """Note what vLLM allocated for a child's load; the last child's call says that all know."""
+        """Note what vLLM allocated for a child's load; after the last child's call all know."""
         life = self.lives[request]
         life.given[child] = tokens
         if tokens:
@@ -121,13 +121,13 @@ class Ledger:
                 self._count("kvobs_unused_hit_tokens_total", child, reason, n=max(0, tokens - won))
 
     def scheduled(self, step: int) -> None:
-        """Note that a step's orders go to the workers: failed loads are told with them."""
+        """Note that a step's orders go to the workers: failed loads are among them."""
         whole, self._whole = self._whole, []
         if whole:
             self._echoes[step] = whole
 
     def finished(self, request: str, child: int, *, promises: bool) -> None:
-        """Note that a child was told of a request's end; the last child's call says that all were."""
+        """Note that a child's hook for a request's end was called; after the last child's call all were."""
         life = self.lives[request]
         if promises:
             life.promised.append(child)
@@ -142,7 +142,7 @@ class Ledger:
         aborted = life.load if life.load is not None and life.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
-            # Where vLLM ends a request for its failed load, it does so before it hears the rest of the step's reports.
+            # Where vLLM ends a request for its failed load, it does so before it reads the rest of the step's reports.
             aborted.failed |= any(
                 report.kind in ("holes", "failure") and (report.request, report.child) == (request, aborted.child)
                 for report in self.reports
@@ -303,10 +303,10 @@ class Ledger:
         self.due[what, request] += 1
         self.completed += 1
 
-    # What vLLM is told, and tells
+    # What vLLM gets, and passes on
 
     def told_vllm(self, received: Iterable[str], sent: Iterable[str]) -> None:
-        """Note which completions vLLM heard of in a step."""
+        """Note which completions vLLM got in a step."""
         for told in [*(("received", request) for request in received), *(("sent", request) for request in sent)]:
             if self.due[told] > 0:
                 self.due[told] -= 1
@@ -317,7 +317,7 @@ class Ledger:
 
     @property
     def lost(self) -> int:
-        """Return how many completions vLLM has not heard of."""
+        """Return how many completions vLLM has not got."""
         return sum(self.due.values())
 
     def ended(self, request: str, how: str) -> None:

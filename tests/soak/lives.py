@@ -30,7 +30,7 @@ class Transfer:
     arrived: set[int] = field(default_factory=set)
     failed: bool = False
     lost: int | None = None  # tokens, where not all of a failed load's are
-    is_whole: bool = False  # failed as a whole: vLLM hears of it through the workers
+    is_whole: bool = False  # failed as a whole: vLLM learns of it from the workers
     aborted: bool = False
 
     @property

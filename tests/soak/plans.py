@@ -82,7 +82,7 @@ def _plan(random: Random, ranks: int, reporters: int) -> Plan:
             is_async=chance() < 0.75,
             loads=loads,
             received=_steps(random, ranks, reporters),
-            # Of a request that loads twice nobody could tell a repeated report from the next load's.
+            # Of a request that loads twice a repeated report looks like the next load's.
             again=random.randint(1, 12) if loads == 1 and chance() < 0.1 else 0,
         )
         if chance() < 0.1:

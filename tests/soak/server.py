@@ -47,7 +47,7 @@ API_SERVER_KIB = 4.0
 WORKERS_MIB = 128
 """What the workers may still grow by when warm: with vLLM's own MultiConnector they grow as with kvobs."""
 WORKERS_FILLED = 20_000
-"""Requests after which the workers have used all of their caches once; over fewer ones their memory says nothing."""
+"""Requests after which the workers have used all of their caches once; over fewer ones their memory is no measure."""
 
 
 class Client:

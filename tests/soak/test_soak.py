@@ -73,7 +73,7 @@ def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_completion_that_vllm_never_hears_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = KvobsLedger.take_received
     monkeypatch.setattr(KvobsLedger, "take_received", lambda self: set(sorted(take(self))[1:]))
     monkeypatch.setattr("tests.soak.engine.STALLED_AFTER", 100)
@@ -81,7 +81,7 @@ def test_a_completion_that_vllm_never_hears_of_is_found(monkeypatch: pytest.Monk
         inprocess.run(100, seed=1, tell=lambda _: None, shapes=SHAPES[:1])
 
 
-def test_completions_are_told_once() -> None:
+def test_completions_are_reported_once() -> None:
     ledger = Ledger(RANKS, REPORTERS, 1)
     ledger.due["received", "r"] += 1
     assert ledger.lost == 1
@@ -105,7 +105,7 @@ def test_growth_is_what_is_added_and_not_noise(level: int, noise: list[int], eac
     assert 0.5 * between <= objects <= between
 
 
-def test_what_must_not_be_is_told() -> None:
+def test_what_must_not_be_is_reported() -> None:
     leaky = [Sample(i, (100 + i) * MIB, 1_000 * i) for i in range(40)]
     flat = [Sample(i, 100 * MIB, 1_000) for i in range(40)]
     assert Result("x", 5, memory={"flat": flat}).mistakes == []

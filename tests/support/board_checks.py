@@ -27,6 +27,7 @@ NOT_OURS = {
     "vllm[:_]num_requests_running",
     "vllm[:_]kv_cache_usage_perc",
     "process_start_time_seconds",
+    *(f"otelcol_exporter_{what}_failed_spans{suffix}" for what in ("send", "enqueue") for suffix in ("", "_total")),
     "ALERTS",
 }
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
@@ -100,6 +101,7 @@ def selections(board: Board) -> list[str]:
     for where, selector in asked(board):
         signal = QUERIED.get(metric(selector))
         labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
+        labels = [] if metric(selector).startswith("otelcol_") else labels
         labels += ["job", "instance"] if signal else []
         is_about_engines = matchers(selector).get("role") in OF_ONE_ROLE
         labels += ["connector"] if signal and signal.scope is Scope.CHILD and not is_about_engines else []
@@ -220,7 +222,8 @@ def bounded(board: Board) -> list[str]:
     wrong = []
     for panel in series(board):
         for target in panel["targets"]:
-            shown = re.sub(r"(max by \(connector\)) \(.*", r"\1", target["expr"])  # the worst of many is one
+            # The worst of many is one, and so is their number.
+            shown = re.sub(r"((?:max|count) by \(connector\)) \(.*", r"\1", target["expr"])
             groups = {label for group in re.findall(r"by \(([^)]*)\)", shown) for label in group.split(", ")}
             if groups & {"hook", "error_type", "rank", "instance"} and not target["expr"].startswith("topk(10, "):
                 wrong.append(f"{panel['title']}: {groups}")
@@ -232,8 +235,9 @@ def palette(board: Board) -> list[str]:
 
 
 def traceql(board: Board) -> list[str]:
-    """Spans, attributes and reasons are those that kvobs sets."""
-    wrong = []
+    """Spans, attributes and reasons are those that kvobs sets; a panel of one trace asks for a text variable's id."""
+    boxes = {f"${{{variable['name']}}}" for variable in variables(board, "textbox")}
+    wrong = [query for query in _traces(board) if query not in boxes]
     for query in (target["query"] for panel in of_tempo(board) for target in panel["targets"]):
         wrong += sorted(set(re.findall(r"\bspan\.([\w.]+)", query)) - set(ATTRIBUTES))
         wrong += sorted({name.removesuffix(" .+") for name in re.findall(r'name =~? "([^"]+)"', query)} - set(SPANS))
@@ -243,15 +247,31 @@ def traceql(board: Board) -> list[str]:
 
 
 def trace_links(board: Board) -> list[str]:
-    """Each row of spans leads to its trace; ``traceIdHidden`` is what a table of spans calls it."""
+    """Each row of spans leads to its trace on the board, where Viewers see it, and in Explore.
+
+    The board keeps the rest that is chosen; ``traceIdHidden`` is what a table of spans calls the trace.
+    """
+    traces = _traces(board)
+    if len(traces) != 1:
+        return [f"{len(traces)} panels of a trace"] if of_tempo(board) else []
+    (trace,) = traces
+    others = [v["name"] for v in board["templating"]["list"] if v["type"] != "adhoc" and f"${{{v['name']}}}" != trace]
+    kept = [f"${{{name}:queryparam}}&" for name in others]
+    shown = trace.replace("${", "&var-").replace("}", "=${__data.fields.traceIdHidden}&")
+    on_board = [f"/d/{board['uid']}?", *kept, shown, "${__url_time_range}"]
+    in_explore = ["/explore?schemaVersion=1&panes=", "${tempo_datasource}", "${__data.fields.traceIdHidden}"]
     wrong = []
-    for panel in of_tempo(board):
+    for panel in (panel for panel in of_tempo(board) if panel["type"] == "table"):
         values = [p["value"] for o in panel["fieldConfig"]["overrides"] for p in o["properties"] if p["id"] == "links"]
         urls = [link["url"] for links in values for link in links]
-        wanted = ("/explore?schemaVersion=1&panes=", "${tempo_datasource}", "${__data.fields.traceIdHidden}")
-        if len(urls) != 1 or not all(part in urls[0] for part in wanted):
+        if len(urls) != 2 or not all(part in urls[0] for part in on_board) or not all(p in urls[1] for p in in_explore):
             wrong.append(f"{panel['title']}: {urls}")
     return wrong
+
+
+def _traces(board: Board) -> list[str]:
+    """Return the queries of panels that show one trace."""
+    return [target["query"] for panel in of_tempo(board) if panel["type"] == "traces" for target in panel["targets"]]
 
 
 def links(board: Board) -> list[str]:

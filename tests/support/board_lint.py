@@ -3,7 +3,8 @@
 Known exceptions, each with its reason: metrics of vLLM and of the process come from another scrape job than kvobs's own
 (README), so they carry no job, and with the exporter those of vLLM come from another port, so they carry no instance
 (``Selection.beside`` says whose they are); a counter that is young is counted as a whole (``Selection.counted``), so it
-may stand bare beside ``unless``; some alerts are about no single target, so ``ALERTS`` may have no job or instance.
+may stand bare beside ``unless``; some alerts are about no single target, so ``ALERTS`` may have no job or instance; a
+collector serves many engines, and is a target of its own (``questions.lost_in_collectors``).
 """
 
 import re
@@ -18,7 +19,10 @@ Board = dict[str, Any]
 Panel = dict[str, Any]
 
 RATE_INTERVAL = "7m13s"  # no interval that anybody would write
-FROM_ELSEWHERE = {"job": re.compile(r"vllm|process_start_time_seconds"), "instance": re.compile(r"vllm")}
+FROM_ELSEWHERE = {
+    "job": re.compile(r"vllm|process_start_time_seconds|otelcol_"),
+    "instance": re.compile(r"vllm|otelcol_"),
+}
 UNITS = {value for name, value in vars(units).items() if name[0].isupper() and isinstance(value, str)}
 WITH_UNITS = {"stat", "timeseries", "table", "gauge", "bargauge", "heatmap", "state-timeline"}
 

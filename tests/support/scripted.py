@@ -15,7 +15,7 @@ from kvobs.testing import ScriptedConnector
 
 
 class BestEffortConnector(ScriptedConnector):
-    """A cache that may be left out, and that can be told to fail in any hook."""
+    """A cache that may be left out, and that can be made to fail in any hook."""
 
     requires_kv_delivery = False
 

@@ -25,7 +25,7 @@ from tests.unit.exporting.test_prometheus import Front, metered, own
 
 
 class Engines:
-    """An API server's metrics, and the engines that tell it what their children do."""
+    """An API server's metrics, and the engines that report to it what their children do."""
 
     def __init__(self, *names: str, engines: int = 1) -> None:
         self.names = names

@@ -98,7 +98,7 @@ def silent() -> ModelRunnerOutput:
 
 
 def result(aggregator: Any, *outputs: ModelRunnerOutput | None, rank: int = 0) -> KVConnectorOutput:
-    """Return what the scheduler is told."""
+    """Return what the scheduler gets."""
     output = aggregator.aggregate(list(outputs), rank)
     assert output is outputs[rank]
     assert output is not None
@@ -184,7 +184,7 @@ class Model:
 
 @settings(max_examples=300)
 @given(st.lists(step, max_size=12))
-def test_the_scheduler_is_told_what_the_model_says(steps: list[dict[str, Any]]) -> None:
+def test_the_scheduler_gets_what_the_model_predicts(steps: list[dict[str, Any]]) -> None:
     clock, stuck = Clock(), list[Stuck]()
     aggregator = KVOutputAggregator(RANKS, stuck_after_s=STUCK_AFTER, on_stuck=stuck.append, clock=clock)
     model = Model()
@@ -248,7 +248,7 @@ def test_a_failure_without_a_receipt_is_forgotten(router: str) -> None:
 
 
 @wrong_in_stock(AssertionError, "drops what the others say when the output rank has nothing")
-def test_what_comes_while_the_output_rank_has_nothing_is_told_in_the_next_step(router: str) -> None:
+def test_what_comes_while_the_output_rank_has_nothing_is_passed_on_in_the_next_step(router: str) -> None:
     aggregator = build(router, 2)
     assert (
         aggregator.aggregate([None, said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})]) is None
@@ -358,7 +358,7 @@ def test_ranks_without_an_output_are_no_fault() -> None:
 # Stuck
 
 
-def test_stuck_rounds_are_told_of_once_with_the_ranks_that_are_missing() -> None:
+def test_stuck_rounds_are_reported_once_with_the_ranks_that_are_missing() -> None:
     clock, stuck = Clock(), list[Stuck]()
     aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
     result(aggregator, said(finished_recving={"r"}, failed_recving={"f"}), said(finished_sending={"s"}), said())

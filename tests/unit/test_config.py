@@ -179,7 +179,7 @@ def test_any_value_is_accepted_or_named(value: Any) -> None:
 # --- tracing
 
 
-def test_what_is_traced_without_a_word_about_it() -> None:
+def test_what_is_traced_by_default() -> None:
     options = read({"connectors": TWO}).options
     assert options.tracing == TracingOptions(level=None, layers=False, propagate=False)
     assert (options.slow_load_ms, options.slow_call_ms_by_hook) == (1000, {})

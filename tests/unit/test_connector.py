@@ -86,8 +86,8 @@ HANDED_BACK: tuple[str, Any] = ("set_xfer_handshake_metadata", {})
 
 
 @pytest.mark.parametrize("router", ["kvobs", "stock"])
-def test_children_of_workers_without_handshakes_are_told_that_there_are_none(router: str) -> None:
-    """vLLM's engine hands over what it has got, which is nothing then; a child alone hears of it."""
+def test_children_of_workers_without_handshakes_get_none(router: str) -> None:
+    """vLLM's engine hands over what it has got, which is nothing then; only a child alone gets it."""
     a, b = Script("a"), Script("b")
     rig = Rig(router, a, b)
     assert [worker.get_handshake_metadata() for worker in rig.workers] == [None]
@@ -95,8 +95,8 @@ def test_children_of_workers_without_handshakes_are_told_that_there_are_none(rou
     assert [HANDED_BACK in script.calls for script in (a, b)] == [True, True]
 
 
-def test_a_child_without_handshakes_is_told_that_there_are_none_for_it() -> None:
-    """vLLM's own router tells it its sibling's (W10)."""
+def test_a_child_without_handshakes_gets_none() -> None:
+    """vLLM's own router passes it its sibling's (W10)."""
     a, b = Script("a"), Script("b")
     a.handshake = Handshake("a")
     rig = Rig("kvobs", a, b)

@@ -60,7 +60,7 @@ class Late(dict[int, Callable[[], list[int]]]):
 
 
 class Story:
-    """An engine with two ranks to which all happens that the telemetry tells of, and what vLLM and the children saw."""
+    """An engine with two ranks to which all happens that the telemetry reports, and what vLLM and the children saw."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         SCRIPTS.clear()
@@ -130,11 +130,11 @@ class Story:
         self.seen.append(buffers["layer.0"].tolist())
 
     def _fail(self) -> None:
-        """Let children raise where vLLM hears of it, and be stuck in vLLM's own aggregation."""
+        """Let children raise where it reaches vLLM, and be stuck in vLLM's own aggregation."""
         self.two.raises = {"reset_cache": TimeoutError("cache")}
         with pytest.raises(TimeoutError, match="cache"):
             self.rig.connector.reset_cache()
-        self.rig.aggregator._tell(Stuck("failure", "load", (1,)))
+        self.rig.aggregator._report_stuck(Stuck("failure", "load", (1,)))
         self.engine.front.metrics.observe({"kvobs": self._no_record.data})
         self.two.raises = {"wait_for_layer_load": TimeoutError("layer")}
         with pytest.raises(TimeoutError, match="layer"):

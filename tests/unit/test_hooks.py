@@ -120,6 +120,6 @@ def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
 
 
 def test_vllms_own_defaults_are_empty() -> None:
-    """Those that a connector inherits without a word of its own."""
+    """Those that a connector inherits without defining them."""
     for name in ("finish_forward", "reset_capture_state", "handle_preemptions", "register_kv_caches"):
         assert is_empty(getattr(IdleChild.__new__(IdleChild), name)), name

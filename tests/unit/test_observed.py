@@ -187,7 +187,7 @@ def test_offers(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
 def test_an_async_load(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Allocated in step 1, received by rank 0 in step 2, by rank 1, whose clock is 50 ms ahead, in step 4.
 
-    It is told after the next step, which has the request's forward: nothing stands between a load and its first token.
+    It is sent after the next step, which has the request's forward: nothing stands between a load and its first token.
     """
     a.offers["r"] = KV
     engine = Engine(patch, a, b)
@@ -380,7 +380,7 @@ def test_a_load_that_fails_by_block_here_and_as_a_whole_there_is_recomputed_as_a
 def test_a_load_whose_blocks_fail_has_failed_where_that_ends_its_request(
     patch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
-    """With failure policy "fail" vLLM ends the request in the step of the report, before kvobs hears of it."""
+    """With failure policy "fail" vLLM ends the request in the step of the report, before kvobs gets it."""
     a.offers["r"] = (3 * BLOCK, True)
     engine = Engine(patch, a, b, policy="fail")
     engine.rig.add("r")
@@ -556,7 +556,7 @@ def test_the_last_steps_take_everything_with_them(patch: pytest.MonkeyPatch, a: 
         fast.setattr(f"{__name__}.STEP_S", 1e-4)
         for i in range(5):
             engine.rig.add(f"r{i}", max_tokens=2)
-        for _ in range(20):  # as vLLM does: while a request is unfinished, and once more to tell of the last
+        for _ in range(20):  # as vLLM does: while a request is unfinished, and once more to report the last
             if engine.rig.scheduler.has_requests():
                 engine.step()
         assert engine.value("kvobs_lookups_total", outcome="miss") == 5

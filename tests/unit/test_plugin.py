@@ -75,7 +75,7 @@ def test_another_plugins_class_stays_and_is_named(
     assert '"kv_connector_module_path": "kvobs"' in line
 
 
-def test_another_plugins_class_that_comes_later_stays_and_is_told_of(
+def test_another_plugins_class_that_comes_later_stays_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(plugin.VARIABLE, "1")

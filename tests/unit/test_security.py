@@ -297,7 +297,7 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
     }
 
 
-def test_of_an_exception_only_its_class_is_told() -> None:
+def test_of_an_exception_only_its_class_is_passed_on() -> None:
     recorder = Recorder(1)
     recorder.failed(0, "save_kv_layer", 0, 1, RuntimeError(SECRET, SECRET))
     taken = recorder.take()

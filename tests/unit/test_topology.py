@@ -107,7 +107,7 @@ def test_the_rows_read_like_a_table() -> None:
     assert who_reads(Engine(4, 16), Engine(1, 16), 2) == [Read(0, (0, 2), (range(1), range(1, 2)), 1)]
 
 
-def test_engines_that_cannot_read_from_one_another_are_told_both_numbers() -> None:
+def test_engines_that_cannot_read_from_one_another_get_both_numbers() -> None:
     for local, remote, heads in IMPOSSIBLE:
         with pytest.raises(ValueError, match="must be") as caught:
             who_reads(Engine(remote, 16), Engine(local, 16), heads)
@@ -167,7 +167,7 @@ def test_a_rank_beyond_the_engine_is_refused(rank: Any) -> None:
         topology(rank, local=4)
 
 
-def test_engines_never_heard_of_are_refused_by_name() -> None:
+def test_unknown_engines_are_refused_by_name() -> None:
     known = topology()
     for method in (
         known.tp_ratio_from_engine_id,

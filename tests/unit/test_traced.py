@@ -70,7 +70,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def load(engine: Traced, request: str = "r", **headers: Any) -> None:
-    """Let a request load from the first child: the ranks report one and two steps after they were told."""
+    """Let a request load from the first child: the ranks report one and two steps after the order."""
     engine.rig.add(request, max_tokens=1, **headers)
     engine.step(2)
     engine.scripts[0].say(0, received=request)
@@ -186,7 +186,7 @@ def test_a_failed_load_is_seen_whatever_was_sampled(kind: str, patch: pytest.Mon
     assert engine.spans("kv.lookup") == []
 
 
-def test_an_aborted_load_is_told_of_when_it_is_in(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_an_aborted_load_is_reported_when_it_is_in(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     engine = Traced(patch, a, b, ranks=1)
     engine.rig.add("r", trace_headers=SAMPLED)
@@ -407,7 +407,7 @@ def test_a_failed_call_is_seen(patch: pytest.MonkeyPatch, a: Script, b: Script) 
 
 @pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
 def test_what_an_isolated_child_raised_is_seen(hook: str, patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    """Nothing else tells of it but a number and a line of the log."""
+    """It shows in a number and a line of the log only."""
     for entry in ("tests.unit.test_observed.child_config", "kvobs.testing.rig.entry_of"):
         patch.setattr(entry, partial(child_config, cls="BestEffortConnector"))
     engine = Traced(patch, a, b, ranks=1, isolate=["two"])

@@ -76,7 +76,7 @@ class Asking:
                     (from_dict(answer), {path: Stamp(*stamp) for path, stamp in files.items()})
                     for answer, files in json.loads(output)
                 ]
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
         raise NoAnswerError(f"{last[:300]} (exit status {self._process.returncode})")
 
     def stop(self) -> None:

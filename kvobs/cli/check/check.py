@@ -302,10 +302,10 @@ def _look_at_tracing(checked: Checked, tracing: TracingSettings | None) -> None:
 
 def _at_the_top_level(findings: Iterable[Finding]) -> list[Finding]:
     """Move findings about a single connector's only child to the top level, without duplicates."""
-    told = []
+    moved = []
     for finding in findings:
         path = finding.path
         if path.startswith(_SINGLE):
             path = path.removeprefix(_SINGLE).removeprefix(".") or "kv_connector"
-        told.append(replace(finding, path=path))
-    return list(dict.fromkeys(told))
+        moved.append(replace(finding, path=path))
+    return list(dict.fromkeys(moved))

@@ -76,7 +76,7 @@ def verdict(checked: Checked | Looked) -> Text:
 
 def as_dict(checked: Checked) -> dict[str, Any]:
     """Return the output as plain data; None: unknown without building the connector, or without vLLM."""
-    told = {} if checked.engines is None else topology.as_dict(*checked.engines[:3], is_mla=checked.engines.is_mla)
+    readers = {} if checked.engines is None else topology.as_dict(*checked.engines[:3], is_mla=checked.engines.is_mla)
     return {
         "kvobs": __version__,
         "vllm": checked.vllm,
@@ -88,7 +88,7 @@ def as_dict(checked: Checked) -> dict[str, Any]:
         "spans_go_to": checked.spans_go_to,
         "options": checked.options.model_dump(mode="json"),
         "off": checked.off,
-        "readers": told,
+        "readers": readers,
         "mistakes": [asdict(finding) for finding in checked.mistakes],
         "warnings": [asdict(finding) for finding in checked.warnings],
     }

@@ -18,7 +18,7 @@ from kvobs.cli.top.columns import SORTS
 from kvobs.cli.top.keys import HUNG_UP, Keyboard
 from kvobs.cli.top.rows import Server, as_dict
 from kvobs.cli.top.screen import View, picture, visible
-from kvobs.cli.top.servers import Heard, Watch, scrape_all
+from kvobs.cli.top.servers import Reading, Watch, scrape_all
 
 STDIN = 0
 LOOK_S = 0.5
@@ -47,7 +47,7 @@ class Top:
     watches: Sequence[Watch]
     interval_s: float
     view: View = field(default_factory=View)
-    paused: Sequence[Heard] | None = None
+    paused: Sequence[Reading] | None = None
     """The rows shown while paused; scrapes continue."""
     is_typing: bool = False
     """Whether keys are the text of the filter."""
@@ -68,13 +68,13 @@ class Top:
 
     def rows(self, *, since_start: bool) -> list[Server]:
         """Return the servers' rows of the last scrapes, or of the pause."""
-        pairs = zip(self.watches, self.heard, strict=True)
-        return [watch.row(heard, since_start=since_start) for watch, heard in pairs]
+        pairs = zip(self.watches, self.readings, strict=True)
+        return [watch.row(reading, since_start=since_start) for watch, reading in pairs]
 
     @property
-    def heard(self) -> Sequence[Heard]:
+    def readings(self) -> Sequence[Reading]:
         """The scrapes that the rows are computed from."""
-        return self.paused or [watch.heard for watch in self.watches]
+        return self.paused or [watch.reading for watch in self.watches]
 
     def print(self, servers: Sequence[Server], *, since_start: bool) -> None:
         """Print the rows, one time."""
@@ -100,7 +100,7 @@ class Top:
 
     def _is_first(self) -> bool:
         """Return whether there are no two scrapes of any server yet."""
-        return not any(heard.lately for heard in self.heard)
+        return not any(reading.lately for reading in self.readings)
 
     def _run_on_terminal(self) -> None:
         for watch in self.watches:
@@ -139,7 +139,7 @@ class Top:
         elif key == "t":
             self.view = replace(view, since_start=not view.since_start)
         elif key == "p":
-            self.paused = None if self.paused else self.heard
+            self.paused = None if self.paused else self.readings
 
     def _type(self, key: str) -> None:
         """Handle a key of the filter's text."""

@@ -71,7 +71,7 @@ def _has_ended(values: Values) -> bool:
 
 
 @dataclass(frozen=True)
-class Heard:
+class Reading:
     """A server's last scrape and its rows, or the error and its start."""
 
     scrape: Scrape | None = None
@@ -88,19 +88,19 @@ class Watch:
     def __init__(self, url: str, interval_s: float) -> None:
         self.url = url
         self.address = url.removeprefix("http://").removesuffix("/metrics")
-        self.heard = Heard()
+        self.reading = Reading()
         self._interval_s = interval_s
 
     def scrape(self) -> None:
         """Scrape once; after a failure the next scrape counts as the first."""
-        last = self.heard
+        last = self.reading
         try:
             scrape = fetch(self.url)
             lately = server_row(self.address, last.scrape, scrape) if last.scrape else None
-            self.heard = Heard(scrape, server_row(self.address, None, scrape), lately)
+            self.reading = Reading(scrape, server_row(self.address, None, scrape), lately)
         except NoAnswerError as error:
             since = last.error_since_s if last.error else time.monotonic()
-            self.heard = Heard(error=str(error), error_since_s=since)
+            self.reading = Reading(error=str(error), error_since_s=since)
 
     def begin(self) -> None:
         """Scrape in a thread until this process ends."""
@@ -112,17 +112,17 @@ class Watch:
             self.scrape()
             time.sleep(max(0.0, begin + self._interval_s - time.monotonic()))
 
-    def row(self, heard: Heard, *, since_start: bool) -> Server:
+    def row(self, reading: Reading, *, since_start: bool) -> Server:
         """Return the server's row."""
-        if heard.error is not None:
-            seconds = time.monotonic() - heard.error_since_s
+        if reading.error is not None:
+            seconds = time.monotonic() - reading.error_since_s
             again = f", for {seconds:.0f} s" if seconds >= 1 else ""
-            return Server(self.address, error=f"{heard.error}{again}")
-        if heard.since_start is None:
+            return Server(self.address, error=f"{reading.error}{again}")
+        if reading.since_start is None:
             return Server(self.address, error=NOT_YET)
         if since_start:
-            return heard.since_start
-        return heard.lately or without_measures(heard.since_start)
+            return reading.since_start
+        return reading.lately or without_measures(reading.since_start)
 
 
 def scrape_all(watches: Sequence[Watch]) -> None:

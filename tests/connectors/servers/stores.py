@@ -165,7 +165,7 @@ def mooncake_master(folder: Path) -> Store:
 
 
 def mooncake_store_env(store: Store, folder: Path) -> dict[str, str]:
-    """Return what tells an engine's MooncakeStoreConnector where the master is, and what it may give to the store."""
+    """Return an engine's settings for MooncakeStoreConnector: the master's address, and what it may give."""
     config = folder / "mooncake.json"
     settings = {
         "local_hostname": HOST, "metadata_server": "P2PHANDSHAKE", "global_segment_size": SEGMENT,

@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 1)
 
 
 class Recorded:
-    """A stream or an event that notes what it is told."""
+    """A stream or an event that notes its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self.name = log, name

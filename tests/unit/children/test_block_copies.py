@@ -54,7 +54,7 @@ def test_elsewhere_and_on_demand_vllm_does(which: Any, device: str) -> None:
     assert counted(recorder, 0, "d2h") == 2 * 16
 
 
-def test_what_vllm_leaves_out_without_a_word_is_not_counted() -> None:
+def test_what_vllm_leaves_out_silently_is_not_counted() -> None:
     recorder = Recorder(1)
     copy = BlockCopies(recorder, "vllm", BLOCKS).operation(0, stock.copy_kv_blocks)
     copy(caches(1), caches(), [1, 2], [3], "d2h")
@@ -92,7 +92,7 @@ def test_keys_and_values_may_come_first() -> None:
     kv_first=st.booleans(),
     swapped=st.booleans(),
 )
-def test_the_dimension_of_blocks_is_told_by_their_number(
+def test_the_dimension_of_blocks_follows_from_their_number(
     blocks: int, per: int, others: int, kv_first: bool, swapped: bool
 ) -> None:
     """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the child's own, of any size."""

@@ -63,7 +63,7 @@ def test_each_lets_a_childs_error_through_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("name", ANY)
 @pytest.mark.parametrize("answers", list(product([False, True], repeat=3)))
-def test_any_is_true_if_one_child_says_so(name: str, answers: tuple[bool, ...]) -> None:
+def test_any_is_true_if_it_is_for_one_child(name: str, answers: tuple[bool, ...]) -> None:
     assert getattr(bound(*({name: answer} for answer in answers)), name)() is any(answers)
 
 

@@ -250,7 +250,7 @@ traced_steps = st.lists(
 
 
 @given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans(), st.booleans())
-def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
+def test_the_tracer_gets_slow_layers_and_all_in_one_or_each(
     hook: str, plan: list[list[list[int]]], traces_all: bool, traces_layers: bool
 ) -> None:
     """The plan: by step, by layer, what each child takes."""
@@ -295,7 +295,7 @@ def test_the_tracer_is_told_of_slow_layers_and_of_all_in_one_or_each(
 
 
 @each_hook
-def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_first(
+def test_of_more_calls_than_a_flush_takes_the_tracer_gets_the_slow_ones_first(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = Noting(traces_all=True, traces_layers=True)
@@ -311,7 +311,7 @@ def test_of_more_calls_than_a_flush_takes_the_tracer_is_told_of_the_slow_ones_fi
 
 @each_hook
 @pytest.mark.parametrize("traces_all", [True, False])
-def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
+def test_slow_calls_that_the_tracer_does_not_get_are_counted_as_lost(
     hook: str, traces_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = Noting(traces_all, traces_all)
@@ -325,7 +325,7 @@ def test_slow_calls_that_the_tracer_is_not_told_of_are_counted_as_lost(
 
 
 @each_hook
-def test_the_tracer_is_told_at_once_of_a_call_that_failed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracer_gets_a_call_that_failed_at_once(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Noting()
     fan = Fan(monkeypatch, hook, 3, tracer=tracer)
     fan.raises[1] = OSError("x")

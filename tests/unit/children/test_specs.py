@@ -140,7 +140,7 @@ ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Caden
 
 @pytest.mark.parametrize("name", ABOUT_A_REQUEST)
 def test_a_hook_about_a_request_has_it_first(name: str) -> None:
-    """So that the call's context and place can be told from it."""
+    """So that the call's context and place follow from it."""
     declared = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
     assert list(inspect.signature(declared).parameters)[:2] == ["self", "request"]
 

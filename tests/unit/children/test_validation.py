@@ -127,7 +127,7 @@ def test_best_effort_children_need_recomputation(isolate: list[str], policy: str
 @pytest.mark.parametrize(
     ("own", "effective", "count"), [(None, "fail", 0), ("fail", "fail", 0), ("recompute", "fail", 1)]
 )
-def test_a_childs_policy_that_differs_is_worth_a_word(own: str | None, effective: str, count: int) -> None:
+def test_a_childs_policy_that_differs_is_a_warning(own: str | None, effective: str, count: int) -> None:
     assert len(ignored_policy(own, effective, "c")) == count
 
 

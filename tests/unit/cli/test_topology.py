@@ -150,7 +150,7 @@ def test_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> None:
     ],
     ids=lambda value: f"{value.prefill.tp_size}-{value.decode.tp_size}" if isinstance(value, Pair) else "",
 )
-def test_the_facts_are_said_in_words(pair: Pair, says: str) -> None:
+def test_the_facts_are_printed_in_words(pair: Pair, says: str) -> None:
     assert facts(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla) == says
 
 

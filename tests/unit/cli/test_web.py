@@ -62,7 +62,7 @@ def test_a_server_that_hangs_or_drips_is_not_waited_for(text: bytes, again: bool
         get(url, timeout=0.3)
 
 
-def test_what_speaks_no_http_is_named() -> None:
+def test_a_server_without_http_is_named() -> None:
     with saying(b"SSH-2.0-OpenSSH \x1b[31m\r\n") as url, pytest.raises(NoAnswerError, match="no answer: ") as error:
         get(url)
     assert str(error.value).isprintable()

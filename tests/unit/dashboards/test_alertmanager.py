@@ -1,4 +1,4 @@
-"""The example for Alertmanager: who is told of which alert, and what is not sent beside another one."""
+"""The example for Alertmanager: which alert goes to whom, and what is not sent beside another one."""
 
 import re
 from pathlib import Path

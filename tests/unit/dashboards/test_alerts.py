@@ -20,7 +20,8 @@ from dashboards.rules import Alert
 from dashboards.site import RUNBOOK, Site
 from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
 from kvobs.signals import SIGNALS, Scope
-from tests.unit.dashboards.scenes import BUILD, SCENES, UP, Fires, Scenes, Series
+from tests.unit.dashboards.scenes import SCENES, SUBJECTS
+from tests.unit.dashboards.scenes.scene import BUILD, UP, Fires, Scenes, Series
 
 BY_NAME = {alert.name: alert for alert in alerts(Site())}
 SCOPES = {signal.name: signal.scope for signal in SIGNALS}
@@ -42,12 +43,13 @@ NAMES = pytest.mark.parametrize("name", SCENES)
 
 
 def test_every_alert_has_its_scenes() -> None:
-    assert list(SCENES) == list(BY_NAME)
+    assert SCENES.keys() == BY_NAME.keys()
+    assert len(SCENES) == sum(len(subject) for subject in SUBJECTS)
     assert len(ALERTS) == len(BY_NAME)
 
 
 @NAMES
-def test_an_alert_fires_when_it_should_and_says_so(name: str, tmp_path: Path) -> None:
+def test_an_alert_fires_when_it_should_with_its_text(name: str, tmp_path: Path) -> None:
     """The healthy one beside it stays quiet: else there would be two alerts."""
     alert, scenes = BY_NAME[name], SCENES[name]
     tests = []
@@ -78,14 +80,14 @@ def test_an_alert_ends_in_health(name: str, tmp_path: Path) -> None:
 
 
 @NAMES
-def test_what_was_before_a_prometheus_is_new_is_no_news(name: str, tmp_path: Path) -> None:
+def test_what_was_before_a_new_prometheus_does_not_fire(name: str, tmp_path: Path) -> None:
     scenes = SCENES[name]
     seen = ((140, scenes.ended), (200, scenes.ended), (60, scenes.idle), (100, scenes.healthy))
     passes([case(since(begin, engine(series)), quietly(name, quiet_from(0))) for begin, series in seen], tmp_path, name)
 
 
 @NAMES
-def test_what_was_before_a_scrape_gap_is_no_news(name: str, tmp_path: Path) -> None:
+def test_what_was_before_a_scrape_gap_does_not_fire(name: str, tmp_path: Path) -> None:
     """Prometheus, or the way to the targets, is away: nothing fires afterwards that had ended before."""
     scenes = SCENES[name]
     tests = [

@@ -69,7 +69,7 @@ SPOILED: dict[str, Spoil] = {
     "bounded": expr("topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "hook" in str(p))),
     "palette": lambda board: board["annotations"]["list"][0].update(iconColor="#FF0000"),
     "traceql": expr("span.kv_transfer.mode", "span.kv_transfer.color", table),
-    "trace_links": lambda board: link_of(board).update(url="/explore?${__data.fields.traceID}"),
+    "trace_links": lambda board: link_of(board).update(url="/d/kvobs-slow-loads?var-trace=${__data.fields.traceID}"),
     "links": lambda board: board["links"][1].update(keepTime=False),
     "annotations": lambda board: board["annotations"]["list"].pop(),
     "loads_in_grafana_10_4": lambda board: board.update(schemaVersion=42),

@@ -101,7 +101,7 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
         "kvobs_quarantined",
         "kvobs_oldest_in_flight_timestamp_seconds",
         "kvobs_load_tokens_total",
-        "kvobs_unused_hit_tokens_total",
+        "kvobs_prefill_saved_seconds_total",
     ):
         assert name in text
     judged = [panel for panel in first if len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1]
@@ -144,9 +144,23 @@ def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
 
 
 def test_a_request_can_be_searched_for() -> None:
-    (box,) = [v for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"]
-    (table,) = [panel for panel in panels(SLOW_LOADS) if f"${{{box['name']}}}" in str(panel.get("targets"))]
+    assert [v["name"] for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"] == ["request", "trace"]
+    (table,) = [panel for panel in panels(SLOW_LOADS) if "${request}" in str(panel.get("targets"))]
     assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
+
+
+def test_a_viewer_sees_the_trace_of_a_span_on_the_board() -> None:
+    """Below the tables, each of which has a link to it: Grafana opens Explore for editors only."""
+    (shown,) = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "traces"]
+    assert [target["query"] for target in shown["targets"]] == ["${trace}"]
+    tables = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "table"]
+    assert len(tables) == 4
+    assert all(table["gridPos"]["y"] < shown["gridPos"]["y"] for table in tables)
+    properties = [p for table in tables for o in table["fieldConfig"]["overrides"] for p in o["properties"]]
+    links = [p["value"][0] for p in properties if p["id"] == "links"]
+    assert len(links) == 4
+    assert all("&var-trace=${__data.fields.traceIdHidden}&" in link["url"] for link in links)
+    assert not any(link["targetBlank"] for link in links)
 
 
 def test_durations_are_shown_twice_and_lead_to_traces() -> None:
@@ -193,7 +207,7 @@ def test_a_child_has_the_same_colour_on_all_boards() -> None:
     assert all(colors == list(looks.BY_INDEX) for colors in found)
 
 
-def test_several_connectors_can_be_told_apart() -> None:
+def test_lines_of_several_connectors_differ() -> None:
     """In a row of its own, or by colour, and then the kinds by the style of the line: at most two."""
     repeats = False
     for panel in CONNECTOR["panels"]:

@@ -202,6 +202,24 @@ def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> Non
     assert answers(tmp_path, series, questions.net_gain()) == {"": -1}
 
 
+def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
+    """Two engines have ``disk``, of which one gains two seconds a second and one stands still; a third has ``cpu``."""
+    series: dict[str, str] = {}
+    gaining = {"prefill_saved_seconds_total": "0+180x20", "load_waited_seconds_total": RISING}
+    for number, (name, counters) in enumerate((("disk", gaining), ("disk", {}), ("cpu", {}))):
+        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
+        series |= {each.replace("}", of): values for each, values in child(name, **counters).items()}
+    assert answers(tmp_path, series, questions.net_gain_share(*by_child)) == {"disk": 1}
+    assert answers(tmp_path, series, questions.net_gain_share()) == {"": pytest.approx(2 / 3)}
+    assert answers(tmp_path, series, questions.saved_share(*by_child)) == {"disk": 1.5, "cpu": 0}
+    assert answers(tmp_path, {}, questions.net_gain_share()) == {}
+
+
+def test_an_engine_with_two_connectors_is_one(tmp_path: Path) -> None:
+    series = child("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | child("cpu")
+    assert answers(tmp_path, series, questions.net_gain_share()) == {"": 1}
+
+
 def test_the_share_of_loads_that_do_not_pay(tmp_path: Path) -> None:
     series = child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20")
     series |= child("quick", loads_total__ok=RISING) | child("idle")
@@ -328,6 +346,16 @@ def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
     found = answers(tmp_path, series, asked)
     assert found == {"young": 1, "old": 0, "again": pytest.approx(1, rel=0.4)}
     assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
+
+
+def test_spans_lost_in_collectors_by_either_name(tmp_path: Path) -> None:
+    """The metric's name depends on the collector's settings; neither its job nor its address is an engine's."""
+    of = '{job="otel-collector",instance="%s",exporter="otlp_grpc"}'
+    series = {"otelcol_exporter_send_failed_spans" + of % "a:8888": RISING}
+    series["otelcol_exporter_send_failed_spans_total" + of % "b:8888"] = "0+120x20"
+    series["otelcol_exporter_sent_spans" + of % "a:8888"] = "0+600x20"
+    asked = questions.lost_in_collectors("otelcol_exporter_send_failed_spans")
+    assert answers(tmp_path, series, asked, label="instance") == {"a:8888": 1, "b:8888": 2}
 
 
 def test_a_version_is_marked_when_it_begins(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The stack of docker-compose.yml and the manifests for Kubernetes: what can be told of them without an engine."""
+"""The stack of docker-compose.yml and the manifests for Kubernetes: what can be checked without a Docker engine."""
 
 import json
 import re
@@ -108,8 +108,8 @@ def test_whom_the_settings_name_listens_there() -> None:
     text = "\n".join(path.read_text() for path in STACK.rglob("*") if path.is_file()) + json.dumps(SERVICES)
     named = set(re.findall(r"\b(prometheus|tempo|otel-collector|vllm):(\d{4,})", text))
     assert named == {
-        ("prometheus", "9090"), ("tempo", "3200"), ("tempo", "4317"), ("otel-collector", "4317"), ("vllm", "8000"),
-        ("vllm", "9464"),
+        ("prometheus", "9090"), ("tempo", "3200"), ("tempo", "4317"), ("otel-collector", "4317"),
+        ("otel-collector", "8888"), ("vllm", "8000"), ("vllm", "9464"),
     }  # fmt: skip
     for name in VLLM:
         assert SERVICES[name]["networks"]["default"]["aliases"] == ["vllm"]
@@ -177,10 +177,12 @@ def test_the_jobs_are_those_of_the_readme() -> None:
         {"job_name": name, "static_configs": [{"targets": [f"localhost:{port}"]}]}
         for name, port in (("vllm", 8000), ("kvobs", 9464))
     ]
-    for job, port in zip(load("prometheus.yml")["scrape_configs"], (8000, 9464), strict=True):
+    found = {}
+    for job in load("prometheus.yml")["scrape_configs"]:
         ((path,),) = (each["files"] for each in job.pop("file_sd_configs"))
-        assert load(path) == [{"targets": [f"vllm:{port}"]}]
+        ((found[Path(path).stem],),) = (each["targets"] for each in load(path))
         assert job == {"job_name": Path(path).stem}
+    assert found == {"vllm": "vllm:8000", "kvobs": "vllm:9464", "otel-collector": "otel-collector:8888"}
 
 
 def test_without_the_exporter_one_job_takes_what_the_other_leaves_out() -> None:
@@ -195,8 +197,12 @@ def test_without_the_exporter_one_job_takes_what_the_other_leaves_out() -> None:
 
 def test_exemplars_are_kept_and_lead_to_traces() -> None:
     assert "--enable-feature=exemplar-storage" in SERVICES["prometheus"]["command"]
-    (exemplar,) = SOURCES["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
-    assert exemplar == {"name": "trace_id", "datasourceUid": "tempo"}
+    in_explore, on_board = SOURCES["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert in_explore == {"name": "trace_id", "datasourceUid": "tempo"}
+    assert on_board.pop("urlDisplayLabel")
+    assert on_board == {"name": "trace_id", "url": "/d/kvobs-slow-loads?var-trace=$${__value.raw}"}
+    board = json.loads((GENERATED / "boards/kvobs-slow-loads.json").read_text())
+    assert "trace" in {variable["name"] for variable in board["templating"]["list"]}
     assert SOURCES["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"
 
 
@@ -248,6 +254,13 @@ def test_tempo_finds_a_trace_seconds_after_it_came() -> None:
     assert int(cutoff.removesuffix("s")) <= 5
 
 
+def test_traces_are_kept_for_as_long_as_metrics() -> None:
+    """Else exemplars lead nowhere."""
+    (kept,) = re.findall(r"--storage\.tsdb\.retention\.time=(\d+)d", json.dumps(SERVICES["prometheus"]["command"]))
+    retention = load("tempo.yaml")["overrides"]["defaults"]["compaction"]["block_retention"]
+    assert retention == f"{int(kept) * 24}h"
+
+
 def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> None:
     to_metrics = SOURCES["tempo"]["jsonData"]["tracesToMetrics"]
     labels = {tag["value"] for tag in to_metrics["tags"]}
@@ -291,6 +304,31 @@ def test_the_collector_uses_all_that_it_defines() -> None:
         assert set(pipeline[part]) == set(config[part])
     assert set(config["service"]["extensions"]) == set(config["extensions"])
     assert pipeline["processors"][0] == "memory_limiter"
+
+
+def test_the_collectors_own_metrics_can_be_scraped_by_the_names_of_the_docs() -> None:
+    """From outside its container, and without the suffix that the Prometheus exporter adds by default."""
+    (reader,) = load("otel-collector.yaml")["service"]["telemetry"]["metrics"]["readers"]
+    assert reader == {
+        "pull": {
+            "exporter": {
+                "prometheus": {
+                    "host": "0.0.0.0",
+                    "port": 8888,
+                    "without_type_suffix": True,
+                    "without_units": True,
+                    "without_scope_info": True,
+                }
+            }
+        }
+    }
+    assert load("targets/otel-collector.yml") == [{"targets": ["otel-collector:8888"]}]
+    queries = re.findall(r"^    (.*otelcol_.*)$", (ROOT / "docs/dashboards-and-alerts.md").read_text(), re.MULTILINE)
+    for query in queries:
+        promql_parser.parse(query)
+    assert [re.findall(r"\botelcol_\w+", query) for query in queries] == [
+        ["otelcol_exporter_send_failed_spans"], ["otelcol_exporter_enqueue_failed_spans"],
+    ]  # fmt: skip
 
 
 # --- Kubernetes
@@ -353,7 +391,7 @@ def test_a_cluster_scrapes_the_same_two_jobs() -> None:
         assert (job["action"], job["targetLabel"]) == ("replace", "job")
         found[job["replacement"]] = endpoint
     assert found == {"vllm": {"port": "http", "path": "/metrics"}, "kvobs": {"port": "kvobs", "path": "/metrics"}}
-    assert list(found) == [job["job_name"] for job in load("prometheus.yml")["scrape_configs"]]
+    assert [*found, "otel-collector"] == [job["job_name"] for job in load("prometheus.yml")["scrape_configs"]]
 
 
 def test_the_pods_of_the_deployment_have_the_ports_that_are_scraped() -> None:

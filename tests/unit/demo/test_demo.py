@@ -177,7 +177,7 @@ def test_no_prompt_has_a_length_that_the_disk_child_cannot_find_again(questions:
 
 
 def test_no_two_prompts_are_one_to_the_disk_child() -> None:
-    """It tells prompts apart by their whole blocks only."""
+    """It distinguishes prompts by their whole blocks only."""
     prompts = load.prompts(0, 24) + load.prompts(1, 24)
     assert len({prompt[: (len(prompt) - 1) // load.BLOCK * load.BLOCK] for prompt in prompts}) == len(prompts)
 

@@ -127,7 +127,7 @@ def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.Monkey
     assert rounds == ([20, 20] if repeat else [])
 
 
-def test_a_server_listens_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_server_listens_where_its_options_say(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "0.0.0.0"):
         line = server.Server(tmp_path, tmp_path / "log", host=host).command()
         assert line[line.index("--host") + 1] == host

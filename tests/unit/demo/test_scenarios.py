@@ -1,4 +1,4 @@
-"""The demo's faults: their configurations start, and what tells of them is found in /metrics."""
+"""The demo's faults: their configurations start, and what shows them is found in /metrics."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_a_fault_s_configuration_is_valid(fault: str, tmp_path: Path) -> None:
     assert extra["connectors"][0]["kv_connector_extra_config"]["fault"] in FAULTS
 
 
-def test_a_histogram_is_told_as_its_mean_over_all_engines_and_what_is_zero_is_not_told() -> None:
+def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:
     labels = {"model_name": "m", "connector": "cpu", "mode": "async"}
     samples = [
         Sample("kvobs_load_duration_seconds_sum", {**labels, "engine": "0"}, 3.0),

@@ -60,7 +60,7 @@ def test_a_port_just_closed_can_be_used_again() -> None:
 
 
 @pytest.mark.parametrize(("code", "text"), [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL")])
-def test_exit_statuses_are_said_in_words(code: int, text: str) -> None:
+def test_exit_statuses_are_printed_in_words(code: int, text: str) -> None:
     """A negative one is a signal."""
     assert exit_text(code) == text
 
@@ -77,7 +77,7 @@ def test_the_command_line_carries_every_setting() -> None:
 
 
 def test_each_rank_gets_a_core_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the environment says so in vLLM's notation."""
+    """And the environment has them in vLLM's notation."""
     monkeypatch.delenv(FIRST_CORE, raising=False)
     ours = sorted(os.sched_getaffinity(0))
     assert cores(1) == ours[:1]
@@ -314,8 +314,8 @@ def test_the_only_core_is_shared() -> None:
         os.sched_setaffinity(0, ours)
 
 
-def test_a_server_killed_from_outside_is_told_apart_from_one_that_never_came(server: Server) -> None:
-    """The next request says so, with the signal."""
+def test_a_server_killed_from_outside_differs_from_one_that_never_came(server: Server) -> None:
+    """The next request raises it, with the signal."""
     assert server.process is not None
     server.process.kill()
     server.process.wait()
@@ -343,7 +343,7 @@ def test_no_server_is_left_when_its_starter_is_killed(tmp_path: Path) -> None:
 
 
 def test_requests_carry_their_settings_and_headers(server: Server) -> None:
-    """Greedy and of fixed length unless told otherwise; the answer comes back as text, tokens and prompt length."""
+    """Greedy and of fixed length unless asked otherwise; the answer comes back as text, tokens and prompt length."""
     answer = server.complete([1, 2, 3], 5, headers={"x-tag": "T"}, temperature=0.5, kv_transfer_params={"a": 1})
     assert answer.text.startswith("T")
     assert (answer.tokens, answer.prompt_tokens) == ((1, 2), 7)

@@ -45,7 +45,7 @@ def shown(*spans: Span, width: int = 100, colour: bool = False) -> str:
 
 
 def test_a_loaded_request_reads_from_cause_to_effect() -> None:
-    """In order of start; what a parent says is not said again; a sampled parent is no news."""
+    """In order of start; what a parent shows is not repeated; the sampling reason 'parent' is not shown."""
     assert (
         shown(*LOADED)
         == """\

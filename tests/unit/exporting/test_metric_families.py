@@ -115,7 +115,9 @@ def test_small_durations_of_a_wide_bucket_keep_their_sum() -> None:
 
 
 @pytest.mark.parametrize("names", [("_sum",), ("_buckets",)])
-def test_a_histogram_of_another_library_is_told_one_by_one_whatever_it_calls_its_parts(names: tuple[str, ...]) -> None:
+def test_a_histogram_of_another_library_is_observed_one_by_one_whatever_it_calls_its_parts(
+    names: tuple[str, ...],
+) -> None:
     histogram = Single()
     for name in names:
         setattr(histogram, name, None)

@@ -339,7 +339,7 @@ def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypat
 
 
 class RayMetrics:
-    """Stands for ``ray.util.metrics``: the signatures are those of Ray 2.60, and what is told is kept."""
+    """Stands for ``ray.util.metrics``: the signatures are those of Ray 2.60, and what is observed is kept."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, float, dict[str, str]]] = []
@@ -365,7 +365,7 @@ class RayMetrics:
         return self._metric(name, tag_keys)
 
 
-def test_vllms_classes_in_front_of_ray_are_told_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_classes_in_front_of_ray_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = RayMetrics()
     monkeypatch.setattr(ray_wrappers, "ray_metrics", ray)
     monkeypatch.setattr(ray_wrappers, "ray_serve", None)

@@ -125,7 +125,7 @@ def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
     assert (span.instrumentation_scope.name, span.instrumentation_scope.version) == ("kvobs", kvobs.__version__)
 
 
-def test_a_span_without_a_parent_is_a_root_and_one_with_an_error_says_so(cutter: Make) -> None:
+def test_a_span_without_a_parent_is_a_root_and_one_with_an_error_has_its_status(cutter: Make) -> None:
     mine = cutter()
     mine.cut([record(attributes={spans.ERROR_TYPE: "OSError"}, reason="error")])
     (span,) = mine.sent()
@@ -231,7 +231,7 @@ def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_counted
 
 
 class Hanging(SpanExporter):
-    """Stands for a collector that takes no answer for one, until it is told."""
+    """Stands for a collector that does not answer before ``may_go`` is set."""
 
     def __init__(self) -> None:
         self.is_called, self.may_go = threading.Event(), threading.Event()
@@ -269,7 +269,7 @@ def test_a_full_queue_loses_new_spans_and_takes_them_again_when_it_is_empty(
 
 
 class Failing(SpanExporter):
-    """Fails as it is told to, and says of every batch why."""
+    """Fails as ordered, with a reason for every batch."""
 
     def __init__(self, failure: Exception | SpanExportResult) -> None:
         self.failure = failure
@@ -468,7 +468,7 @@ def test_a_protocol_that_is_none_is_named(endpoint: str | None, monkeypatch: pyt
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:1"}, True),
     ],
 )
-def test_text_is_plain_where_vllms_own_is_or_the_environment_says_so(
+def test_text_is_plain_where_vllms_own_is_or_the_environment_asks_for_it(
     endpoint: str | None, variables: dict[str, str], insecure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_otel_variables(monkeypatch, **variables)

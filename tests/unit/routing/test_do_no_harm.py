@@ -198,7 +198,7 @@ def test_with_decode_context_parallelism_bad_blocks_after_a_local_hit_are_comput
 @both
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, a: Script, b: Script) -> None:
-    """Each rank has an engine of its own, which hears one worker."""
+    """Each rank has an engine of its own, which gets the reports of one worker."""
     a.offers["r"] = KV
     b.promises.add("r")
     rig = Rig(router, a, b, ranks=2, external_rank=rank)

@@ -378,7 +378,7 @@ def test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more(engine: E
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_failure_that_tells_nothing_of_requests_taints_none(engine: Engine, a: Script) -> None:
+def test_a_failure_without_requests_taints_none(engine: Engine, a: Script) -> None:
     """A lookup that raised is about its request only; the others go on being saved."""
     engine.rig.add("known", max_tokens=20)
     engine.step(2)
@@ -412,7 +412,7 @@ def test_a_hidden_request_of_a_preemption_stays_hidden(engine: Engine, a: Script
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_known_request_is_asked_about_while_it_is_out_and_told_nothing_to_load(engine: Engine, a: Script) -> None:
+def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(engine: Engine, a: Script) -> None:
     """N4: LMCache drops its old block table nowhere else."""
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=3)
@@ -650,7 +650,7 @@ def test_a_synchronous_offer_is_unused(engine: Engine, a: Script, b: Script, cap
     assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
 
-def test_it_comes_back_by_itself_and_says_so(engine: Engine, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_comes_back_by_itself_and_logs_it(engine: Engine, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["start_load_kv"] = FAILURE
     engine.rig.add("r", max_tokens=3)
     with caplog.at_level("INFO"):
@@ -737,7 +737,7 @@ def test_a_connector_that_can_not_be_left_out_is_refused_and_named(connector: di
 
 
 def test_the_operator_decides_who_is_best_effort(a: Script) -> None:
-    """N9: that a class says nothing of ``requires_kv_delivery`` is no reason against it."""
+    """N9: that a class does not set ``requires_kv_delivery`` is no reason against it."""
     rig = Rig("kvobs", connectors=[child_config(a)], kvobs={"names": ["best"], "isolate": ["best"]})
     assert rig.workers[0].requires_kv_delivery is True
 

@@ -32,7 +32,7 @@ class Clock:
 
 
 class Asker:
-    """Children that answer what they are told, and count how often they were asked."""
+    """Children whose answers are given, and count how often they were asked."""
 
     def __init__(
         self, *answers: Answer, clock: Clock | None = None, async_only: Collection[int] = (), **options: Any
@@ -127,7 +127,7 @@ def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["first", "longest"])
-def test_a_banned_child_is_asked_and_not_heard(policy: str) -> None:
+def test_a_banned_child_is_asked_and_its_answer_is_dropped(policy: str) -> None:
     """N4."""
     asker = Asker((32, True), (16, True), load_policy=policy)
     asker.ask()

@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 
 
 @both
-def test_r1_every_child_hears_of_everything(router: str, a: Script, b: Script) -> None:
+def test_r1_every_child_gets_every_call(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     rig.add("r")
     rig.run(3)
@@ -186,7 +186,7 @@ def test_r11_the_allocation_may_come_steps_after_the_lookup(router: str, a: Scri
 # How loads and saves end
 
 
-def test_a_failure_on_one_rank_is_told_once_by_all(a: Script, b: Script) -> None:
+def test_a_failure_on_one_rank_is_reported_once_by_all(a: Script, b: Script) -> None:
     a.offers["r"] = [KV, (0, False)]
     rig = Rig("kvobs", a, b, ranks=2)
     rig.add("r")

@@ -1,6 +1,6 @@
 """What is wrong in vLLM's own MultiConnector, by the names of the design: each test must fail there, and pass here.
 
-Where stock has nothing to compare with, the test says so.
+Where stock has nothing to compare with, its docstring is the reason.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_w8_a_child_without_metrics_is_skipped(router: str, a: Script, b: Script
     metrics.observe({"ScriptedConnector": {"n": 1}, "MeteredConnector": {"n": 2}})
 
 
-def test_w7_w8_series_are_told_apart_by_the_connector_label(a: Script, b: Script) -> None:
+def test_w7_w8_series_differ_by_the_connector_label(a: Script, b: Script) -> None:
     """Stock has no such label."""
     registry = CollectorRegistry()
     metrics = build_prom("kvobs", registry, child_config(a, "MeteredConnector"), child_config(b, "MeteredConnector"))

@@ -33,7 +33,7 @@ def said(side: worker.WorkerSide) -> list[tuple[ReportKind, str, int]]:
     return [] if meta is None else [(r.kind, r.request, r.child) for r in meta.reports]
 
 
-def test_vllm_hears_of_ordered_failures_only(scripts: tuple[Script, Script]) -> None:
+def test_vllm_gets_ordered_failures_only(scripts: tuple[Script, Script]) -> None:
     a, b = scripts
     side = side_of(Rig("kvobs", a, b), failed=("f",))
     a.say(0, received="r", saved="s")
@@ -84,7 +84,7 @@ def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
         (False, False, False, False),
     ],
 )
-def test_numbers_go_when_the_scheduler_says_so_or_when_there_is_something_to_report_and_nothing_else_to_do(
+def test_numbers_go_when_the_scheduler_asks_or_when_there_is_something_to_report_and_nothing_else_to_do(
     ordered: bool, has_forward: bool, reporting: bool, flushes: bool, scripts: tuple[Script, Script]
 ) -> None:
     side = side_of(Rig("kvobs", *scripts))
@@ -111,7 +111,7 @@ LOAD = LoadOrder(0, is_async=True, blocks=((1,),))
     ],
     ids=["goes on", "has ended", "unknown", "failed", "another has ended", "one of two has ended"],
 )
-def test_an_arrived_load_is_told_at_once_only_if_nothing_comes_after_it(
+def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
     loads: tuple[tuple[str, LoadOrder], ...],
     orphaned: tuple[str, ...],
     says: dict[str, str],
@@ -131,7 +131,7 @@ def test_an_arrived_load_is_told_at_once_only_if_nothing_comes_after_it(
     assert (side._loads, side._orphaned) == ({}, set())
 
 
-def test_a_load_that_is_over_before_its_rank_hears_of_its_requests_end_is_forgotten(
+def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(
     scripts: tuple[Script, Script],
 ) -> None:
     side = side_of(Rig("kvobs", *scripts), ("r", LOAD))
@@ -169,7 +169,7 @@ def test_bad_blocks_of_an_async_load(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_tell_their_request(
+def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request(
     groups: int, scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
@@ -208,7 +208,7 @@ def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(
     assert side.get_transfer_results(set()) == Newer(), "once"
 
 
-def test_a_load_is_forgotten_when_the_scheduler_says_so_on_ranks_that_never_report(
+def test_a_load_is_forgotten_when_the_scheduler_orders_it_on_ranks_that_never_report(
     scripts: tuple[Script, Script],
 ) -> None:
     a, b = scripts
@@ -224,7 +224,7 @@ def test_a_load_is_forgotten_when_the_scheduler_says_so_on_ranks_that_never_repo
 
 
 def test_a_rank_forgets_what_it_never_reports_when_that_is_over(scripts: tuple[Script, Script]) -> None:
-    """A child may report on one rank for all: the others hear of its loads and saves, too."""
+    """A child may report on one rank for all: the others are passed its loads and saves, too."""
     a, b = scripts
     a.finished_count = 1
     a.offers["r"] = (2 * BLOCK, True)

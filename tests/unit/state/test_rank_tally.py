@@ -21,7 +21,7 @@ class Told:
     def __init__(self) -> None:
         self.expected = 0
         self.heard: set[object] = set()  # in the open round
-        self.before: set[object] | None = None  # in the completed round that others may still speak of
+        self.before: set[object] | None = None  # in the completed round that late reports may still belong to
 
     def count(self, reporters: list[object], expected: int) -> bool:
         """Take in who reports in one step; return whether that completes a round."""
@@ -127,7 +127,7 @@ def test_stuck_rounds_are_found_once_and_the_oldest_are_forgotten() -> None:
     assert tally.count([(2, {"r2"})], Step(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
 
 
-def test_a_stuck_round_stays_in_its_place_when_more_is_heard_of_it() -> None:
+def test_a_stuck_round_stays_in_its_place_when_more_reports_come() -> None:
     rounds = Rounds()
     rounds.count("r", 1, Step(0, 3, 3))
     rounds.find_stuck(0)

@@ -17,7 +17,7 @@ def test_every_100_ms_of_work() -> None:
 
 
 @pytest.mark.parametrize(("has_forward", "has_finished"), list(product([False, True], repeat=2)))
-def test_shortly_after_a_flush_only_the_last_word_of_a_burst(has_forward: bool, has_finished: bool) -> None:
+def test_shortly_after_a_flush_only_the_end_of_a_burst_flushes(has_forward: bool, has_finished: bool) -> None:
     rule = FlushRule()
     rule.decide(0, has_forward=True, has_finished=False)
     assert rule.decide(1, has_forward=has_forward, has_finished=has_finished) is (has_finished and not has_forward)
@@ -25,7 +25,7 @@ def test_shortly_after_a_flush_only_the_last_word_of_a_burst(has_forward: bool, 
 
 @pytest.mark.parametrize("idle", [EVERY_NS // 2, EVERY_NS, 1000 * EVERY_NS])
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_after_the_last_word_of_a_burst_the_next_one_has_100_ms(idle: int, has_forward: bool) -> None:
+def test_after_the_last_flush_of_a_burst_the_next_one_has_100_ms(idle: int, has_forward: bool) -> None:
     """A first token does not wait for a flush, however long the engine was idle."""
     rule = FlushRule()
     assert rule.decide(0, has_forward=False, has_finished=True)
@@ -35,11 +35,11 @@ def test_after_the_last_word_of_a_burst_the_next_one_has_100_ms(idle: int, has_f
     assert rule.decide(begin + EVERY_NS, has_forward=True, has_finished=False)
 
 
-def test_what_the_workers_told_by_themselves_counts_as_a_last_word() -> None:
+def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
     rule = FlushRule()
     rule.decide(0, has_forward=True, has_finished=False)
     rule.decide(1, has_forward=False, has_finished=False)
-    rule.told()
+    rule.flushed()
     assert not rule.decide(5 * EVERY_NS, has_forward=True, has_finished=False)
 
 
@@ -49,14 +49,14 @@ def test_steps_longer_than_100_ms_all_flush(tells: bool) -> None:
     for now in range(0, 10 * EVERY_NS, EVERY_NS + 1):
         assert rule.decide(now, has_forward=True, has_finished=False)
         if tells:
-            rule.told()
+            rule.flushed()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * EVERY_NS), st.booleans(), st.booleans(), st.booleans()), max_size=60))
 def test_while_work_goes_on_no_number_waits_for_longer_than_100_ms_and_a_step(
     steps: list[tuple[int, bool, bool, bool]],
 ) -> None:
-    """A number of a step is told within 100 ms of the next one's begin, or by that step itself, or by the last."""
+    """A number of a step is sent within 100 ms of the next one's begin, or by that step itself, or by the last."""
     rule = FlushRule()
     now, oldest = 0, None
     for waited, has_forward, has_finished, news in steps:
@@ -69,4 +69,4 @@ def test_while_work_goes_on_no_number_waits_for_longer_than_100_ms_and_a_step(
         if flushed or (news and not has_forward):
             oldest = None
         if flushed or (news and not has_forward):
-            rule.told()
+            rule.flushed()

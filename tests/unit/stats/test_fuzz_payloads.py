@@ -172,7 +172,7 @@ def test_a_payload_that_is_broken_anywhere_costs_no_other_one_anything(
     st.dictionaries(st.sampled_from(["data", "types", "num_failed_transfers"]) | st.text(max_size=3), broken),
     st.integers(1, 3),
 )
-def test_what_another_version_of_a_child_tells_reaches_vllms_log_or_not_and_never_raises(
+def test_stats_of_another_version_of_a_child_reach_vllms_log_or_not_and_never_raise(
     name: str, lasting: ApiServer, told: dict[Any, Any], times: int
 ) -> None:
     """NIXL's stats, for one, can't say whether they are empty when a key is missing."""

@@ -101,7 +101,7 @@ def numbers_of(stats: MultiKVConnectorStats) -> Taken:
 
 
 class Telling:
-    """A child's connector that has stats to tell."""
+    """A child's connector that has stats."""
 
     def __init__(self, *told: KVConnectorStats | None) -> None:
         self.told = list(told)
@@ -115,7 +115,7 @@ def collector(*connectors: Any) -> tuple[Collector, Recorder]:
     return Collector([Child(i, f"c{i}", c, recorder) for i, c in enumerate(connectors)], recorder), recorder
 
 
-def test_what_children_tell_is_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
+def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
     collects, recorder = collector(Telling(None, Summed(data={"n": 1}), None), Telling(None, None, None))
     recorder.count(1, slot(LOOKUPS, "hit"), 5)
     assert collects.collect(is_due=False) is None
@@ -154,7 +154,7 @@ def test_a_child_without_stats_is_not_asked() -> None:
 @pytest.mark.parametrize(
     "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Summed()], ids=str
 )
-def test_other_stats_are_no_news(stats: Any) -> None:
+def test_other_stats_are_ignored(stats: Any) -> None:
     assert not has_content(stats)
 
 

@@ -62,7 +62,7 @@ def served(folder: Path, a: Script, b: Script) -> Rig:
 
 
 @pytest.mark.parametrize("what", What)
-def test_what_a_record_is_about_is_one_word(what: What) -> None:
+def test_the_kind_of_a_record_is_one_word(what: What) -> None:
     for child in (0, 3, OWN):
         for hook in (NAMES[0], NAMES[-1]):
             for n in (0, 1, N_AT_MOST):
@@ -394,7 +394,7 @@ def test_a_fault_in_here_does_not_reach_the_call(folder: Path, a: Script, caplog
     assert len(a.called("start_load_kv")) == 6
 
 
-def test_the_engines_of_data_parallelism_are_told_apart_and_are_one_run(folder: Path, a: Script) -> None:
+def test_the_engines_of_data_parallelism_are_separate_and_are_one_run(folder: Path, a: Script) -> None:
     for suffix in ("_dp0", "_dp1"):
         transfer = transfer_config("kvobs", [child_config(a)], engine_id=f"e{suffix}")
         config = engine_config(transfer)

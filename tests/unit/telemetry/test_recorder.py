@@ -276,9 +276,7 @@ class Noting:
 
 
 @given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
-def test_the_tracer_is_told_of_slow_and_failed_calls_or_of_each(
-    spent: int, slow_ns: int, fails: bool, traces_all: bool
-) -> None:
+def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int, fails: bool, traces_all: bool) -> None:
     def child(subject: str) -> None:
         if fails:
             raise LookupError(subject)

@@ -179,7 +179,7 @@ def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -
     assert child.facts.supports_hma
 
 
-def test_the_library_behind_a_class_of_vllm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_behind_a_class_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of([{"kv_connector": "NixlConnector", "kv_role": "kv_both"}])
     facts = check(config).children[0].facts
     assert facts is not None
@@ -506,7 +506,7 @@ def test_engines_that_do_not_fit_are_a_mistake() -> None:
     assert checked.engines is None
 
 
-def test_nothing_of_what_may_be_a_secret_is_told() -> None:
+def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
     secret = "hunter2"
     bad = config_of([{**TWO[0], "kv_port": secret, "password": secret, PATH: secret}], engine_id=[secret])
     checked = check(bad)

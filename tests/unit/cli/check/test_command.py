@@ -42,7 +42,7 @@ def run(config: Any, *arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli.app, ["check", text, *arguments], input=stdin, env={"COLUMNS": "160"})
 
 
-def test_a_good_configuration_is_told_and_ends_well() -> None:
+def test_a_good_configuration_is_printed_and_ends_well() -> None:
     result = run(GOOD)
     assert result.exit_code == 0
     assert "routes between vLLM" in result.stdout
@@ -52,7 +52,7 @@ def test_a_good_configuration_is_told_and_ends_well() -> None:
     assert "mistake:" not in result.stdout
 
 
-def test_where_metrics_and_spans_go_is_told() -> None:
+def test_where_metrics_and_spans_go_is_printed() -> None:
     spans = ("--otlp-traces-endpoint", "http://collector:4317")
     cells = (re.split(r" {2,}", line.strip(), maxsplit=1) for line in run(GOOD, *spans).stdout.splitlines())
     rows = dict(cell for cell in cells if len(cell) == 2)
@@ -62,7 +62,7 @@ def test_where_metrics_and_spans_go_is_told() -> None:
     assert (report["metrics_go_to"], report["spans_go_to"]) == (rows["metrics go to"], rows["spans go to"])
 
 
-def test_mistakes_are_told_with_their_fix_and_end_with_status_1() -> None:
+def test_mistakes_are_printed_with_their_fix_and_end_with_status_1() -> None:
     result = run(BAD)
     assert result.exit_code == 1
     flat = " ".join(result.stdout.split())
@@ -94,7 +94,7 @@ def test_what_has_mistakes_is_not_rewritten() -> None:
     assert "mistake: kv_role: found 'both'" in " ".join(result.stderr.split())
 
 
-def test_a_stock_configuration_is_told_that_kvobs_is_not_in_it() -> None:
+def test_of_a_stock_configuration_it_prints_that_kvobs_is_not_in_it() -> None:
     result = run(STOCK)
     assert result.exit_code == 0
     assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
@@ -131,7 +131,7 @@ def test_what_can_not_be_read_is_a_mistake_too(config: str, says: str, option: t
         assert json.loads(result.stdout)["mistakes"][0]["path"] == "CONFIG"
 
 
-def test_the_options_of_vllm_are_heard() -> None:
+def test_the_options_of_vllm_are_read() -> None:
     pair = ("--disable-log-stats", "--otlp-traces-endpoint", "http://collector:4317")
     assert run(GOOD, *pair).exit_code == 1
     assert run(GOOD, *pair[:1]).exit_code == 0

@@ -38,7 +38,7 @@ def address_of(url: str) -> str:
     return url.removeprefix("http://").removesuffix("/metrics")
 
 
-def test_what_a_server_has_is_told(exporter: str) -> None:
+def test_what_a_server_has_is_printed(exporter: str) -> None:
     looked = look([exporter])
     assert looked.mistakes == []
     facts = looked.facts[exporter]

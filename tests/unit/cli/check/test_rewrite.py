@@ -131,7 +131,7 @@ def test_a_class_that_no_child_may_be_called_by_gets_no_name(connector: str) -> 
 
 @pytest.mark.parametrize("extra", [None, [], "text", {}, {"connectors": 3}, {"connectors": [{}], "kvobs": 1}])
 def test_what_is_wrong_stays_as_wrong_as_it_was(extra: Any) -> None:
-    """The check has a word for it."""
+    """The check reports it."""
     stock = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     config = rewrite(stock)
     assert config == stock | {"kv_connector_module_path": "kvobs"}

@@ -178,7 +178,7 @@ def test_each_request_is_a_line_of_json(tmp_path: Path, a: Script) -> None:
     assert (waiting["load"]["waits_for"], waiting["load"]["outcome"], waiting["resume"]) == ([1], "open", None)
 
 
-def test_without_requests_there_is_one_word_of_it(tmp_path: Path, a: Script) -> None:
+def test_without_requests_there_is_one_line_about_it(tmp_path: Path, a: Script) -> None:
     recording_rig(tmp_path / "t", a).step()
     assert run(tmp_path / "t", "--requests") == (
         0,

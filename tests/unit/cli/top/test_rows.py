@@ -118,7 +118,7 @@ def test_the_first_scrape_says_what_happened_since_the_start() -> None:
     assert disk.exceptions == 4
 
 
-def test_where_others_have_two_scrapes_one_tells_how_things_stand_only() -> None:
+def test_where_others_have_two_scrapes_one_scrape_has_gauges_only() -> None:
     engines = Engines("cpu", "disk")
     engines.tell(busy, GAUGES)
     cpu, disk = without_measures(server_row("here", None, engines.scrape(unix_s=1000))).children

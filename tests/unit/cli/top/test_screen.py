@@ -1,4 +1,4 @@
-"""Whatever the numbers, names and window: nothing runs over its edges, nobody is lost without a word."""
+"""Whatever the numbers, names and window: nothing runs over its edges, nothing is left out unmarked."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_of_several_servers_each_has_a_number() -> None:
     ]  # fmt: skip
 
 
-def test_sorted_by_a_column_the_title_says_so_and_the_column_stands_out() -> None:
+def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> None:
     lines = picture([SERVER], View("errors"), 80)
     assert "by errors, largest first" in lines[0].plain
     assert [line.plain[:4] for line in lines[7:]] == ["disk", "  in", "cpu ", "  ga"]

@@ -92,25 +92,25 @@ def test_a_watched_server_may_go_and_come_back() -> None:
     engines = Engines("cpu")
     with serving(engines) as address:
         watch = Watch(url_of(address), 1)
-        assert watch.row(watch.heard, since_start=False).error == "no answer yet"
+        assert watch.row(watch.reading, since_start=False).error == "no answer yet"
         scrape_all([watch])
-        first = watch.row(watch.heard, since_start=False)
+        first = watch.row(watch.reading, since_start=False)
         assert (first.address, first.error, first.seconds, first.children[0].loads) == (address, None, None, None)
-        assert watch.row(watch.heard, since_start=True).children[0].loads == 0
+        assert watch.row(watch.reading, since_start=True).children[0].loads == 0
         engines.tell(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
         scrape_all([watch])
-        row = watch.row(watch.heard, since_start=False)
+        row = watch.row(watch.reading, since_start=False)
         assert row.seconds is not None
         assert (row.children[0].loads or 0) * row.seconds == pytest.approx(3)
     scrape_all([watch])
-    since = watch.heard.error_since_s
-    row = watch.row(watch.heard, since_start=True)
+    since = watch.reading.error_since_s
+    row = watch.row(watch.reading, since_start=True)
     assert (row.error, row.children) == ("no answer: Connection refused", ())
     scrape_all([watch])
-    assert watch.heard.error_since_s == since
+    assert watch.reading.error_since_s == since
     with serving(engines) as address:
         watch.url = url_of(address)
         scrape_all([watch])
-        assert watch.row(watch.heard, since_start=False).seconds is None
+        assert watch.row(watch.reading, since_start=False).seconds is None
         scrape_all([watch])
-        assert watch.row(watch.heard, since_start=False).children[0].loads == 0
+        assert watch.row(watch.reading, since_start=False).children[0].loads == 0

@@ -1,0 +1,137 @@
+"""Scenes of loads that fail, of exceptions and of quarantine."""
+
+from tests.unit.dashboards.scenes.scene import OF_CHILD, UP, Fires, Scenes, Series, rare
+
+ONE_IN_FOUR_MINUTES = " ".join(f"{number}x7" for number in range(50))
+
+
+def loads(failed: str, ok: str, policy: str = "recompute") -> Series:
+    of = {"failed": failed, "ok": ok, "aborted": "0+50x400"}
+    counted = {f'kvobs_loads_total{{mode="async",outcome="{outcome}"}}': values for outcome, values in of.items()}
+    return {**counted, f'kvobs_connector_info{{index="0",failure_policy="{policy}"}}': UP}
+
+
+def failing(policy: str, ending: str) -> Scenes:
+    """A connector whose loads fail, of engines with this ``failure_policy``."""
+
+    def of(failed: str, ok: str) -> Series:
+        return loads(failed, ok, policy)
+
+    says = f"{{}} of the loads from {OF_CHILD} failed in the last five minutes. {ending}"
+    other = "fail" if policy == "recompute" else "recompute"
+    return Scenes(
+        healthy=of("0+1x400", "0+99x400"),
+        fires=(
+            Fires(of("0+1x400", "0+9x400"), "20m", says.format("10%")),
+            Fires(of("_x20 1+1x400", "0+0x400"), "20m", says.format("100%")),
+            Fires(of("_x20 " + "1 1 1 1 2 2 2 2 3 3 3 3 4 4 4 4 5 5 5 5 6 6 6 6 7 7 7 7 8 8 8 8", "0+0x400"), "25m",
+                  says.format("100%")),  # one in two minutes
+        ),
+        ended=of("0+10x100 1000+0x300", "0+90x100 9000+100x300"),
+        idle=of("500+0x400", "500+0x400"),
+        restart=of("0+1x60 0+1x300", "0+99x60 0+99x300"),
+        quiet=(
+            of("0+0x40 1+0x360", "0+0x400"),  # one failure, and no other load
+            of("0+0x40 1+0x360", "0+0x50 1+0x350"),  # one of two
+            of("0+0x40 1+0x8 2+0x352", "0+1x400"),  # two of 24
+            of(ONE_IN_FOUR_MINUTES, "0+0x400"),  # alone
+            loads("0+1x400", "0+9x400", other),  # another alert's
+        ),
+    )  # fmt: skip
+
+
+def engines(policy: str, *numbers: tuple[str, str]) -> Series:
+    """Return failed and good loads of several engines: of the one that the scene is about, and of others."""
+    found: dict[str, str] = {}
+    for place, (failed, ok) in enumerate(numbers):
+        other = f',instance="gpu-{100 + place}:8000"}}' if place else "}"  # beyond those of any test
+        found |= {name.replace("}", other): values for name, values in loads(failed, ok, policy).items()}
+    return found
+
+
+def many_failing(policy: str, ending: str) -> Scenes:
+    """Many engines of a cluster whose loads fail, with this ``failure_policy``."""
+    well, bad = ("0+1x400", "0+99x400"), ("0+1x400", "0+9x400")
+    thin = [(ONE_IN_FOUR_MINUTES, ok) for ok in ("0+0x400", "0+0.125x400", "0+0.25x400")]
+    worse = [("0+2x400", "0+8x400"), ("0+3x400", "0+7x400")]
+    says = (
+        f"On {{}} of the engines of job kvobs that load from disk, these loads fail. {ending} "
+        "What the engines share may be the cause: the store, the network, a new version. Worst: {}."
+    )
+    worst = "gpu-102:8000/0 gpu-101:8000/0 gpu-1:8000/0"
+    other = "fail" if policy == "recompute" else "recompute"
+    return Scenes(
+        healthy=engines(policy, well),
+        fires=(
+            Fires(engines(policy, bad, *worse, *[well] * 9), "20m", says.format("25%", worst)),
+            # Idle engines do not hide it, nor do those that never had a load.
+            Fires(
+                engines(policy, bad, *worse, *[("5+0x400", "90+0x400"), ("_x400", "_x400")] * 9),
+                "20m",
+                says.format("100%", worst),
+            ),
+            # No engine has enough of them for an alert of its own.
+            Fires(
+                engines(policy, *thin),
+                "30m",
+                says.format("100%", "gpu-1:8000/0 gpu-101:8000/0 gpu-102:8000/0"),
+            ),
+        ),
+        ended=engines(policy, *[("0+1x100 100+0x300", "0+9x100 900+10x300")] * 3),
+        idle=engines(policy, *[("500+0x400", "500+0x400")] * 3),
+        restart=engines(policy, *[("0+1x60 0+1x300", "0+99x60 0+99x300")] * 3),
+        quiet=(
+            engines(policy, bad, bad),  # alerts of their own are enough
+            engines(policy, *[bad] * 3, *[well] * 12),  # a fifth
+            engines(policy, *[("0+0x40 1+0x360", "0+0x400")] * 9),  # one load each
+            engines(policy, *[(f"0+0x{20 * i + 1} 1+1x20 21+0x400", "0+10x400") for i in range(5)]),  # in turn
+            engines(other, *[bad] * 3),  # another alert's
+        ),
+    )
+
+
+def quarantined(values: str, steps: str = "0+0.01x400") -> Series:
+    return {"kvobs_quarantined": values, 'kvobs_self_seconds_total{where="record"}': steps}
+
+
+SCENES = {
+    "KvobsEnginesFailingRequests": many_failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
+    "KvobsRequestsFailing": failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
+    "KvobsFailedSyncLoads": rare(
+        "kvobs_failed_sync_loads_total",
+        f"{{}} synchronous loads from {OF_CHILD} failed in the last fifteen minutes. Blocks that other connectors "
+        "saved in the same step may be wrong, and so are answers that use them. Other connectors: cpu.",
+        beside={"kvobs_connector_info": UP},
+    ),
+    "KvobsEnginesFailing": many_failing("recompute", "Their tokens are recomputed."),
+    "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
+    "KvobsConnectorQuarantined": Scenes(
+        healthy=quarantined("0+0x400"),
+        fires=(
+            Fires(
+                quarantined("0+0x20 1+0x40"),
+                "20m",
+                f"{OF_CHILD} was in quarantine for 100% of the last five minutes, because it fails. Requests are "
+                "served without this cache.",
+            ),
+            Fires(
+                quarantined("1 1 0 1 1 1 0 1 1 1 1 0 1 1 1 0 1 1 1 1 1 1 0 1 1 1 0 1 1 1"),  # trials
+                "10m",
+                f"{OF_CHILD} was in quarantine for 81.82% of the last five minutes, because it fails. Requests are "
+                "served without this cache.",
+            ),
+        ),
+        ended=quarantined("0+0x40 1+0x60 0+0x300"),
+        idle=quarantined("1+0x400", "5+0x400"),  # no request, no probation
+        restart=quarantined("0+0x20 1+0x2 _x2 0+0x360"),
+        quiet=(
+            quarantined("0+0x20 1+0x3 0+0x60"),
+            quarantined("0+0x20 1+0x300", "0+0.01x20 0.2+0x300"),  # the last request brought it into quarantine
+        ),
+    ),
+    "KvobsConnectorErrors": rare(
+        'kvobs_call_errors_total{hook="get_num_new_matched_tokens",error_type="TimeoutError"}',
+        f"{OF_CHILD} raised {{}} exceptions in the last fifteen minutes. If it is not in the option isolate, one "
+        "exception can end the engine.",
+    ),
+}

@@ -1,0 +1,65 @@
+"""What a scene of an alert is, and what several subjects have in common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Series = Mapping[str, str]
+"""What samples each series has, one every 30 s, in promtool's notation: a+bxN is a, and N more, b apart."""
+
+OF_CHILD = "disk on engine 0 of gpu-1:8000 (org/model a&b)"
+OF_ENGINE = "engine 0 of gpu-1:8000 (org/model a&b)"
+NOTHING: Series = {}
+UP, UNKNOWN = "1+0x400", "_x400"
+BUILD = 'kvobs_build_info{version="0.1.0",vllm_version="0.32.0"}'
+
+
+@dataclass(frozen=True)
+class Fires:
+    """Series that fire, when, and what the alert says; ``more`` are labels beside those of what it is about.
+
+    ``until`` is a second moment at which it still fires, and what it says then.
+    """
+
+    series: Series
+    at: str
+    says: str
+    more: Mapping[str, str] = field(default_factory=dict)
+    until: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """For one alert: healthy traffic, what fires, and what doesn't, at any time."""
+
+    healthy: Series
+    fires: tuple[Fires, ...]
+    ended: Series
+    """It fires in the 45th minute, and the trouble ends in the 50th: nothing fires from the 70th minute on."""
+    idle: Series
+    """All stands still, after trouble long ago: looked at from the 40th minute on."""
+    restart: Series
+    quiet: tuple[Series, ...] = ()
+
+
+def rare(metric: str, says: str, more: Mapping[str, str] = NOTHING, beside: Series = NOTHING) -> Scenes:
+    """Something that must not happen at all, and whose series begins with its first event."""
+    return Scenes(
+        healthy=beside,
+        fires=(
+            Fires({metric: "_x40 1+0x20"}, "22m", says.format("1"), more),
+            Fires({metric: "1+0x100 2+0x20"}, "52m", says.format("1"), more),
+            Fires({metric: "3+0x60 _x2 1+0x20"}, "34m", says.format("1"), more),  # the first after a restart
+            # The first, a minute after the engine's start: a new pod.
+            Fires({metric: "_x42 1+0x20", "up": "_x40 1+0x100", BUILD: "_x40 1+0x100"}, "23m", says.format("1"), more),
+            # The first, while nothing was scraped for ten minutes, which began after the engine.
+            Fires({metric: "_x60 1+0x40", BUILD: "1+0x40 _x19 1+0x100"}, "32m", says.format("1"), more),
+        ),
+        ended={metric: "_x88 1+0x300"},
+        idle={metric: "3+0x400"},
+        restart={metric: "3+0x100 _x4", BUILD: "1+0x100 _x4 1+0x300"},
+        quiet=(
+            {metric: "3+0x40 _x70 3+0x290", BUILD: "1+0x40 _x70 1+0x290"},  # Prometheus was away for 35 minutes,
+            {metric: "3+0x40 _x40 3+0x320", BUILD: "1+0x40 _x40 1+0x320"},  # for 20,
+            {metric: "_x40 50+0x360", BUILD: "_x40 1+0x360"},  # or had not begun
+        ),
+    )
