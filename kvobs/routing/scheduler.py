@@ -100,7 +100,7 @@ class SchedulerSide:
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
         self._offers = Offers(children, options, recorder, isolation=self.isolation, async_only=async_only)
         self._open_lookups = OpenLookups(children, self._visibility)
-        self._traces = telemetry.traces
+        self._traces, self._reports = telemetry.traces, telemetry.reports
         self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]
         self._output_view = OutputView(children, self.ledger, self._visibility, self._listener.stray)
         self._collector = Collector(children, recorder, feed)
@@ -348,6 +348,7 @@ class SchedulerSide:
         for stray in finished.stray:
             self._listener.stray(stray)
         params = self._traces.into_params(request_id, params) or params
+        params = self._reports.finished(request, params) or params
         self._listener.request_ended(request_id)
         self.isolation.gone(request_id)
         self._open_lookups.forget(request_id)
