@@ -148,6 +148,7 @@ class RequestLog(Unlogged):
             dropped += 1
         self._recorder.count_own(_DROPPED, dropped)
 
+    @contained("flush")
     def close(self) -> None:
         """Write what waits; for a second at most."""
         self._is_over.set()

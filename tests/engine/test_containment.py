@@ -48,6 +48,7 @@ NOT_HERE = {
     "telemetry.telemetry:_trace": "passed once, at start",
     "telemetry.flight:begin": "passed once, at start",
     "telemetry.telemetry:_report": "passed once, at start",
+    "telemetry.request_log:RequestLog.close": "passed once, at the end",
     "exporting.prometheus:MultiKVConnectorPromMetrics._define_own": "passed once, at start",
     "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter": "passed once, at start",
     **dict.fromkeys(
