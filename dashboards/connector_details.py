@@ -41,7 +41,10 @@ def details() -> list[Section]:
         ),
         Section(
             "kvobs: cost and internal errors",
-            [(8, [(6, _self()), (6, _faults()), (6, _dropped()), (6, _malformed())])],
+            [
+                (8, [(8, _self()), (8, _faults()), (8, _dropped())]),
+                (8, [(12, _malformed()), (12, _dropped_lines())]),
+            ],
             collapsed=True,
         ),
         Section(
@@ -323,6 +326,19 @@ def _malformed() -> Panel:
             "They are served like all others.",
         ),
         "source",
+    )
+
+
+def _dropped_lines() -> Panel:
+    return _rare(
+        signals.REQUEST_LOG_DROPPED,
+        "Lines of the request log dropped",
+        About(
+            "Lines of the option request_log that could not be written.",
+            "Zero is normal. Otherwise the disk is full, the folder is gone, or nobody reads the pipe.",
+            "vLLM's log has the error; lower request_log_ratio if the disk is too slow.",
+            "Serving is not affected, and metrics are complete.",
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -62,6 +63,18 @@ def _absolute(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
         raise PydanticCustomError("relative_path", "Input should be an absolute path")
     return path
+
+
+def _who_is_answered(report: Any) -> Any:
+    if not isinstance(report, bool) and report != "always":
+        raise PydanticCustomError("report", "Input should be true, false or 'always'")
+    return report
+
+
+def _log_output(name: str) -> str:
+    if name != "stderr" and (not name.startswith("/") or "\0" in name):
+        raise PydanticCustomError("log_output", "Input should be 'stderr', or an absolute path")
+    return name
 
 
 Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -190,6 +203,17 @@ class Options(BaseModel):
         "are in host memory, else vLLM's",
     )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
+    report: Annotated[Literal[False, True, "always"], BeforeValidator(_who_is_answered)] = Field(
+        default=False,
+        description="report in the response's `kv_transfer_params.kvobs` which connector loaded how many tokens: to "
+        'clients that ask by `{"kvobs": {"report": true}}` there, or `always`',
+    )
+    request_log: Annotated[StrictStr, AfterValidator(_log_output)] | None = Field(
+        default=None, description="file, or `stderr`, that gets the same as a JSON line for each finished request"
+    )
+    request_log_ratio: Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)] = Field(
+        default=1, description="share of the requests that are in this log, by their ids"
+    )
     timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
     exporter: ExporterOptions | None = Field(
         default=None,

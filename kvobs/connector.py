@@ -120,9 +120,12 @@ class MultiConnector(stock.MultiConnector):
             copies = BlockCopies(recorder, options.block_copy, blocks)
             self._side = WorkerSide(self._children, records, rank, len(groups), copies)
         self._put_hooks_in_place(records.flight)
+        shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
+        ended = records.reports.log.ended_by(shutdown)
         if self._feed is not None:
-            shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
-            setattr(self, "shutdown", self._feed.ended_by(shutdown))  # noqa: B010
+            ended = self._feed.ended_by(ended)
+        if ended is not shutdown:
+            setattr(self, "shutdown", ended)  # noqa: B010
 
     def _put_hooks_in_place(self, noting: flight.Flight | None) -> None:
         """Bind general hooks to the children and the role's hooks to its side, if this vLLM has them.

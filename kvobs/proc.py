@@ -1,5 +1,6 @@
 """Read what Linux says of a process."""
 
+import os
 from pathlib import Path
 
 
@@ -8,3 +9,11 @@ def stat(pid: int) -> tuple[str, list[str]]:
     # The name, in parentheses, may hold anything: the fields begin after the last one.
     name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
     return name, fields.split()
+
+
+def cores_of_parent() -> set[int]:
+    """Return the cores of the process that started this one: its own may be bound to those of the model."""
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:
+        return os.sched_getaffinity(0)

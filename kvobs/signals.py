@@ -251,6 +251,11 @@ MALFORMED_CONTEXTS = Signal(
     {"source": ("headers", "params")},
     scope=Scope.PROCESS,
 )
+REQUEST_LOG_DROPPED = Signal(
+    "kvobs_request_log_dropped_total",
+    "Lines of the request log that were dropped because it could not be written.",
+    scope=Scope.PROCESS,
+)
 
 ENGINE_UP = Signal(
     "kvobs_engine_up",

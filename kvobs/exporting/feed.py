@@ -27,6 +27,7 @@ from kvobs import faults, host, signals
 from kvobs.config import ExporterOptions, Options
 from kvobs.exporting.current_call import CurrentCall, current_call
 from kvobs.log import log
+from kvobs.proc import cores_of_parent
 from kvobs.stats import wire
 from kvobs.stats.hello import Connector, Engine
 from kvobs.stats.payload import KvobsStats
@@ -105,7 +106,7 @@ class Feed:
         self._engines_thread = get_ident()
         self._call: CurrentCall | None = None  # the last one sent
         self._look_at = 0.0
-        self._cores = _cores_of_parent()
+        self._cores = cores_of_parent()
         self._thread = Thread(target=self._run, name="kvobs-feed", daemon=True)
         self._thread.start()
 
@@ -346,11 +347,3 @@ def _environment(package: Path = Path(kvobs.__file__).parent) -> dict[str, str]:
         paths = [str(package.parent), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environ
-
-
-def _cores_of_parent() -> set[int]:
-    """Return the cores of the process that started this one: its own may be bound to those of the model."""
-    try:
-        return os.sched_getaffinity(os.getppid())
-    except OSError:
-        return os.sched_getaffinity(0)

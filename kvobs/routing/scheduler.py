@@ -102,7 +102,7 @@ class SchedulerSide:
         # Without isolation and open lookups every child sees every request, and a step need not look for others.
         self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
         self._open_lookups = OpenLookups(children, self._visibility)
-        self._traces = telemetry.traces
+        self._traces, self._reports = telemetry.traces, telemetry.reports
         self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]
         self._output_view = OutputView(children, self.ledger, self._visibility, self._listener.stray)
         self._collector = Collector(children, recorder, feed)
@@ -351,6 +351,7 @@ class SchedulerSide:
         for stray in finished.stray:
             self._listener.stray(stray)
         params = self._traces.into_params(request_id, params) or params
+        params = self._reports.finished(request, params) or params
         self._listener.request_ended(request_id)
         self.isolation.gone(request_id)
         self._open_lookups.forget(request_id)

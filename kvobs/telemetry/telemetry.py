@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvobs import faults
+from kvobs import faults, host
 from kvobs.config import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry import flight
@@ -15,6 +15,8 @@ from kvobs.telemetry.call_spans import CallSpans
 from kvobs.telemetry.flight import Flight
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
+from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr, Unlogged
+from kvobs.telemetry.request_reports import ANSWERS, Reports, Unreported
 from kvobs.telemetry.request_traces import Traces, Untraced
 from kvobs.telemetry.sampling import TracingSettings, Verdicts
 
@@ -32,6 +34,7 @@ class Telemetry:
     tracer: Tracer | None = None
     flight: Flight | None = None
     traces: Untraced = field(default_factory=Untraced)
+    reports: Unreported = field(default_factory=Unreported)
     listeners: tuple[TransferListener, ...] = ()
 
 
@@ -51,8 +54,17 @@ def build(
         tracer=tracer,
         flight=recording,
     )
-    listeners = tuple(listener for listener in (recording, traces) if listener is not None) if rank is None else ()
-    return Telemetry(recorder, journal, tracer, recording, Untraced() if traces is None else traces, listeners)
+    reports = _report(names, options, vllm_config, recorder) if rank is None else None
+    listening = (recording, traces, reports) if rank is None else ()
+    return Telemetry(
+        recorder,
+        journal,
+        tracer,
+        recording,
+        traces if traces is not None else Untraced(),
+        reports if reports is not None else Unreported(),
+        tuple(listener for listener in listening if listener is not None),
+    )
 
 
 def _trace(
@@ -68,3 +80,17 @@ def _trace(
         return None, CallSpans(names, journal, tracing, verdicts, rank=rank)
     traces = Traces(names, journal, tracing, verdicts)
     return traces, traces.calls
+
+
+def _report(names: Sequence[str], options: Options, vllm_config: Any, recorder: Recorder) -> Reports | None:
+    """Return the reports of requests; None if they are off, or can't be made."""
+    output, log = options.request_log, Unlogged()
+    if output is None and not options.report:
+        return None
+    try:
+        if output is not None:
+            log = RequestLog(Stderr() if output == STDERR else LogFile(output), options.request_log_ratio, recorder)
+        return Reports(names, ANSWERS[options.report], log, host.engine_place(vllm_config).number)
+    except Exception:
+        faults.contain("record")
+        return None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
 TRACEPARENT = "traceparent"
+REPORT = "report"  # beside it: a client's question, or a prefill engine's answer
 _LONG = 512  # characters; version 00 has 55, a later one may have more behind
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1  # bit 0 of the flags; others may be set too
@@ -66,7 +67,7 @@ def of_params(params: object) -> TraceContext | None:
     if not isinstance(params, Mapping) or KEY not in params:
         return None
     own = params[KEY]
-    if not isinstance(own, Mapping) or TRACEPARENT not in own:
+    if not isinstance(own, Mapping) or (TRACEPARENT not in own and REPORT not in own):
         raise MalformedContextError
     return _context(own)
 

@@ -47,6 +47,8 @@ NOT_HERE = {
     "children.layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",
     "telemetry.telemetry:_trace": "passed once, at start",
     "telemetry.flight:begin": "passed once, at start",
+    "telemetry.telemetry:_report": "passed once, at start",
+    "telemetry.request_log:RequestLog.close": "passed once, at the end",
     "exporting.prometheus:MultiKVConnectorPromMetrics._define_own": "passed once, at start",
     "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter": "passed once, at start",
     **dict.fromkeys(
@@ -81,6 +83,7 @@ def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     config = configuration(of_tests("SteeredChild"), host_memory(), busy, names=["steered", "cpu", "busy"])
     config["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": "calls", "propagate": True, "layers": True}
     config["kv_connector_extra_config"]["kvobs"]["timeline"] = {"dir": str(tmp_path / "timeline")}
+    config["kv_connector_extra_config"]["kvobs"] |= {"report": "always", "request_log": str(tmp_path / "requests")}
     env = {
         SWITCH: str(folder),
         "VLLM_LOG_STATS_INTERVAL": "1",  # in seconds: each time, the stats are summed up
@@ -125,9 +128,10 @@ def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     lines = re.findall(r"internal error in kvobs's telemetry \((\w+)\)", log)
     assert max(lines.count(where) for where in lines) <= 4, "once for each process"
     written = (folder / "written").read_text().splitlines()
-    assert [line.partition(" ")[0] for line in written] == ["kvobs.telemetry.ring_files"] * 3, (
-        "the scheduler's and the ranks'"
-    )
+    assert sorted(line.partition(" ")[0] for line in written) == [
+        "kvobs.telemetry.request_log",
+        *["kvobs.telemetry.ring_files"] * 3,
+    ], "of recordings the scheduler's and the ranks'"
 
 
 def answers(server: Server, *, external: bool = False) -> dict[str, Any]:

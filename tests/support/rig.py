@@ -7,6 +7,7 @@ from typing import Any
 from kvobs import signals
 from kvobs.stats.payload import KvobsStats
 from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.request_reports import Reports
 from kvobs.telemetry.request_traces import Traces
 from kvobs.testing import Rig, Script, entry_of
 
@@ -54,5 +55,6 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert [visibility._over for visibility in side._visibility] == [set()] * len(side.children)
     assert all(asked == {} for asked in side.isolation._asked.values())
     assert not isinstance(side._traces, Traces) or len(side._traces) == 0
+    assert not isinstance(side._reports, Reports) or len(side._reports) == 0
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
     assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

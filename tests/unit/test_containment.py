@@ -33,6 +33,7 @@ KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
     "telemetry.flight:begin",
     "telemetry.telemetry:_trace",
+    "telemetry.telemetry:_report",
     "exporting.prometheus:MultiKVConnectorPromMetrics._define_own",
     "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter",
 }
@@ -44,12 +45,20 @@ IN_ENGINE = {
     "exporting.feed:Feed._say_goodbye",
 }
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
-OPTIONS: dict[str, Any] = {"level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6, "stuck_after_s": 0.5}
+OPTIONS: dict[str, Any] = {
+    "report": True,
+    "level": "calls",
+    "tracing": {"propagate": True},
+    "slow_call_ms": 1e-6,
+    "stuck_after_s": 0.5,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _timeline(tmp_path_factory: pytest.TempPathFactory) -> None:
-    OPTIONS["timeline"] = {"dir": str(tmp_path_factory.mktemp("of") / "timeline"), "mib": 1}
+    folder = tmp_path_factory.mktemp("of")
+    OPTIONS["timeline"] = {"dir": str(folder / "timeline"), "mib": 1}
+    OPTIONS["request_log"] = str(folder / "requests")
 
 
 class Late(dict[int, Callable[[], list[int]]]):
@@ -96,6 +105,7 @@ class Story:
         assert self.rig.free_blocks == self.rig.scheduler.kv_cache_config.num_blocks - 1
         self._copy_blocks()
         self._fail()
+        self.rig.connector._side._reports.log.ended_by(lambda: None)()  # its thread writes once more
         calls = [[(hook, _plain(detail)) for hook, detail in script.calls] for script in (self.one, self.two)]
         return [*self.seen, *calls]
 
@@ -177,7 +187,7 @@ def test_the_story_is_the_same_each_time_and_passes_every_seam(
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert passed == _of_story()
-    assert len(passed) == 79, "a module that moves keeps its seams"
+    assert len(passed) == 91, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
@@ -218,7 +228,8 @@ def test_a_fault_in_each_seam_is_contained_logged_and_counted(
     monkeypatch: pytest.MonkeyPatch, expected: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once when each is left: at its begin it would keep the seams within it from being reached."""
-    places = {seam: where for seam, where in seams.find().items() if seam in _of_story()}
+    of_story = _of_story()
+    places = {seam: where for seam, where in seams.find().items() if seam in of_story}
     breaker = Breaker(lambda seam, number: number == seams.LEFT and seam not in AT_START, sys.maxsize)
     with instrumented(breaker):
         story = Story(monkeypatch)
@@ -295,6 +306,8 @@ EXPOSED = {
     "children.collector:Collector.collect": FRONT,
     "stats.stats:MultiKVConnectorStats.is_empty": FRONT,
     "stats.stats:_is_empty": FRONT,
+    "telemetry.request_log:RequestLog.ended_by": "once, when the connector is made",
+    "telemetry.request_log:RequestLog.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
     "telemetry.request_traces:Traces.activated": BINDING,
     "telemetry.request_traces:Traces.begin_step": FRONT,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.proc import stat
+from kvobs.proc import cores_of_parent, stat
 
 
 def test_this_process_has_a_state_and_its_parent() -> None:
@@ -34,3 +34,9 @@ def test_a_process_that_has_ended_is_an_error() -> None:
     process.wait()
     with pytest.raises(OSError, match=str(process.pid)):
         stat(process.pid)
+
+
+def test_the_cores_are_those_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores_of_parent() == os.sched_getaffinity(os.getppid())
+    monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
+    assert cores_of_parent() == os.sched_getaffinity(0), "it has ended"

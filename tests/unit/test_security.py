@@ -113,7 +113,7 @@ def test_nothing_is_run_but_the_fan_out_of_the_layer_hooks() -> None:
     assert [one for one in found if one[1] in RUNS] == [("layer_calls.py", "exec")]
 
 
-def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> None:
+def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     found = [(name, node) for name, node in in_production() if called(node) in WRITES | {"open", "fdopen"}]
     spans = {"self.open(request_id)", "self._traces.open(request_id)"}
     found = [one for one in found if ast.unparse(one[1]) not in spans]
@@ -123,12 +123,13 @@ def test_nothing_is_written_to_a_file_but_the_timeline_that_is_asked_for() -> No
         "recordings.py": 2,  # to read them
         "chrome_trace.py": 2,  # what the command kvobs timeline writes
     }
+    of_log = {"request_log.py": 1}  # the file of kvobs.request_log
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
         "asking.py": 3,  # kvobs check: what vLLM prints while it is asked goes to a file that has no name
         "kept.py": 3,  # and what its classes said to the user's cache folder
     }
-    assert Counter(name for name, _ in found) == of_timeline | of_commands
+    assert Counter(name for name, _ in found) == of_timeline | of_log | of_commands
 
 
 # --- what a payload can make the API server do

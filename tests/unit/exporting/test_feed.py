@@ -326,10 +326,6 @@ def test_the_exporter_finds_kvobs_and_pythons_own_modules_first(monkeypatch: pyt
     assert "PYTHONPATH" not in module._environment(Path("/venv/lib/site-packages/kvobs"))
 
 
-def test_the_exporter_gets_the_cores_of_whoever_started_the_engine() -> None:
-    assert module._cores_of_parent() == os.sched_getaffinity(os.getppid())
-
-
 def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
     """vLLM kills the children of an engine that it ends."""
     with open(f"/proc/{fed.pid}/stat") as file:
