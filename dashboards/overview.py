@@ -54,7 +54,7 @@ def _verdicts() -> list[Panel]:
     stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
     return [
         number(
-            "Highest failure share",
+            "Failure share",
             About(
                 "The connector and engine with the highest share of failures: failed loads and exceptions, among all "
                 "loads and exceptions.",
@@ -80,7 +80,7 @@ def _verdicts() -> list[Panel]:
             verdict=looks.ENGINES_FAILING,
         ),
         number(
-            "Quarantined connectors",
+            "Quarantined",
             About(
                 "A best-effort connector in quarantine: it failed, and new requests are served without it.",
                 "Red: this connector is in quarantine. 'none': no connector is.",
@@ -97,7 +97,7 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Slowest loads (p99)",
+            "Load p99",
             About(
                 "The p99 of load durations, of the connector and engine with the highest.",
                 "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
@@ -109,7 +109,7 @@ def _verdicts() -> list[Panel]:
             verdict=looks.LOAD_SECONDS,
         ),
         number(
-            "Steps blocked (p99)",
+            "Steps blocked",
             About(
                 "Time that model steps are blocked by synchronous loads: p99, of the connector and "
                 "engine with the highest.",
@@ -136,7 +136,7 @@ def _verdicts() -> list[Panel]:
             empty="None in progress",
         ),
         number(
-            "Prompt tokens loaded",
+            "Tokens loaded",
             About(
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",

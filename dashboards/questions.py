@@ -84,8 +84,9 @@ def firing(severity: str = ".+") -> str:
 
 
 def firing_by_severity() -> str:
-    """Return alerts that fire, each with its severity as a number."""
-    return " or ".join(f"{index} * {firing(name)}" for index, name in enumerate(SEVERITIES, 1))
+    """Return alerts that fire, each with its severity as a number, by what they are about."""
+    every_one = " or ".join(f"{index} * {firing(name)}" for index, name in enumerate(SEVERITIES, 1))
+    return f"max by (alertname, {', '.join(by_engine)}) ({every_one})"
 
 
 def failures(*by: str) -> str:

@@ -173,8 +173,8 @@ def _trace() -> Panel:
         About(
             "The trace whose id is in the box 'Trace id' above. It shows the spans of one request: vLLM's and kvobs's.",
             "kv.lookup shows the offers, kv.load how long the load took, kv.load.rank which rank ended last.",
-            "Click a span's name in a table above, or an exemplar, and choose 'Show the trace on this board'.",
-            "While no trace is chosen, Grafana shows this panel as loading, empty or without a trace id.",
+            "Click a span's name in a table above and choose 'Show the trace on this board', or paste an id above.",
+            "Until a trace is chosen Grafana may show this panel as loading, or an error about the missing id.",
         ),
         TRACE,
     )

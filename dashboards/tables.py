@@ -15,7 +15,8 @@ from kvobs.spans import ATTRIBUTES
 TRACE_ID = "${__data.fields.traceIdHidden}"
 """A row's trace: Grafana 10.4 to 13 name the field of a span table so; in a table of traces it is ``traceID``."""
 
-NARROW = {"Index": 70, "Engine": 80}  # columns of numbers, in pixels
+WIDTHS = {"Index": 70, "Engine": 80, "Instance": 140, "Alert": 220}
+"""Of columns that need less or more than the others, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def rows(
     if link:
         links = [{"title": "Open this connector's board", "url": link, "targetBlank": False}]
         panel.override_by_name(next(iter(labels.values())), [model.DynamicConfigValue(id_val="links", value=links)])
-    for name, width in NARROW.items():
+    for name, width in WIDTHS.items():
         if name in labels.values():
             panel.override_by_name(name, [model.DynamicConfigValue(id_val="custom.width", value=width)])
     order = {name: index for index, name in enumerate(renamed)}
