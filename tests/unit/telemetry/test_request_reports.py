@@ -396,13 +396,13 @@ EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
     st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
 )
 def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothing_is_left(
-    asyncs: list[bool], told: list[tuple[str, str, int]]
+    asyncs: list[bool], sequence: list[tuple[str, str, int]]
 ) -> None:
     """Ids come again, and a load may belong to another request than its event says."""
     log = Put()
     reports = Reports(NAMES, asks, log)
     loads = [Load(i % 2, 64, is_async, 1) for i, is_async in enumerate(asyncs)]
-    for event, name, n in told:
+    for event, name, n in sequence:
         one = request(name, params={"kvobs": ASK} if n % 2 else None)
         one.get_finished_reason = lambda: "stop"
         answer = EVENTS[event](reports, one, loads[n], n)
@@ -413,7 +413,7 @@ def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothi
         for load in loads:
             reports.load_weighed(name, load, Gain(1, 1))
     assert len(reports) == 0
-    assert len(log.lines) == sum(event == "finished" for event, *_ in told)
+    assert len(log.lines) == sum(event == "finished" for event, *_ in sequence)
     assert json.loads(json.dumps(log.lines)) == log.lines
 
 
