@@ -330,8 +330,7 @@ def _malformed() -> Panel:
 
 
 def _dropped_lines() -> Panel:
-    return _rare(
-        signals.REQUEST_LOG_DROPPED,
+    return lines(
         "Lines of the request log dropped",
         About(
             "Lines of the option request_log that could not be written.",
@@ -339,6 +338,9 @@ def _dropped_lines() -> Panel:
             "vLLM's log has the error; lower request_log_ratio if the disk is too slow.",
             "Serving is not affected, and metrics are complete.",
         ),
+        Query(SELECTION.counted(signals.REQUEST_LOG_DROPPED), "dropped"),
+        unit="short",
+        stacked=True,
     )
 
 

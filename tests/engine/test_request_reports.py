@@ -112,3 +112,14 @@ def test_after_a_rotation_lines_go_to_the_new_file_and_none_is_lost(server: Serv
     finished = total(server, "vllm:request_success_total")
     assert eventually(lambda: len((log.with_suffix(".1").read_text() + log.read_text()).splitlines()) == finished)
     assert "s3cr3t" not in everything
+
+
+def test_the_last_lines_are_written_where_vllm_ends_the_engine_in_order(model: Path, tmp_path: Path) -> None:
+    """On stderr, without what vLLM puts before its own lines."""
+    config = multi_connector(host_memory(), names=["cpu"])
+    config["kv_connector_extra_config"]["kvobs"] |= {"request_log": "stderr"}
+    with serve(model, tmp_path, config, "--shutdown-timeout", "20") as server:
+        for i in range(5):
+            server.complete(prompt("last", i), 2)
+    found = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith('{"time"')]
+    assert [line["finish_reason"] for line in found] == ["length"] * 5

@@ -90,13 +90,13 @@ def test_a_load_is_open_until_the_ranks_reports_were_read() -> None:
     assert rendered(report) == {"outcome": "ok", **nothing, "duration_s": 0.012, "waited_s": 0.012}
 
 
-@pytest.mark.parametrize(("lost", "told"), [(None, 64), (16, 16)])
-def test_a_failed_load_has_lost_tokens(lost: int | None, told: int) -> None:
+@pytest.mark.parametrize(("lost", "reported"), [(None, 64), (16, 16)])
+def test_a_failed_load_has_lost_tokens(lost: int | None, reported: int) -> None:
     report, mine = RequestReport(200), load(failed_on={0}, lost_tokens=lost)
     report.admitted(mine)
     report.load_ended(in_after(5, mine))
     report.load_weighed(mine, Gain(0, 5 * MS))
-    expected = {"outcome": "failed", "duration_s": 0.005, "waited_s": 0.005, "saved_s": 0.0, "lost_tokens": told}
+    expected = {"outcome": "failed", "duration_s": 0.005, "waited_s": 0.005, "saved_s": 0.0, "lost_tokens": reported}
     assert rendered(report) == expected
 
 
@@ -149,9 +149,9 @@ events = st.lists(
 
 
 @given(st.lists(loads, min_size=4, max_size=4), events)
-def test_whatever_comes_in_whatever_order_it_is_rendered_and_bounded(known: list[Load], told: list[Any]) -> None:
+def test_whatever_comes_in_whatever_order_it_is_rendered_and_bounded(known: list[Load], sequence: list[Any]) -> None:
     report = RequestReport(200)
-    for event, *args in told:
+    for event, *args in sequence:
         if event in ("admitted", "load_ended", "load_weighed", "aborted"):
             args[0] = known[args[0]]
         getattr(report, event)(*args, **({"by_error": known[0].is_async} if event == "aborted" else {}))
@@ -161,5 +161,5 @@ def test_whatever_comes_in_whatever_order_it_is_rendered_and_bounded(known: list
         assert len(found["saves"]) == len(set(found["saves"])) <= len(NAMES)
         assert {one["outcome"] for one in found["loads"]} <= {"ok", "failed", "aborted", "open"}
         assert report.awaits is None or not report.awaits.is_async
-    admitted = sum(event == "admitted" for event, *_ in told)
+    admitted = sum(event == "admitted" for event, *_ in sequence)
     assert len(report.loads) + report.more_loads == admitted

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.config import read
-from kvobs.state.transfers import Load
+from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import request_log, request_reports, telemetry
 from kvobs.telemetry.request_log import Unlogged
 from kvobs.telemetry.request_reports import ENDING_AT_MOST, Reports, Unreported, asks, into_params
@@ -377,6 +377,44 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
     assert len(reports) == ENDING_AT_MOST
     assert [line["request_id"] for line in log.lines] == ["0", "more"]
     assert log.lines[0]["loads"][0]["outcome"] == "open"
+
+
+EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
+    "looked_up": lambda reports, one, load, n: reports.looked_up(one, n, n + 1),
+    "allocated": lambda reports, one, load, n: reports.allocated(one.request_id, [(0, n), (1, 64)], n, 0, n),
+    "admitted": lambda reports, one, load, n: reports.admitted(one.request_id, load),
+    "load_ended": lambda reports, one, load, n: reports.load_ended(one.request_id, load),
+    "load_weighed": lambda reports, one, load, n: reports.load_weighed(one.request_id, load, Gain(n, n)),
+    "aborted": lambda reports, one, load, n: reports.aborted(one.request_id, load, by_error=n > 1),
+    "promised": lambda reports, one, load, n: reports.promised(one.request_id, {n % 2: Save()}, {}),
+    "finished": lambda reports, one, load, n: (reports.finished(one, None), reports.request_ended(one.request_id)),
+}
+
+
+@given(
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
+)
+def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothing_is_left(
+    asyncs: list[bool], sequence: list[tuple[str, str, int]]
+) -> None:
+    """Ids come again, and a load may belong to another request than its event says."""
+    log = Put()
+    reports = Reports(NAMES, asks, log)
+    loads = [Load(i % 2, 64, is_async, 1) for i, is_async in enumerate(asyncs)]
+    for event, name, n in sequence:
+        one = request(name, params={"kvobs": ASK} if n % 2 else None)
+        one.get_finished_reason = lambda: "stop"
+        answer = EVENTS[event](reports, one, loads[n], n)
+        if event == "finished":
+            assert (answer[0] is not None) is (n % 2 == 1)
+    for name in "pq":
+        reports.request_ended(name)
+        for load in loads:
+            reports.load_weighed(name, load, Gain(1, 1))
+    assert len(reports) == 0
+    assert len(log.lines) == sum(event == "finished" for event, *_ in sequence)
+    assert json.loads(json.dumps(log.lines)) == log.lines
 
 
 def test_of_very_many_live_requests_not_all_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
