@@ -62,7 +62,7 @@ def dynamic(of: Board) -> str:
         .layout(v2.Rows().rows([_row(section) for section in of.sections]))
     )
     manifest = v2.manifest(of.uid, builder).build()
-    return json.dumps(json.loads(json.dumps(manifest, cls=JSONEncoder)), sort_keys=True, indent=2) + "\n"
+    return json.dumps(json.loads(json.dumps(manifest, cls=JSONEncoder)), sort_keys=True, indent=1) + "\n"
 
 
 def _name(panel: int) -> str:

@@ -48,8 +48,8 @@ def _offloading(extra: Mapping[str, Any]) -> Iterator[Problem]:
     else:
         yield from _number(extra, "block_size", least=1)
         yield from _number(extra, "blocks_per_chunk", least=1)
-    yield from _number(extra, "store_threshold", least=0)
-    yield from _number(extra, "max_tracker_size", least=1)
+    yield from _number(extra, "store_threshold", least=0, may_be_null=False)
+    yield from _number(extra, "max_tracker_size", least=1, may_be_null=False)
     policies = vllm_source.registered(vllm_source.POLICIES) or {"lru", "arc"}
     policy = extra.get("eviction_policy", "lru")
     if not (isinstance(policy, str) and policy in policies) and extra.get("cache_policy_module_path") is None:
@@ -82,7 +82,7 @@ def _ignored_tiers(extra: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _tiers(extra: Mapping[str, Any]) -> Iterator[Problem]:
     threshold = extra.get("store_threshold", 0)
-    if not list(_number(extra, "store_threshold", least=0)) and int(threshold) > 1:
+    if not list(_number(extra, "store_threshold", least=0, may_be_null=False)) and int(threshold) > 1:
         yield Problem("store_threshold", f"is above 1, which {_TIERING} does not support", "0 or 1", "remove it")
     tiers = extra.get("secondary_tiers", [])
     if not isinstance(tiers, list):
@@ -200,11 +200,13 @@ def findings(entry: Mapping[str, Any], path: str, *, has_vllm: bool) -> tuple[li
     return mistakes, warnings
 
 
-def _number(extra: Mapping[str, Any], key: str, *, least: int, allowed: str | None = None) -> Iterator[Problem]:
+def _number(
+    extra: Mapping[str, Any], key: str, *, least: int, allowed: str | None = None, may_be_null: bool = True
+) -> Iterator[Problem]:
     """Yield the problem of a value that ``int()`` refuses, as vLLM would, or that is too small."""
-    value = extra.get(key)
-    if value is None:
+    if key not in extra or (may_be_null and extra[key] is None):
         return
+    value = extra[key]
     allowed = allowed or f"a whole number, at least {least}"
     try:
         number = int(value)

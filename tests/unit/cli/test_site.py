@@ -71,7 +71,7 @@ def test_manifests_have_the_labels_namespaces_and_job() -> None:
     assert jobs == ["vllm", "llm/kvobs"]
     assert rule["spec"] == yaml.safe_load(CHANGED["rules/kvobs.rules.yml"])
     scraped = yaml.safe_load(CHANGED["stack/prometheus.yml"])["scrape_configs"]
-    assert [job["job_name"] for job in scraped] == ["vllm", "llm/kvobs"]
+    assert [job["job_name"] for job in scraped] == ["vllm", "llm/kvobs", "otel-collector"]
     assert b'up{job="llm/kvobs"}' in CHANGED["runbook.md"]
 
 

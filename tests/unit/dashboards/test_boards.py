@@ -57,7 +57,7 @@ def test_check_names_the_file_that_differs(tmp_path: Path, monkeypatch: pytest.M
 
 @each
 def test_text_is_stable_sorted_and_ends_with_a_newline(path: str) -> None:
-    again = json.dumps(BOARDS[path], sort_keys=True, indent=2) + "\n"
+    again = json.dumps(BOARDS[path], sort_keys=True, indent=1) + "\n"
     assert TEXTS[path] == FILES[path]() == again
 
 

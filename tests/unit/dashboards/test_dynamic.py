@@ -39,7 +39,7 @@ def test_a_resource_has_the_classic_boards_id(uid: str) -> None:
     assert (content["apiVersion"], content["kind"]) == ("dashboard.grafana.app/v2beta1", "Dashboard")
     assert content["metadata"] == {"name": uid}
     text = FILES[f"boards-v2/{uid}.json"]()
-    assert text == json.dumps(content, sort_keys=True, indent=2) + "\n"
+    assert text == json.dumps(content, sort_keys=True, indent=1) + "\n"
 
 
 @each

@@ -26,6 +26,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no blocks in a chunk": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "blocks_per_chunk": 0}),
     "unknown policy": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "eviction_policy": "lfu"}),
     "threshold as text": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": "two"}),
+    "threshold of null": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": None}),
     "tiers as an object": ("OffloadingConnector", {**TIERING, "secondary_tiers": {"type": "fs"}}),
     "threshold with tiers": ("OffloadingConnector", {**TIERING, "store_threshold": 2}),
     "unknown backend": ("SimpleCPUOffloadConnector", {"kv_offload_backend": "ssd"}),
