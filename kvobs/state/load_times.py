@@ -1,21 +1,24 @@
 """Predict how long a connector's loads take, from its last ones: seconds = fixed + tokens * per_token.
 
-The shape is a robust line (Theil and Sen: the median of the slopes between pairs) through a short window of loads. Its
-height is that of the last three, so that one outlier counts for nothing and a change for all from the second load on.
-Loads in progress count from the moment at which they are late.
+The shape is a line through a short window of loads, in which outliers have little weight. Its height is that of the
+last three: one outlier counts for nothing, and a change for all from the second load on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import combinations
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _WINDOW = 12  # loads
 _LAST = 3  # of them that decide how fast the connector is now
 _CHANGED = 1.5  # times what was expected, or a part of it, for all of these: the connector has changed
-_APART = 1.5  # how much larger a load must be than another one for a slope between them
-_FIXED_SHARE = 0.5  # while all loads were of similar size
+_USUAL = 0.2  # how far off a load may be, as a share, before it loses weight
+_ROUNDS = 3
+# Loads that are assumed beside the observed ones: while all are of similar size, so much of their time is fixed.
+_FIXED_SHARE, _GUESS = 0.5, 0.02
 _SHORTEST = 1e-6  # seconds
 
 
@@ -27,10 +30,11 @@ class LoadTimes:
         per_token: seconds more of each token.
     """
 
-    __slots__ = ("_loads", "fixed", "per_token")
+    __slots__ = ("_line", "_loads", "fixed", "per_token")
 
     def __init__(self) -> None:
         self._loads: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._line = 0.0, 0.0
         self.fixed = self.per_token = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -42,18 +46,17 @@ class LoadTimes:
         """
         loads = self._loads
         loads.append((max(1, tokens), max(_SHORTEST, seconds)))
-        self._fit()
         ratios = self._last_ratios()
-        if len(loads) > _LAST == len(ratios) and (ratios[0] > _CHANGED or ratios[-1] < 1 / _CHANGED):
+        if len(loads) > _LAST and (ratios[0] > _CHANGED or ratios[-1] < 1 / _CHANGED):
             # The older ones keep their say about the shape only.
             change = _middle(ratios)
             for i in range(len(loads) - _LAST):
                 of, took = loads[i]
                 loads[i] = of, took * change
-            self._fit()
-            ratios = self._last_ratios()
-        level = _middle(ratios)
-        self.fixed, self.per_token = self.fixed * level, self.per_token * level
+            self._line = self._line[0] * change, self._line[1] * change
+        self._fit()
+        level = _middle(self._last_ratios())
+        self.fixed, self.per_token = self._line[0] * level, self._line[1] * level
 
     def predict(self, tokens: int, open_loads: Sequence[tuple[int, float]] = ()) -> float | None:
         """Return the seconds that a load would take now; None before the first load has ended.
@@ -74,23 +77,39 @@ class LoadTimes:
 
     def _last_ratios(self) -> list[float]:
         """Return how much longer than the line the last loads took, in ascending order."""
-        return sorted(seconds / self._expect(tokens) for tokens, seconds in list(self._loads)[-_LAST:])
+        fixed, per_token = self._line
+        last = list(self._loads)[-_LAST:]
+        return sorted([seconds / max(_SHORTEST, fixed + tokens * per_token) for tokens, seconds in last])
 
     def _fit(self) -> None:
-        """Put a line through all loads that falls nowhere and begins at 0 or above."""
-        slopes = []
-        for (a, of_a), (b, of_b) in combinations(self._loads, 2):
-            if a >= b * _APART or b >= a * _APART:
-                slopes.append((of_a - of_b) / (a - b))
-        steepest = _middle(sorted(seconds / tokens for tokens, seconds in self._loads))
-        if slopes:
-            self.per_token = min(steepest, max(0.0, _middle(sorted(slopes))))
-        else:
-            self.per_token = (1 - _FIXED_SHARE) * steepest
-        rests = sorted(seconds - tokens * self.per_token for tokens, seconds in self._loads)
-        self.fixed = max(0.0, _middle(rests))
+        """Improve the line: least squares of shares, in which loads far from the line have little weight."""
+        tokens, seconds = _middle(sorted(self._loads))
+        fixed, per_token = self._line
+        if not (fixed or per_token):
+            fixed, per_token = _FIXED_SHARE * seconds, (1 - _FIXED_SHARE) * seconds / tokens
+        guesses = [
+            (tokens * far, seconds * (_FIXED_SHARE + (1 - _FIXED_SHARE) * far), _GUESS) for far in (1 / 4, 1.0, 4.0)
+        ]
+        loads = [*guesses, *[(of, took, 1.0) for of, took in self._loads]]
+        for _ in range(_ROUNDS):
+            w = wt = wtt = ws = wts = 0.0
+            for t, s, weight in loads:
+                expected = fixed + t * per_token
+                expected = max(expected, _SHORTEST)
+                off = (s / expected if s > expected else expected / s) - 1
+                share = weight / (expected * expected * (1 + (off / _USUAL) ** 2))
+                w, wt, wtt = w + share, wt + share * t, wtt + share * t * t
+                ws, wts = ws + share * s, wts + share * s * t
+            spread = w * wtt - wt * wt
+            if spread <= _SHORTEST * w * wtt:
+                break
+            per_token = max(0.0, (w * wts - wt * ws) / spread)
+            fixed = (ws - per_token * wt) / w
+            if fixed < 0:
+                fixed, per_token = 0.0, wts / wtt
+        self._line = fixed, per_token
 
 
-def _middle(ascending: Sequence[float]) -> float:
+def _middle(ascending: Sequence[T]) -> T:
     """Return the median; of two, the larger."""
     return ascending[len(ascending) // 2]
