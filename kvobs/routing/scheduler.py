@@ -16,6 +16,7 @@ from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.config import Options
 from kvobs.faults import contain, contained
+from kvobs.routing.fastest import Fastest
 from kvobs.routing.gains import Gains, StepLimits
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
@@ -93,12 +94,16 @@ class SchedulerSide:
         recorder, names = telemetry.recorder, [child.name for child in children]
         listeners = (Outcomes(names, recorder), *telemetry.listeners)
         self._gains = Gains(recorder, TransferListeners(listeners), limits)
-        self._listener = TransferListeners([*listeners, self._gains])  # which announces in its turn
+        fastest = Fastest.of(options, children, self._gains.cost, TransferListeners(listeners))
+        # The last ones announce in their turn.
+        self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])
         self.ledger = Ledger()
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
-        self._offers = Offers(children, options, recorder, isolation=self.isolation, async_only=async_only)
+        self._offers = Offers(
+            children, options, recorder, isolation=self.isolation, async_only=async_only, fastest=fastest
+        )
         self._open_lookups = OpenLookups(children, self._visibility)
         self._traces = telemetry.traces
         self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]

@@ -22,6 +22,7 @@ from tests.bench import (
     flapping,
     lone,
     payload,
+    policies,
     recording,
     steps,
     traced,
@@ -47,6 +48,7 @@ def main() -> int:
         "tracing": tracing.measure,
         "flapping": flapping.measure,
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
+        "policies": lambda: policies.measure(options.rounds or policies.ROUNDS, progress.print),
         "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
     usual = {"endtoend": endtoend.ROUNDS, "lone": lone.ROUNDS, "traced": traced.ROUNDS, "exporter": exporter.ROUNDS}
+    usual["policies"] = policies.ROUNDS
     rounds = f"of the parts on real servers ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
     options = parser.parse_args()
