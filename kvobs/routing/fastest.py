@@ -35,18 +35,25 @@ class Offered(Protocol):
     def tokens(self) -> int: ...
 
 
+class Engine(Protocol):
+    """What knows the cost of computing."""
+
+    @property
+    def cost(self) -> ComputeCost: ...
+
+
 class Fastest(TransferListener):
     """The load policy ``fastest``.
 
     Args:
         children: the children's scheduler-side connectors.
-        cost: of computing, in this engine.
+        engine: knows what computing costs.
         listener: receives the decisions.
     """
 
-    def __init__(self, children: Sequence[Child], cost: ComputeCost, listener: TransferListener) -> None:
+    def __init__(self, children: Sequence[Child], engine: Engine, listener: TransferListener) -> None:
         self._choice = LoadChoice(len(children))
-        self._cost = cost
+        self._engine = engine
         self._listener = listener
         self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
         # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
@@ -54,10 +61,10 @@ class Fastest(TransferListener):
 
     @classmethod
     def of(
-        cls, options: Options, children: Sequence[Child], cost: ComputeCost, listener: TransferListener
+        cls, options: Options, children: Sequence[Child], engine: Engine, listener: TransferListener
     ) -> Fastest | None:
         """Return the policy, if it is the configured one."""
-        return cls(children, cost, listener) if options.load_policy == "fastest" else None
+        return cls(children, engine, listener) if options.load_policy == "fastest" else None
 
     @contained("record")
     def decide(self, request: Request, local: int, offers: Sequence[Offered]) -> Decision | None:
@@ -71,7 +78,7 @@ class Fastest(TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        predict, missing = self._cost.predict, request.num_tokens - local
+        predict, missing = self._engine.cost.predict, request.num_tokens - local
         candidates = []
         for offer in offers:
             rest = max(1, missing - offer.tokens)  # vLLM computes the last token in any case
@@ -104,7 +111,7 @@ class Fastest(TransferListener):
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
-            again_s = self._cost.predict(max(1, load.recomputed_tokens), load.local_tokens)
+            again_s = self._engine.cost.predict(max(1, load.recomputed_tokens), load.local_tokens)
             seconds = 2 * seconds if again_s is None else seconds + again_s
         self._choice.observe(load.child, load.tokens, seconds)
         # One that it has overtaken says nothing of the connector now: it may be lost.

@@ -72,9 +72,9 @@ class Offers:
         children: the children's scheduler-side connectors.
         options: kvobs's options.
         recorder: this process's numbers.
+        fastest: chooses among the offers, with the load policy of that name.
         isolation: which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
-        fastest: chooses among the offers, with the load policy of that name.
         clock: the time in ns since the epoch, monotonic.
     """
 
@@ -83,10 +83,10 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         recorder: Recorder,
+        fastest: Fastest | None = None,
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
-        fastest: Fastest | None = None,
         clock: Callable[[], int] = wall_ns,
     ) -> None:
         self._lookups = [child.get_num_new_matched_tokens for child in children]

@@ -89,21 +89,17 @@ class SchedulerSide:
         async_only: Collection[int] = (),
         feed: Feed | None = None,
     ) -> None:
-        self.children = children
-        self._feed = feed
+        self.children, self._feed = children, feed
         recorder, names = telemetry.recorder, [child.name for child in children]
         listeners = (Outcomes(names, recorder), *telemetry.listeners)
         self._gains = Gains(recorder, TransferListeners(listeners), limits)
-        fastest = Fastest.of(options, children, self._gains.cost, TransferListeners(listeners))
-        # The last ones announce in their turn.
-        self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])
+        fastest = Fastest.of(options, children, self._gains, TransferListeners(listeners))
+        self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])  # these announce, too
         self.ledger = Ledger()
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
-        self._offers = Offers(
-            children, options, recorder, isolation=self.isolation, async_only=async_only, fastest=fastest
-        )
+        self._offers = Offers(children, options, recorder, fastest, isolation=self.isolation, async_only=async_only)
         self._open_lookups = OpenLookups(children, self._visibility)
         self._traces = telemetry.traces
         self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]

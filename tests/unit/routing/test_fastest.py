@@ -41,7 +41,7 @@ class Policy(TransferListener):
             cost.observe(STEP_S + tokens * TOKEN_S, tokens, tokens * (tokens + 1) // 2, 0, 0)
         recorder = Recorder(len(connectors))
         children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
-        self.policy = Fastest(children, cost, self)
+        self.policy = Fastest(children, SimpleNamespace(cost=cost), self)
         self.decided_: list[tuple[str, Decision]] = []
 
     def decided(self, request_id: str, decision: Decision) -> None:

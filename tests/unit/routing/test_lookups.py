@@ -52,8 +52,8 @@ class Asker:
             children,
             chosen,
             self.recorder,
+            Fastest.of(chosen, children, SimpleNamespace(cost=ComputeCost(2048)), TransferListener()),
             async_only=async_only,
-            fastest=Fastest.of(chosen, children, ComputeCost(2048), TransferListener()),
             clock=clock or Clock(),
         )
 
