@@ -23,6 +23,7 @@ HANDED_OVER = "handed_over"
 REASONS = (FASTEST, EXPLORED, UNKNOWN, COMPUTING, HANDED_OVER)
 
 _MARGIN, _MARGIN_S = 0.2, 0.002  # how much quicker than loading computing must be: a share of it, and seconds
+_ABOUT = 1.05  # times the least are about equal: the first of these is chosen
 _TRIAL_COST = 0.05  # of the time of all requests, what the trials of a connector may add
 _TRY_AFTER, _TRY_BEFORE = 8, 512  # decisions, however cheap or dear a trial
 _ALLOWED, _SAVED_UP = 1 / 50, 2.0  # trials of all connectors: of a decision, and the most at once
@@ -147,7 +148,8 @@ class LoadChoice:
             if untried is None and hangs:
                 return Decision(None, COMPUTING, first, offered, predicted, computing_s, {})
             return Decision(first, UNKNOWN, first, offered, predicted, computing_s, {})
-        quickest = min(predicted, key=predicted.__getitem__)
+        least_s = min(predicted.values())
+        quickest = next(child for child, seconds in predicted.items() if seconds <= least_s * _ABOUT)
         spent_s = predicted[quickest]
         chosen: int | None = quickest
         if computing_s is not None and computing_s < spent_s - max(_MARGIN_S, _MARGIN * spent_s):

@@ -1,9 +1,10 @@
-"""What the load policies make of the same requests: the time to first token of real servers.
+"""What the load policies make of the same requests: the time to first token of a real server.
 
 Three connectors keep every prompt, and load real blocks after a time that the request sets (see ``steering``): one is
 quick and offers little, one starts slowly and offers most, one is quick or very slow by turns. Times are shares of what
-computing 1,800 tokens takes on this machine. The servers run one after the other, each with all workloads, a few times
-over. The best fixed choice is measured, too: only one of the connectors offers anything, or none.
+computing 1,800 tokens takes on this machine. One server serves the requests under all policies in turns (see
+``switched``), and under fixed choices, of which the best is known in hindsight: only one of the connectors offers
+anything, or none. Always the quick one is what the policy ``first`` does here.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.demo.model import make_model
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
-from tests.bench.endtoend import Say, check_end, completing
+from tests.bench.endtoend import Say, check_end, completing, in_turn
 from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests, of_tests, total
 
 ROUNDS = 2
 POLICIES = ("first", "longest", "fastest")
+CHILDREN = ("quick", "large", "flapping")
+FIXED = {"always large": "large", "always flapping": "flapping", "never": ""}
+"""Choice -> the only connector that offers."""
 REFERENCE_TOKENS = 1800
 BLOCK = 32
 PROMPTS = 8
@@ -55,7 +58,7 @@ class Workload(NamedTuple):
     lengths: tuple[int, int]
     held: Mapping[str, float]
     at_most: Mapping[str, int]
-    requests: int = 240
+    requests: int = 180
 
     def prompts(self) -> list[str]:
         dice = random.Random(repr(self.lengths))
@@ -87,45 +90,34 @@ Orders = dict[str, dict[str, Any]]
 
 def measure(rounds: int, say: Say) -> Part:
     seconds: dict[tuple[str, str], list[list[float]]] = {}
-    slow_until: list[float] = []
-    decided: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
-        model = make_model(Path(folder) / "model")
-        reference_s = None
-        for number in range(rounds):
-            for policy in POLICIES:
-                say(f"round {number + 1} of {rounds}: {policy}")
-                with running(model, Path(folder), policy) as server:
-                    prime(server)
-                    if reference_s is None:
-                        reference_s = time_of_computing(server)
-                        say(f"computing {REFERENCE_TOKENS} tokens takes {1000 * reference_s:.0f} ms")
-                    for name, workload in WORKLOADS.items():
-                        taken = serve_all(server, workload, reference_s)
-                        seconds.setdefault((name, policy), []).append(taken)
-                        for fixed in (*WORKLOADS_FIXED, "none") if policy == "first" else ():
-                            only = serve_all(server, workload, reference_s, only=fixed)
-                            seconds.setdefault((name, f"always {fixed}"), []).append(only)
-                    if policy == "fastest":
-                        decided = decisions(server)
-                        slow_until.append(turn_slow(server, reference_s))
+    slow_until = []
+    with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as name:
+        folder = Path(name)
+        with Server(make_model(folder / "model"), folder / "log", config(), env=importing_tests()) as server:
+            prime(server)
+            reference_s = time_of_computing(server)
+            say(f"computing {REFERENCE_TOKENS} tokens takes {1000 * reference_s:.0f} ms")
+            for number in range(rounds):
+                for title, workload in WORKLOADS.items():
+                    say(f"round {number + 1} of {rounds}: {title}")
+                    for choice, taken in serve_in_turns(server, workload, reference_s).items():
+                        seconds.setdefault((title, choice), []).append(taken)
+                slow_until.append(turn_slow(server, reference_s))
+            decided = decisions(server)
     say("decisions: " + ", ".join(f"{reason} {count:.0f}" for reason, count in decided.items()))
     return Part(
-        "Load policies on real servers, time to first token; baseline: the better of first and longest",
+        "Load policies on a real server, time to first token; baseline: the better of first and longest",
         [*lines(seconds), _recovery(slow_until)],
     )
 
 
-WORKLOADS_FIXED = ("quick", "large", "flapping")
-
-
-@contextmanager
-def running(model: Path, folder: Path, policy: str) -> Iterator[Server]:
-    children = [of_tests("SteeredChild", tag=name) for name in WORKLOADS_FIXED]
-    config = multi_connector(*children, names=WORKLOADS_FIXED)
-    config["kv_connector_extra_config"]["kvobs"]["load_policy"] = policy
-    with Server(model, folder / f"{policy}.log", config, env=importing_tests()) as server:
-        yield server
+def config() -> dict[str, Any]:
+    children = [
+        {**of_tests("SwitchedChild", tag=name), "kv_connector_module_path": "tests.bench.switched"} for name in CHILDREN
+    ]
+    config = multi_connector(*children, names=CHILDREN)
+    config["kv_connector_extra_config"]["kvobs"]["load_policy"] = "fastest"
+    return config
 
 
 def prime(server: Server) -> None:
@@ -143,16 +135,19 @@ def time_of_computing(server: Server) -> float:
     )
 
 
-def serve_all(server: Server, workload: Workload, reference_s: float, only: str | None = None) -> list[float]:
-    """Ask the requests of a workload one by one; return the seconds to each first token."""
-    texts, taken = workload.prompts(), []
-    for number in range(workload.requests):
-        text = texts[number % len(texts)]
-        orders = workload.offers(number, len(text), reference_s)
-        if only is not None:
-            orders = {name: order for name, order in orders.items() if name == only}
-        server.reset_prefix_cache()
-        taken.append(ask(server, text, orders))
+def serve_in_turns(server: Server, workload: Workload, reference_s: float) -> dict[str, list[float]]:
+    """Have the requests served by each policy and each fixed choice; return the seconds to each first token."""
+    texts = workload.prompts()
+    taken: dict[str, list[float]] = {choice: [] for choice in (*POLICIES, *FIXED)}
+    for begin in range(0, workload.requests, TURN):
+        for choice in in_turn(list(taken), begin // TURN):
+            for number in range(begin, begin + TURN):
+                text = texts[number % len(texts)]
+                orders = workload.offers(number, len(text), reference_s)
+                if choice in FIXED:
+                    orders = {name: order for name, order in orders.items() if name == FIXED[choice]}
+                server.reset_prefix_cache()
+                taken[choice].append(ask(server, text, orders, "first" if choice in FIXED else choice))
     return taken
 
 
@@ -176,10 +171,10 @@ def decisions(server: Server) -> dict[str, float]:
     return {reason: total(server, "kvobs_load_decisions_total", reason=reason) for reason in reasons}
 
 
-def ask(server: Server, text: str, orders: Orders) -> float:
+def ask(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
     """Have a prompt completed by one token; return the seconds to it."""
     begin = time.perf_counter()
-    with completing(server, text, 1, kv_transfer_params={"steer": orders}) as answer:
+    with completing(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy}) as answer:
         first = answer.readline()
         seconds = time.perf_counter() - begin
         check_end(first + answer.read())
@@ -218,13 +213,10 @@ def lines(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> list[
 def _regret(name: str, seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> Line:
     """Compare the mean with that of the best fixed choice of each round, in hindsight."""
     mine = [1000 * statistics.mean(taken) for taken in seconds[name, "fastest"]]
-    fixed = {
-        choice: [1000 * statistics.mean(taken) for taken in seconds[name, f"always {choice}"]]
-        for choice in (*WORKLOADS_FIXED, "none")
-    }
+    fixed = {choice: [1000 * statistics.mean(taken) for taken in seconds[name, choice]] for choice in ("first", *FIXED)}
     best = min(fixed, key=lambda choice: statistics.median(fixed[choice]))
     ratios = tuple(one / other for one, other in zip(mine, fixed[best], strict=True))
-    title = f"mean, {name}; baseline: always {best}"
+    title = f"mean, {name}; baseline: {best}"
     return Line(title, "ms", statistics.median(mine), ratios, statistics.median(fixed[best]))
 
 

@@ -159,4 +159,6 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
     }
     (mistake,) = validate(extra, "fail", Host(KVTransferConfig, lambda name, module: NixlConnector)).mistakes[:1]
     assert mistake.path == f"{config.PATH}.kvobs.min_tokens.nixl"
-    assert mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
+    assert (
+        mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
+    )

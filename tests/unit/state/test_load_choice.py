@@ -36,8 +36,9 @@ def test_the_least_time_until_the_request_resumes_wins() -> None:
     assert (decision.computing_s, decision.offered) == (1.0, (0, 1, 2))
 
 
-def test_of_equals_the_first_wins() -> None:
-    assert choice_of(0.1, 0.1).decide(offers(0.1, 0.1), None).child == 0
+@pytest.mark.parametrize(("first", "wins"), [(0.1, 0), (0.109, 0), (0.112, 1)])
+def test_of_about_equals_the_first_wins(first: float, wins: int) -> None:
+    assert choice_of(first, 0.1).decide(offers(0.1, 0.1), None).child == wins
 
 
 @pytest.mark.parametrize(
