@@ -79,6 +79,7 @@ def _log_output(name: str) -> str:
 
 Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=1, strict=True)]
 HookName = Annotated[str, AfterValidator(_timed_hook)]
 
 
@@ -150,9 +151,15 @@ class Options(BaseModel):
     names: tuple[StrictStr, ...] = Field(
         default=(), description="names of the connectors, in the order of `connectors`; default: their `kv_connector`"
     )
-    load_policy: Literal["first", "longest"] = Field(
+    load_policy: Literal["first", "longest", "fastest"] = Field(
         default="first",
-        description="which connector loads a request: the first with a hit, or the one with the longest hit",
+        description="which connector loads a request: the first with a hit; the one with the longest hit; or the one "
+        "with which the request is predicted to resume first, none if computing is quicker",
+    )
+    min_tokens: Mapping[StrictStr, Tokens] = Field(
+        default={},
+        description="by connector's name: it loads a request only if it offers at least so many tokens, beyond those "
+        "in vLLM's own prefix cache",
     )
     wait_for: Literal["all", "earlier"] = Field(
         default="all",
@@ -262,8 +269,13 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
             if names and name not in names:
                 allowed = ", ".join(map(repr, names))
                 mistakes.append(Finding(f"{PATH}.kvobs.{option}[{i}]", f"found {show(name)}", allowed, _CORRECT))
-    if options.wait_for == "earlier" and options.load_policy == "longest":
-        found = "found 'earlier' with load_policy 'longest', which compares all answers"
+    mistakes += [
+        unknown("connector", f"{PATH}.kvobs.min_tokens.{cut(name)}", name, names, "remove it")
+        for name in options.min_tokens
+        if names and name not in names
+    ]
+    if options.wait_for == "earlier" and options.load_policy != "first":
+        found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
         mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
     if not mistakes:
         return Configuration(options=options, names=names), mistakes

@@ -75,12 +75,18 @@ OFFERED_TOKENS = Signal(
 ADMITTED_TOKENS = Signal("kvobs_admitted_tokens_total", "Tokens vLLM decided to load from the connector (tokens).")
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
-    "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); declined by kvobs; "
-    "not taken by vLLM; of requests that ended before their allocation (not_allocated), or during the load (aborted).",
-    {"reason": ("other_chosen", "declined", "not_taken", "not_allocated", "aborted")},
+    "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); in offers below "
+    "min_tokens (below_minimum); declined by kvobs; not taken by vLLM; of requests that ended before their allocation "
+    "(not_allocated), or during the load (aborted).",
+    {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
 UNUSED_OFFERS = Signal(
     "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
+)
+LOAD_DECISIONS = Signal(
+    "kvobs_load_decisions_total",
+    "Decisions of load_policy fastest, by the connector that loads; if computing is faster, the one that would have.",
+    {"reason": ("predicted_fastest", "explored", "unknown", "computing_is_faster", "handed_over")},
 )
 LOADS = Signal(
     "kvobs_loads_total",

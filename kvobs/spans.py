@@ -42,6 +42,9 @@ PROMPT_TOKENS = "kv_transfer.prompt_tokens"
 HIT_RATE = "kv_transfer.hit_rate"
 SAVED = "kv_transfer.saved"
 WAITED = "kv_transfer.waited"
+DECISION = "kv_transfer.decision"
+PREDICTED = "kv_transfer.predicted"
+PREDICTED_COMPUTING = "kv_transfer.predicted_computing"
 LAYER = "kv_transfer.layer"
 LAYERS = "kv_transfer.layers"
 LAYERS_DURATION = "kv_transfer.layers_duration"
@@ -73,6 +76,9 @@ ATTRIBUTES: dict[str, str] = {
     HIT_RATE: "share of the prompt's tokens that are loaded, or are in vLLM's own prefix cache",
     SAVED: "seconds that computing the loaded tokens would have taken; once there is an estimate",
     WAITED: "seconds that the request waited: to the step that resumes it, or in the step of a sync load",
+    DECISION: "why this connector loads, or none: the reason of kvobs_load_decisions_total; with load_policy fastest",
+    PREDICTED: "seconds until the request resumes: one attribute for each connector, with its name after a dot",
+    PREDICTED_COMPUTING: "the same without a load",
     LAYER: "index of the layer, in the order of calls in the step",
     LAYERS: "number of layers called",
     LAYERS_DURATION: "total seconds of the calls of all layers",

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from kvobs import config
-from kvobs.children.specs import ChildSpec, async_only, is_kvobs, offers_sync_only, why_not_isolated
+from kvobs.children.specs import (
+    HAND_OFF,
+    ChildSpec,
+    async_only,
+    is_kvobs,
+    name_among,
+    offers_sync_only,
+    why_not_isolated,
+)
 from kvobs.config import PATH, Configuration, Options
 from kvobs.findings import Finding, cut, unknown
 from kvobs.host import RETIRED, TransferConfig
@@ -101,6 +109,9 @@ def validate(
         if spec.is_isolated and (why := why_not_isolated(spec)):
             found = f"found {spec.name!r} ({spec.connector_class.__name__}), which can't be isolated: it {why}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.isolate", found, fix="remove it from the list"))
+        if spec.name in configuration.options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
+            found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
+            checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
     checked.warnings += _unused_hits(checked.specs, groups)
     return checked
 

@@ -11,8 +11,10 @@ from kvobs import signals
 from kvobs.children.child import Child
 from kvobs.config import Options
 from kvobs.log import once
+from kvobs.routing.fastest import Fastest
 from kvobs.routing.isolation import Isolation
 from kvobs.state.in_progress import InProgress
+from kvobs.state.load_choice import Decision
 from kvobs.telemetry.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ _HIT, _MISS, _PENDING, _TIMEOUT = (
 )
 _OFFERED = signals.slot(signals.OFFERED_TOKENS)
 _ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
-_OTHER_CHOSEN, _DECLINED, _NOT_TAKEN, _NOT_ALLOCATED = (
+_OTHER_CHOSEN, _BELOW_MINIMUM, _DECLINED, _NOT_TAKEN, _NOT_ALLOCATED = (
     signals.slot(signals.UNUSED_HIT_TOKENS, reason)
-    for reason in ("other_chosen", "declined", "not_taken", "not_allocated")
+    for reason in ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated")
 )
 _UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
 
@@ -58,6 +60,7 @@ class _Asked:
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
     has_chosen: bool = False  # whether that lookup had an offer to load from
+    decision: Decision | None = None  # why, with the policy that predicts
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
 
@@ -69,6 +72,7 @@ class Offers:
         children: the children's scheduler-side connectors.
         options: kvobs's options.
         recorder: this process's numbers.
+        fastest: chooses among the offers, with the load policy of that name.
         isolation: which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
         clock: the time in ns since the epoch, monotonic.
@@ -79,6 +83,7 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         recorder: Recorder,
+        fastest: Fastest | None = None,
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
@@ -88,7 +93,10 @@ class Offers:
         self._names = [child.name for child in children]
         self._isolation = isolation
         self._async_only = async_only
+        self._fastest = fastest
         self._longest = options.load_policy == "longest"
+        self._compares = options.load_policy != "first"
+        self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
@@ -106,20 +114,22 @@ class Offers:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
 
         Policy ``first``: the first child with a hit, once all have answered; as in vLLM, no child is asked after one
-        that has not answered. Policy ``longest``: the child that offers most, the first of equals.
+        that has not answered. Policy ``longest``: the child that offers most, the first of equals. Policy ``fastest``:
+        see ``Fastest``. These two compare all answers, so they ask on, and wait for all.
         """
         asked = self._asked.setdefault(request.request_id, _Asked())
         asked.offers, asked.local = [], num_computed_tokens
         asked.left_open.clear()
-        best = NOTHING
+        asked.decision = None
+        usable: list[Offer] = []
         waits = False
         for child, lookup in enumerate(self._lookups):
             if self._isolation is not None and not self._isolation.asks(child, request.request_id):
                 continue
             tokens, is_async = lookup(request, num_computed_tokens)
             if tokens is None:
-                if self._is_waited_for(child, request.request_id, asked, has_hit=best.tokens > 0):
-                    if not self._longest:
+                if self._is_waited_for(child, request.request_id, asked, has_hit=bool(usable)):
+                    if not self._compares:
                         asked.offers = []
                         return None
                     waits = True
@@ -132,13 +142,25 @@ class Offers:
             asked.offers.append(offer)
             if tokens and not is_async and child in self._async_only:
                 self._refuse(child)
-            elif tokens > best.tokens and (self._longest or not best.tokens):
-                best = offer
+            elif tokens >= self._minimum[child]:
+                usable.append(offer)
         if waits:
             asked.offers = []
             return None
+        best = self._chosen(request, asked, usable) if usable else NOTHING
         asked.has_chosen = best.tokens > 0
         return best
+
+    def _chosen(self, request: Request, asked: _Asked, usable: Sequence[Offer]) -> Offer:
+        """Return one of these offers by the policy, or ``NOTHING``."""
+        if self._longest:
+            return max(usable, key=lambda offer: offer.tokens)
+        if self._fastest is None:
+            return usable[0]
+        asked.decision = self._fastest.decide(request, asked.local, usable)
+        if asked.decision is None:
+            return usable[0]
+        return next((offer for offer in usable if offer.child == asked.decision.child), NOTHING)
 
     def take_left_open(self, request_id: str) -> set[int]:
         """Return the children for which the last lookup did not wait; each lookup's are returned once."""
@@ -196,6 +218,9 @@ class Offers:
         if asked is None:
             return Settled(0, [])
         offers, asked.offers = asked.offers, []
+        if asked.decision is not None and self._fastest is not None:
+            self._fastest.taken(request_id, asked.decision)
+            asked.decision = None
         if owner is not None:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
@@ -209,7 +234,9 @@ class Offers:
                         self._recorder.count(offer.child, _NOT_TAKEN, max(0, offer.tokens - tokens))
                     else:
                         self._recorder.count(offer.child, _UNUSED_OFFERS)
-                        self._recorder.count(offer.child, lost, max(0, offer.tokens - won))
+                        is_too_small = offer.tokens < self._minimum[offer.child]
+                        in_vain = max(0, offer.tokens - won)
+                        self._recorder.count(offer.child, _BELOW_MINIMUM if is_too_small else lost, in_vain)
         return Settled(asked.local, offers)
 
     def ban(self, request_id: str, child: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvobs import signals
 from kvobs.faults import contained
 from kvobs.log import line, log, once
+from kvobs.state.load_choice import Decision
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
 from kvobs.telemetry.recorder import Recorder
@@ -16,6 +17,9 @@ _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
     for mode in signals.LOADS.labels["mode"]
     for outcome in signals.LOADS.labels["outcome"]
+}
+_DECISIONS = {
+    reason: signals.slot(signals.LOAD_DECISIONS, reason) for reason in signals.LOAD_DECISIONS.labels["reason"]
 }
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
@@ -39,6 +43,10 @@ class Outcomes(TransferListener):
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
         self._recorder = recorder
+
+    @contained("record")
+    def decided(self, request_id: str, decision: Decision) -> None:
+        self._recorder.count(decision.about, _DECISIONS[decision.reason])
 
     @contained("record")
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:

@@ -16,6 +16,7 @@ from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.config import Options
 from kvobs.faults import contain, contained
+from kvobs.routing.fastest import Fastest
 from kvobs.routing.gains import Gains, StepLimits
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
@@ -88,17 +89,17 @@ class SchedulerSide:
         async_only: Collection[int] = (),
         feed: Feed | None = None,
     ) -> None:
-        self.children = children
-        self._feed = feed
+        self.children, self._feed = children, feed
         recorder, names = telemetry.recorder, [child.name for child in children]
         listeners = (Outcomes(names, recorder), *telemetry.listeners)
         self._gains = Gains(recorder, TransferListeners(listeners), limits)
-        self._listener = TransferListeners([*listeners, self._gains])  # which announces in its turn
+        fastest = Fastest.of(options, children, self._gains, TransferListeners(listeners))
+        self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])  # these announce, too
         self.ledger = Ledger()
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
-        self._offers = Offers(children, options, recorder, isolation=self.isolation, async_only=async_only)
+        self._offers = Offers(children, options, recorder, fastest, isolation=self.isolation, async_only=async_only)
         # Without isolation and open lookups every child sees every request, and a step need not look for others.
         self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
         self._open_lookups = OpenLookups(children, self._visibility)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvobs.state.load_choice import Decision
 from kvobs.state.transfers import Gain, Load, Save, Stray
 
 
@@ -25,6 +26,9 @@ class TransferListener:
 
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         """Receive a lookup of all connectors, with its wall-clock times; vLLM may repeat it."""
+
+    def decided(self, request_id: str, decision: Decision) -> None:
+        """Receive why a request's lookups end as they do, just before their end; only with a policy that predicts."""
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
@@ -76,6 +80,10 @@ class TransferListeners(TransferListener):
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         for listener in self._listeners:
             listener.looked_up(request, began_ns, ended_ns)
+
+    def decided(self, request_id: str, decision: Decision) -> None:
+        for listener in self._listeners:
+            listener.decided(request_id, decision)
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int

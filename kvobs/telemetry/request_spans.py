@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kvobs import spans
 from kvobs.spans import Reason, Record, Span, Value
+from kvobs.state.load_choice import Decision
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.journal import AT_MOST, Journal
 from kvobs.telemetry.sampling import TracingSettings
@@ -38,6 +39,7 @@ class Trace:
     began_ns: int = 0
     ended_ns: int = 0
     is_slow: bool = False  # a lookup was, or failed
+    decision: Decision | None = None  # that ends the current lookups
     active: Any = None  # OpenTelemetry's context, created on first use
     handed_id: str = ""  # the first promised save's span, which a decode engine links to
 
@@ -83,6 +85,7 @@ class RequestSpans:
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
         self._names = names
         self._offered = [f"{spans.OFFERED}.{name}" for name in names]
+        self._predicted = [f"{spans.PREDICTED}.{name}" for name in names]
         self._journal = journal
         self._tracing = tracing
 
@@ -107,9 +110,9 @@ class RequestSpans:
             tokens: number of tokens to load.
         """
         span_id, parent_id, lookups = trace.lookup_id, trace.above, trace.lookups
-        reason = trace.why(is_slow=trace.is_slow)
+        reason, decision = trace.why(is_slow=trace.is_slow), trace.decision
         # Later lookups, after a preemption, get their own span.
-        trace.lookup_id, trace.lookups, trace.is_slow = new_span_id(), 0, False
+        trace.lookup_id, trace.lookups, trace.is_slow, trace.decision = new_span_id(), 0, False, None
         if reason is None:
             return
         trace.root_id = trace.root_id or span_id
@@ -119,6 +122,11 @@ class RequestSpans:
         attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
         if outcome != "aborted" and trace.prompt_tokens:
             attributes[spans.HIT_RATE] = min(1.0, (local + tokens) / trace.prompt_tokens)
+        if decision is not None:
+            attributes[spans.DECISION] = decision.reason
+            attributes |= {self._predicted[child]: seconds for child, seconds in decision.predicted.items()}
+            if decision.computing_s is not None:
+                attributes[spans.PREDICTED_COMPUTING] = decision.computing_s
         if owner is not None:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
         times = (trace.began_ns, trace.ended_ns)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from kvobs.faults import contained
 from kvobs.spans import Reason
+from kvobs.state.load_choice import Decision
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import trace_context
@@ -153,6 +154,11 @@ class Traces(Untraced, TransferListener):
             trace.began_ns = began_ns
         trace.lookups += 1
         trace.ended_ns = ended_ns
+
+    @contained("trace")
+    def decided(self, request_id: str, decision: Decision) -> None:
+        if (trace := self._traces.get(request_id)) is not None:
+            trace.decision = decision
 
     @contained("trace")
     def allocated(

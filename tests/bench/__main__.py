@@ -24,6 +24,7 @@ from tests.bench import (
     gain,
     lone,
     payload,
+    policies,
     recording,
     steps,
     traced,
@@ -51,6 +52,7 @@ def main() -> int:
         "flapping": flapping.measure,
         "gain": lambda: gain.measure(options.rounds or gain.ROUNDS, progress.print),
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
+        "policies": lambda: policies.measure(options.rounds or policies.ROUNDS, progress.print),
         "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
@@ -58,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(measures)}; without any: all")
     parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    on_engines = (gain, endtoend, lone, traced, exporter)
+    on_engines = (gain, endtoend, policies, lone, traced, exporter)
     usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
     rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")

@@ -181,10 +181,11 @@ def ask(server: Server, text: str, tokens: int) -> float:
 
 @contextmanager
 def completing(
-    server: Server, text: str, tokens: int, headers: Mapping[str, str] | None = None
+    server: Server, text: str, tokens: int, headers: Mapping[str, str] | None = None, **more: Any
 ) -> Iterator[HTTPResponse]:
     """Have a prompt completed, as a stream."""
     body = {"model": NAME, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= more
     with closing(HTTPConnection(HOST, server.port, timeout=120)) as connection:
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json", **(headers or {})}

@@ -44,6 +44,17 @@ NOT_HERE = {
     "aggregation:KVOutputAggregator._report_stuck": "no rank's report of kvobs's workers stays in vLLM's aggregation",
     "routing.open_transfers:OpenTransfers.note_in_aggregator": "the same",
     "routing.outcomes:Outcomes.sync_loads_failed": "every failed load there is asynchronous",
+    **dict.fromkeys(
+        (
+            "routing.fastest:Fastest.decide",
+            "routing.fastest:Fastest.taken",
+            "routing.fastest:Fastest.admitted",
+            "routing.fastest:Fastest.load_ended",
+            "routing.outcomes:Outcomes.decided",
+            "telemetry.request_traces:Traces.decided",
+        ),
+        "of the load policy fastest: without its decisions other tokens are loaded",
+    ),
     "children.layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",
     "telemetry.telemetry:_trace": "passed once, at start",
     "telemetry.flight:begin": "passed once, at start",

@@ -189,10 +189,10 @@ def test_the_plugin_needs_no_key_at_all(model: Path, tmp_path: Path) -> None:
 def test_a_mistake_in_the_options_ends_the_start_with_its_path(model: Path, tmp_path: Path) -> None:
     config = multi_connector(host_memory(), files(tmp_path / "kv"))
     config["kv_connector_extra_config"]["kvobs"] = {"load_policy": "best"}
-    message = r"kv_connector_extra_config\.kvobs\.load_policy: found 'best', allowed: 'first' or 'longest'"
+    message = r"kv_connector_extra_config\.kvobs\.load_policy: found 'best', allowed: 'first', 'longest' or 'fastest'"
     with pytest.raises(ServerError, match=message), serve(model, tmp_path, config):
         pass
     assert (
-        "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first' or 'longest'"
+        "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first', 'longest' or 'fastest'"
         in (tmp_path / "server.log").read_text()
     )

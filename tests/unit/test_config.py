@@ -95,13 +95,17 @@ def test_missing_connectors_are_named() -> None:
         (
             {"load_polcy": "first"},
             "kv_connector_extra_config.kvobs.load_polcy: unknown option, "
-            "allowed: 'names', 'load_policy', 'wait_for', 'lookup_timeout_ms'",
+            "allowed: 'names', 'load_policy', 'min_tokens', 'wait_for', 'lookup_timeout_ms'",
         ),
         (
             {"load_policy": "best"},
-            "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first' or 'longest'",
+            "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first', 'longest' or 'fastest'",
         ),
-        ({"load_policy": 1}, "kvobs.load_policy: found 1, allowed: 'first' or 'longest'"),
+        ({"load_policy": 1}, "kvobs.load_policy: found 1, allowed: 'first', 'longest' or 'fastest'"),
+        ({"min_tokens": 16}, "kvobs.min_tokens: found 16, allowed: an object"),
+        ({"min_tokens": {"a": 0}}, "kvobs.min_tokens.a: found 0, allowed: greater than or equal to 1"),
+        ({"min_tokens": {"a": 1.5}}, "kvobs.min_tokens.a: found 1.5, allowed: a valid integer"),
+        ({"min_tokens": {"x": 16}}, "kvobs.min_tokens.x: unknown connector, allowed: "),
         ({"lookup_timeout_ms": 0}, "kvobs.lookup_timeout_ms: found 0, allowed: greater than 0"),
         ({"lookup_timeout_ms": -5}, "kvobs.lookup_timeout_ms: found -5, allowed: greater than 0"),
         ({"lookup_timeout_ms": "5"}, "kvobs.lookup_timeout_ms: found '5', allowed: a valid number"),
@@ -123,6 +127,10 @@ def test_missing_connectors_are_named() -> None:
         ({"request_log_ratio": -1}, "kvobs.request_log_ratio: found -1, allowed: greater than or equal to 0"),
         ({"request_log_ratio": "1"}, "kvobs.request_log_ratio: found '1', allowed: a valid number"),
         ({"request_log_ratio": float("nan")}, "kvobs.request_log_ratio: found nan, allowed: a finite number"),
+        (
+            {"wait_for": "earlier", "load_policy": "fastest"},
+            "kvobs.wait_for: found 'earlier' with load_policy 'fastest', which compares all answers, allowed: 'all'",
+        ),
         ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
         ({"isolate": ["x"]}, "kvobs.isolate[0]: found 'x', allowed: "),
         ({"reset_after_failed_sync_load": ["x"]}, "kvobs.reset_after_failed_sync_load[0]: found 'x', allowed: "),
@@ -169,8 +177,8 @@ def test_what_is_found_what_is_allowed_and_the_fix_are_separate() -> None:
     (finding,) = error.value.mistakes
     path = "kv_connector_extra_config.kvobs.load_policy"
     fix = "use an allowed value, or remove the option"
-    assert finding == Finding(path, "found 'best'", "'first' or 'longest'", fix)
-    assert str(finding) == f"{path}: found 'best', allowed: 'first' or 'longest'. Fix: {fix}."
+    assert finding == Finding(path, "found 'best'", "'first', 'longest' or 'fastest'", fix)
+    assert str(finding) == f"{path}: found 'best', allowed: 'first', 'longest' or 'fastest'. Fix: {fix}."
 
 
 def test_a_long_wrong_value_is_cut() -> None:

@@ -92,6 +92,7 @@ LONG: dict[str, dict[str, Any]] = {
     "an option": {"x" * 10**6: 1},
     "an option of tracing": {"tracing": {"x" * 10**6: 1}},
     "a hook": {"slow_call_ms_by_hook": {"x" * 10**6: 1}},
+    "a connector": {"min_tokens": {"x" * 10**6: 1}},
 }
 MANY: dict[str, dict[str, Any]] = {
     "values": {"names": list(range(10**4))},
@@ -109,6 +110,7 @@ MANY: dict[str, dict[str, Any]] = {
         "an option",
         "an option of tracing",
         "a hook",
+        "a connector",
     ],
 )
 def test_a_message_is_short_whatever_is_long(what: str) -> None:

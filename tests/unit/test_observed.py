@@ -39,7 +39,7 @@ class Engine:
         self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
         self.token_s = 0.0  # how long a step computes, by token
-        for module in ("scheduler", "worker", "open_transfers", "gains"):
+        for module in ("scheduler", "worker", "open_transfers", "gains", "fastest"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: int(self.now * 1e9))
         kvobs = {"names": NAMES, **kvobs}
         self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)
@@ -179,6 +179,48 @@ def test_offers(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
         assert (engine.value(metric, "one"), engine.value(metric, "two")) == (one, two), metric
     lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
     assert lost == {("two", "other_chosen"): 2 * BLOCK}
+
+
+def test_an_offer_below_the_minimum(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"], b.offers["r"] = (2 * BLOCK, True), (BLOCK, True)
+    a.offers["q"] = (2 * BLOCK, True)
+    engine = Engine(patch, a, b, min_tokens={"one": 3 * BLOCK})
+    engine.rig.add("r")
+    engine.rig.add("q")
+    engine.step()
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [0, 0], "asked, and discarded"
+    lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
+    assert lost == {("one", "below_minimum"): BLOCK + 2 * BLOCK}, "beyond what the other one loads"
+    assert engine.value("kvobs_admitted_tokens_total", "two") == BLOCK
+    assert engine.value("kvobs_offered_tokens_total", "one") == 4 * BLOCK
+    assert engine.value("kvobs_unused_offers_total", "one") == 2
+
+
+def test_decisions(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """The first connector's loads take four steps; those of the second nothing; computing all takes 0.3 s."""
+    engine = Engine(patch, a, b, ranks=1, load_policy="fastest")
+    engine.token_s = 0.005
+    for i in range(40):
+        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
+        engine.step()
+    assert not any(engine.series("kvobs_load_decisions_total").values()), "nothing was offered"
+    for request, offered in {"r0": (a, b), "r1": (a, b), "r2": (a, b), "r3": (a,)}.items():
+        for script in offered:
+            script.offers[request] = KV if script is a else SYNC
+        engine.rig.add(request)
+        engine.step(4)
+        a.say(0, received="r0")
+        engine.step(3)
+        a.reports.clear()
+    decided = {key: n for key, n in engine.series("kvobs_load_decisions_total").items() if n}
+    assert decided == {
+        ("one", "unknown"): 1,
+        ("two", "unknown"): 1,
+        ("two", "predicted_fastest"): 1,
+        ("one", "computing_is_faster"): 1,
+    }
+    lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
+    assert lost == {("one", "declined"): 2 * BLOCK}
 
 
 # --- loads

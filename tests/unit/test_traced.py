@@ -131,6 +131,29 @@ def test_an_async_load_is_a_span_with_one_for_each_rank_in_the_clients_trace(
         assert span.status.status_code is StatusCode.UNSET
 
 
+def test_why_a_connector_loads_is_on_the_lookup(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Traced(patch, a, b, load_policy="fastest")
+    engine.token_s = 0.0025  # on each of two ranks
+    for i in range(40):
+        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
+        engine.step()
+    a.offers["r"] = a.offers["q"] = KV
+    for request in ("r", "q"):
+        load(engine, request, trace_headers=SAMPLED)
+    first, second = [attributes(span) for span in engine.spans("kv.lookup") if ids(span)[0] == CLIENT_TRACE]
+    computing = {"predicted_computing": pytest.approx((4 * BLOCK + 1) * 0.005, rel=0.05)}
+    assert {k: v for k, v in first.items() if "predicted" in k or k == "decision"} == {
+        "decision": "unknown",
+        **computing,
+    }
+    assert {k: v for k, v in second.items() if "predicted" in k or k == "decision"} == {
+        "decision": "computing_is_faster",
+        "predicted.one": pytest.approx(3 * STEP_S + 33 * 0.005, rel=0.1),
+        **computing,
+    }
+    assert (first["outcome"], second["outcome"]) == ("hit", "miss")
+
+
 def test_a_sync_load_ends_with_what_it_took_of_the_step(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = SYNC
     engine = Traced(patch, a, b)

@@ -149,12 +149,17 @@ def _layout(facts: Facts) -> str:
     return plain if plain == mla else f"{plain}, {mla} with MLA"
 
 
+_LOADS_FROM = {
+    "first": "the first connector with a hit",
+    "longest": "the connector with the longest hit",
+    "fastest": "the connector that is predicted to be the fastest, or none",
+}
+
+
 def _together(checked: Checked) -> dict[str, str]:
     options = checked.options
     return {
-        "loads from": "the first connector with a hit"
-        if options.load_policy == "first"
-        else "the connector with the longest hit",
+        "loads from": _LOADS_FROM[options.load_policy],
         "a failed load": f"{'is recomputed' if checked.failure_policy == 'recompute' else 'fails its request'} "
         f"(kv_load_failure_policy {checked.failure_policy})",
         "best-effort": ", ".join(options.isolate) or "none",

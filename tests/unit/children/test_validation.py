@@ -145,3 +145,20 @@ def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_w
         assert [mistake.path.removeprefix(f"{config.PATH}.") for mistake in checked.mistakes] == expected
         assert [name for name, _ in checked.entries.values()] == ["X", "ExampleConnector"]
         assert checked.specs == []
+
+
+class NixlConnector:
+    """Is called like one that hands KV over."""
+
+
+def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
+    """What another engine has computed for a request is taken, however little it is."""
+    extra = {
+        "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, ENTRY],
+        "kvobs": {"names": ["nixl", "files"], "min_tokens": {"nixl": 16, "files": 16}},
+    }
+    (mistake,) = validate(extra, "fail", Host(KVTransferConfig, lambda name, module: NixlConnector)).mistakes[:1]
+    assert mistake.path == f"{config.PATH}.kvobs.min_tokens.nixl"
+    assert (
+        mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
+    )

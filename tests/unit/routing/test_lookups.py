@@ -14,14 +14,17 @@ from hypothesis import given
 from kvobs import signals
 from kvobs.children.child import Child
 from kvobs.config import Options
+from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
 from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
+from kvobs.state.compute_cost import ComputeCost
+from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.recorder import Recorder
 from tests.support.rig import counts_of
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
-R = SimpleNamespace(request_id="r")
+R = SimpleNamespace(request_id="r", num_tokens=100)
 
 
 class Clock:
@@ -44,7 +47,15 @@ class Asker:
             Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
             for i in range(len(answers))
         ]
-        self.offers = Offers(children, Options(**options), self.recorder, async_only=async_only, clock=clock or Clock())
+        chosen = Options(**options)
+        self.offers = Offers(
+            children,
+            chosen,
+            self.recorder,
+            Fastest.of(chosen, children, SimpleNamespace(cost=ComputeCost(2048)), TransferListener()),
+            async_only=async_only,
+            clock=clock or Clock(),
+        )
 
     def _lookup(self, i: int) -> Any:
         def lookup(request: Any, num_computed_tokens: int) -> Answer:
@@ -86,6 +97,34 @@ def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> 
     assert Asker(*answers).ask() == first(answers)
     assert Asker(*answers, wait_for="earlier").ask() == earlier(answers)
     assert Asker(*answers, load_policy="longest").ask() == longest(answers)
+    assert Asker(*answers, load_policy="fastest").ask() == first(answers), "nothing can be predicted yet"
+
+
+POLICIES = pytest.mark.parametrize("policy", ["first", "longest", "fastest"])
+
+
+@POLICIES
+@given(st.lists(st.integers(0, 48), min_size=1, max_size=4), st.lists(st.integers(1, 48), min_size=4, max_size=4))
+def test_an_offer_below_its_minimum_is_never_used(policy: str, tokens: list[int], minima: list[int]) -> None:
+    """And all are asked, as without a minimum."""
+    least = {str(i): minima[i] for i in range(len(tokens))}
+    asker = Asker(*((n, True) for n in tokens), load_policy=policy, min_tokens=least)
+    best = asker.ask()
+    assert best is not None
+    usable = tuple((n if n >= minima[i] else 0, True) for i, n in enumerate(tokens))
+    assert best == (longest(usable) if policy == "longest" else first(usable))
+    assert asker.asked == [1] * len(tokens)
+    asker.offers.settle("r", best.child if best.tokens else None, best.tokens)
+    for i, n in enumerate(tokens):
+        assert asker.count(i, "kvobs_offered_tokens_total") == n
+        reason = "below_minimum" if n < minima[i] else "other_chosen"
+        in_vain = 0 if i == best.child else max(0, n - best.tokens)
+        assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
+
+
+def test_an_offer_below_its_minimum_is_no_hit_that_ends_the_waiting() -> None:
+    asker = Asker((16, True), (None, False), wait_for="earlier", min_tokens={"0": 17})
+    assert asker.ask() is None
 
 
 def test_first_stops_at_a_child_that_must_answer_first() -> None:
@@ -126,7 +165,7 @@ def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
     assert asker.count(0, "kvobs_lookups_total", "miss") == 1
 
 
-@pytest.mark.parametrize("policy", ["first", "longest"])
+@POLICIES
 def test_a_banned_child_is_asked_and_its_answer_is_dropped(policy: str) -> None:
     """N4."""
     asker = Asker((32, True), (16, True), load_policy=policy)
@@ -156,13 +195,14 @@ def test_each_outcome_of_a_requests_lookups_counts_once() -> None:
     assert asker.count(0, "kvobs_lookups_total", "miss") == 2, "another request of the same id"
 
 
-def test_longest_asks_all_while_one_is_slow_so_that_their_lookups_overlap() -> None:
-    asker = Asker((None, False), (16, True), load_policy="longest")
+@pytest.mark.parametrize("policy", ["longest", "fastest"])
+def test_those_that_compare_ask_all_while_one_is_slow_so_that_their_lookups_overlap(policy: str) -> None:
+    asker = Asker((None, False), (16, True), load_policy=policy)
     assert asker.ask() is None
     assert asker.asked == [1, 1]
 
 
-@pytest.mark.parametrize("policy", ["first", "longest"])
+@POLICIES
 def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str) -> None:
     clock = Clock()
     asker = Asker((None, False), (16, True), clock=clock, load_policy=policy, lookup_timeout_ms=50)
@@ -291,7 +331,7 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert asker.offers.settle("r", None, 0) == (0, [])
 
 
-@pytest.mark.parametrize("policy", ["first", "longest"])
+@POLICIES
 def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> None:
     clock = Clock()
     asker = Asker((16, True), (None, False), clock=clock, load_policy=policy)

@@ -73,7 +73,7 @@ class Life:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(actions, max_size=40),
-    st.sampled_from(["first", "longest"]),
+    st.sampled_from(["first", "longest", "fastest"]),
     st.sampled_from([14, 64]),
     st.sampled_from([0, 1]),
     st.sampled_from(["off", "requests", "calls"]),

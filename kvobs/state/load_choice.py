@@ -1,0 +1,200 @@
+"""Choose for each request the connector with the least predicted time until it resumes, or none.
+
+That time is the load's, and then the computing of what was not offered. To the load's is added by how much loads of
+that connector were later than predicted lately, on average: an unreliable one must be the quicker for it. Nothing is
+loaded where computing everything is predicted to be quicker by a margin. A connector of which nothing is known is tried
+by one request at a time.
+
+One that is not chosen is tried again now and then, because it may have got better: the dearer the trial is predicted to
+be, the more rarely. One that was the quickest before is tried again as soon as it would have saved as much as the trial
+costs, if it were as quick as then; after a trial in vain, twice as much, and so on. An allowance limits the trials of
+all. There is no chance in it: the same offers and loads lead to the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvobs.state.load_times import LoadTimes
+
+FASTEST, EXPLORED, UNKNOWN, COMPUTING = "predicted_fastest", "explored", "unknown", "computing_is_faster"
+HANDED_OVER = "handed_over"
+REASONS = (FASTEST, EXPLORED, UNKNOWN, COMPUTING, HANDED_OVER)
+
+_MARGIN, _MARGIN_S = 0.2, 0.002  # how much quicker than loading computing must be: a share of it, and seconds
+_ABOUT = 1.05  # times the least are about equal: the first of these is chosen
+_TRIAL_COST = 0.05  # of the time of all requests, what the trials of a connector may add
+_TRY_AFTER, _TRY_BEFORE = 8, 512  # decisions, however cheap or dear a trial
+_ALLOWED, _SAVED_UP = 1 / 50, 2.0  # trials of all connectors: of a decision, and the most at once
+_DOUBLED_AT_MOST = 20  # times
+_KEEP = 0.99  # of how late a connector's loads were, at each decision
+_RELIABLE = 10  # loads that are assumed to have been in time
+_LATE_AT_MOST = 20.0  # times what was predicted, that one load counts
+_BETTER = 1.5  # times quicker than predicted: worth another trial at once
+
+
+class Candidate(NamedTuple):
+    """An offer that may be loaded.
+
+    Args:
+        child: who offers.
+        tokens: how many.
+        rest_s: the seconds that computing the tokens after them takes; None if that is not known.
+        open_loads: of this child: see ``LoadTimes.predict``.
+    """
+
+    child: int
+    tokens: int
+    rest_s: float | None
+    open_loads: Sequence[tuple[int, float]] = ()
+
+
+class Decision(NamedTuple):
+    """What is loaded, and why.
+
+    Args:
+        child: who loads; None: everything is computed.
+        reason: one of ``REASONS``.
+        about: ``child``; without one, the child that would have been the quickest.
+        offered: the children among which was chosen.
+        predicted: the seconds until the request resumes, by child; of an unknown child there are none.
+        computing_s: those without a load; None if that is not known.
+        missed: the seconds that a child would have saved were it as quick as when it was last the quickest.
+    """
+
+    child: int | None
+    reason: str
+    about: int
+    offered: tuple[int, ...]
+    predicted: dict[int, float]
+    computing_s: float | None
+    missed: dict[int, float]
+
+
+class _Past:
+    """What has become of a child's offers.
+
+    Attributes:
+        passed_over: decisions since the last one for it.
+        missed_s: what it would have saved in them were it as quick as when it was last the quickest.
+        in_vain: trials since then.
+        best: fixed seconds and those of a token, as they were then.
+        is_promising: whether its last load was much quicker than predicted.
+        loads: lately.
+        late_s: by how much all of these were later than predicted.
+    """
+
+    __slots__ = ("best", "in_vain", "is_promising", "late_s", "loads", "missed_s", "passed_over")
+
+    def __init__(self) -> None:
+        self.passed_over = self.in_vain = 0
+        self.missed_s = self.late_s = self.loads = 0.0
+        self.best: tuple[float, float] | None = None
+        self.is_promising = False
+
+    @property
+    def risk_s(self) -> float:
+        """How late the next load is expected to be."""
+        return self.late_s / (self.loads + _RELIABLE)
+
+
+class LoadChoice:
+    """What is known of all connectors of an engine.
+
+    Args:
+        children: how many there are.
+    """
+
+    def __init__(self, children: int) -> None:
+        self.times = [LoadTimes() for _ in range(children)]
+        self._past = [_Past() for _ in range(children)]
+        self._allowance = 1.0
+
+    def observe(self, child: int, tokens: int, seconds: float) -> None:
+        """Take in a load that has ended: see ``LoadTimes.observe``."""
+        times, past = self.times[child], self._past[child]
+        expected_s = times.predict(tokens)
+        if expected_s is not None:
+            past.is_promising = seconds * _BETTER < expected_s
+            past.loads += 1
+            past.late_s = max(0.0, past.late_s + min(seconds - expected_s, _LATE_AT_MOST * expected_s))
+        times.observe(tokens, seconds)
+
+    def decide(self, candidates: Sequence[Candidate], computing_s: float | None) -> Decision:
+        """Return the decision about a request, which changes nothing: vLLM may ask again before it allocates.
+
+        Args:
+            candidates: at least one, in the order of the configuration.
+            computing_s: the seconds that computing everything takes; None if that is not known.
+        """
+        offered = tuple([candidate.child for candidate in candidates])
+        predicted: dict[int, float] = {}
+        at_best: dict[int, float] = {}
+        untried = None
+        for child, tokens, rest_s, open_loads in candidates:
+            load_s = self.times[child].predict(tokens, open_loads)
+            if load_s is None:
+                if untried is None and not open_loads:
+                    untried = child
+            elif rest_s is not None:
+                past = self._past[child]
+                predicted[child] = load_s + rest_s
+                if (best := past.best) is not None:
+                    at_best[child] = best[0] + tokens * best[1] + rest_s + past.risk_s
+        if untried is not None or not predicted:
+            first = offered[0] if untried is None else untried
+            hangs = computing_s is not None and any(age > computing_s for _, age in candidates[0].open_loads)
+            if untried is None and hangs:
+                return Decision(None, COMPUTING, first, offered, predicted, computing_s, {})
+            return Decision(first, UNKNOWN, first, offered, predicted, computing_s, {})
+        least_s = min(predicted.values())
+        quickest = next(child for child, seconds in predicted.items() if seconds <= least_s * _ABOUT)
+        spent_s = predicted[quickest]
+        chosen: int | None = quickest
+        if computing_s is not None and computing_s < spent_s - max(_MARGIN_S, _MARGIN * spent_s):
+            spent_s, chosen = computing_s, None
+        missed = {child: spent_s - seconds for child, seconds in at_best.items() if seconds < spent_s}
+        reason = COMPUTING if chosen is None else FASTEST
+        if (trial := self._trial(predicted, chosen, spent_s)) is not None:
+            chosen, reason = trial, EXPLORED
+        return Decision(chosen, reason, quickest if chosen is None else chosen, offered, predicted, computing_s, missed)
+
+    def _trial(self, predicted: dict[int, float], chosen: int | None, spent_s: float) -> int | None:
+        """Return the child that is tried instead of what is chosen; of several the one passed over most often."""
+        if self._allowance < 1:
+            return None
+        due = [
+            child for child, seconds in predicted.items() if child != chosen and self._is_due(child, seconds, spent_s)
+        ]
+        return max(due, key=lambda child: self._past[child].passed_over, default=None)
+
+    def _is_due(self, child: int, seconds: float, spent_s: float) -> bool:
+        past, cost_s = self._past[child], seconds - spent_s
+        if past.is_promising:
+            return True
+        if past.passed_over < _TRY_AFTER:
+            return False
+        cost_s *= 2.0 ** min(past.in_vain, _DOUBLED_AT_MOST)
+        if past.missed_s > 0 and past.missed_s >= cost_s:
+            return True
+        return past.passed_over >= min(cost_s / max(spent_s, _MARGIN_S) / _TRIAL_COST, _TRY_BEFORE)
+
+    def taken(self, decision: Decision) -> None:
+        """Note a decision by which vLLM has allocated."""
+        self._allowance = min(_SAVED_UP, self._allowance + _ALLOWED)
+        for child in decision.offered:
+            past = self._past[child]
+            past.passed_over += 1
+            past.loads, past.late_s = past.loads * _KEEP, past.late_s * _KEEP
+            past.missed_s += decision.missed.get(child, 0.0)
+        if decision.child is None:
+            return
+        past = self._past[decision.child]
+        past.passed_over, past.missed_s, past.is_promising = 0, 0.0, False
+        if decision.reason == EXPLORED:
+            self._allowance -= 1
+            past.in_vain += 1
+        elif decision.reason == FASTEST:
+            times = self.times[decision.child]
+            past.in_vain, past.best = 0, (times.fixed, times.per_token)

@@ -1,0 +1,52 @@
+"""A steered connector in an engine whose requests choose the load policy: ``{"policy": ...}`` beside their orders.
+
+So one engine serves all policies in turns, in the same minute and with the same caches. Each policy is kvobs's own
+code; what requests of the others load, ``fastest`` does not learn from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvobs.routing.fastest import Fastest
+from kvobs.routing.lookups import Offers
+from kvobs.state.transfers import Load
+from tests.engine.children import SteeredChild
+
+_choose, _admitted, _load_ended = Offers._chosen, Fastest.admitted, Fastest.load_ended
+_of_others: set[str] = set()
+"""Requests of the other policies."""
+
+
+class SwitchedChild(SteeredChild):
+    """Is imported by the engine together with what follows."""
+
+
+def _chosen(self: Offers, request: Any, *args: Any) -> Any:
+    policy = (request.kv_transfer_params or {}).get("policy", "fastest")
+    if policy == "fastest":
+        return _choose(self, request, *args)
+    _of_others.add(request.request_id)
+    fastest, self._fastest, self._longest = self._fastest, None, policy == "longest"
+    try:
+        return _choose(self, request, *args)
+    finally:
+        self._fastest, self._longest = fastest, False
+
+
+def _on_admitted(self: Fastest, request_id: str, load: Load) -> None:
+    if request_id not in _of_others:
+        _admitted(self, request_id, load)
+
+
+def _on_load_ended(self: Fastest, request_id: str, load: Load) -> None:
+    if request_id not in _of_others:
+        _load_ended(self, request_id, load)
+
+
+for owner, name, call in (
+    (Offers, "_chosen", _chosen),
+    (Fastest, "admitted", _on_admitted),
+    (Fastest, "load_ended", _on_load_ended),
+):
+    setattr(owner, name, call)

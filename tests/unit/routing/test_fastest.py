@@ -1,0 +1,201 @@
+"""What the policy that predicts learns from the router's events, and that it harms nobody."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvobs.children.child import Child
+from kvobs.routing import fastest
+from kvobs.routing.fastest import Fastest
+from kvobs.routing.lookups import Offer
+from kvobs.state.compute_cost import ComputeCost
+from kvobs.state.load_choice import COMPUTING, FASTEST, HANDED_OVER, UNKNOWN, Decision
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfers import Load
+from kvobs.telemetry.recorder import Recorder
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.rig import assert_nothing_is_left
+from tests.unit.test_observed import KV, SYNC, Engine
+
+MS = 1_000_000
+STEP_S, TOKEN_S = 5e-3, 1e-4
+REQUEST: Any = SimpleNamespace(request_id="r", num_tokens=1100)
+
+
+class NixlConnector:
+    """Is called like one that hands KV over."""
+
+
+class Policy(TransferListener):
+    """The policy of an engine whose steps take 5 ms and 0.1 ms a token, and what it announces."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *connectors: Any) -> None:
+        self.now_ns = 10**18
+        patch.setattr(fastest, "wall_ns", lambda: self.now_ns)
+        cost = ComputeCost(2048)
+        for i in range(100):
+            tokens = 1 + 37 * i % 1500
+            cost.observe(STEP_S + tokens * TOKEN_S, tokens, tokens * (tokens + 1) // 2, 0, 0)
+        recorder = Recorder(len(connectors))
+        children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
+        self.policy = Fastest(children, SimpleNamespace(cost=cost), self)
+        self.decided_: list[tuple[str, Decision]] = []
+
+    def decided(self, request_id: str, decision: Decision) -> None:
+        self.decided_.append((request_id, decision))
+
+    def load(self, child: int, ms: float, name: str = "x", tokens: int = 1000, **more: Any) -> Load:
+        load = self.begin(child, name, tokens, **more)
+        self.now_ns += int(ms * MS)
+        self.policy.load_ended(name, load)
+        return load
+
+    def begin(self, child: int, name: str, tokens: int = 1000, *, is_async: bool = True, **more: Any) -> Load:
+        load = Load(child, tokens, is_async, 1, opened_ns=self.now_ns, **more)
+        self.policy.admitted(name, load)
+        return load
+
+    def decide(self, *tokens: int, local: int = 0) -> Decision:
+        decision = self.policy.decide(REQUEST, local, [Offer(i, n, True) for i, n in enumerate(tokens) if n])
+        assert decision is not None
+        return decision
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
+    return Policy(monkeypatch, object(), object())
+
+
+def test_the_load_and_the_rest_together_count(policy: Policy) -> None:
+    policy.load(0, 20, tokens=500)
+    policy.load(1, 60, tokens=1000)
+    decision = policy.decide(500, 1000)
+    assert (decision.child, decision.reason) == (1, FASTEST)
+    assert decision.predicted == pytest.approx({0: 0.02 + 0.065, 1: 0.06 + 0.015}, rel=0.05)
+    assert decision.computing_s == pytest.approx(0.115, rel=0.05)
+    assert policy.decide(500, 600).child == 0
+
+
+def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:
+    policy.load(0, 20, tokens=500)
+    policy.load(1, 20, tokens=500)
+    decision = policy.decide(500, local=550)
+    assert decision.computing_s == pytest.approx(0.06, rel=0.1)
+    assert decision.predicted[0] == pytest.approx(0.02 + 0.01, rel=0.1)
+
+
+def test_a_synchronous_load_takes_what_its_step_waited_for_it(policy: Policy) -> None:
+    policy.load(0, 500, is_async=False, arrived={0: 20 * MS, 1: 30 * MS})
+    assert policy.decide(1000).predicted[0] == pytest.approx(0.03 + 0.015, rel=0.05)
+
+
+@pytest.mark.parametrize(("failed", "more_s"), [({}, 0), ({"failed_on": {0}}, 0.105)])
+def test_the_tokens_of_a_failed_load_are_computed_after_all(
+    policy: Policy, failed: dict[str, Any], more_s: float
+) -> None:
+    """Otherwise one that fails at once would be the fastest."""
+    policy.load(0, 1, **failed)
+    assert policy.decide(1000).predicted[0] == pytest.approx(0.001 + more_s + 0.015, rel=0.05)
+
+
+def test_one_that_hangs_is_left_before_its_load_ends(policy: Policy) -> None:
+    for _ in range(3):
+        policy.load(0, 20)
+    policy.load(1, 60)
+    hanging = policy.begin(0, "h")
+    assert policy.decide(1000, 1000).child == 0
+    policy.now_ns += 100 * MS
+    assert policy.decide(1000, 1000).child == 1
+    policy.policy.load_ended("h", hanging)
+    assert policy.decide(1000, 1000).child == 0, "one is an outlier"
+
+
+def test_a_load_that_later_ones_have_overtaken_says_nothing(policy: Policy) -> None:
+    """A rank may never report it."""
+    for _ in range(3):
+        policy.load(0, 20)
+    policy.load(1, 60)
+    policy.begin(0, "lost")
+    policy.now_ns += 5000 * MS
+    assert policy.decide(1000, 1000).child == 1
+    policy.load(0, 20, "later")
+    assert policy.decide(1000, 1000).child == 0
+    assert not any(policy.policy._open)
+
+
+def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(monkeypatch, object(), NixlConnector())
+    policy.load(0, 1)
+    policy.load(1, 5000)
+    decision = policy.decide(1000, 1000)
+    assert (decision.child, decision.reason) == (1, HANDED_OVER)
+    assert policy.decide(1000, 0).reason == FASTEST
+
+
+def test_a_decision_is_announced_when_it_is_taken(policy: Policy) -> None:
+    policy.load(0, 1000)
+    decision = policy.decide(1000)
+    assert decision.reason == COMPUTING
+    assert policy.decided_ == []
+    policy.policy.taken("r", decision)
+    assert policy.decided_ == [("r", decision)]
+
+
+# --- in an engine
+
+
+def test_an_engine_computes_what_it_would_load_more_slowly(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """Asked always, discarded where it does not pay: every connector gets the blocks, with 0 tokens."""
+    engine = Engine(monkeypatch, a, b, ranks=1, load_policy="fastest")
+    engine.token_s = 0.005
+    for i in range(40):
+        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
+        engine.step()
+    for request in ("tried", "computed"):
+        a.offers[request] = KV
+        engine.rig.add(request)
+        engine.step(4)
+        a.say(0, received="tried")
+        engine.step(4)
+        a.reports.clear()
+    given = {request: tokens for request, tokens, _ in a.called("update_state_after_alloc") if tokens}
+    assert given == {"tried": 2 * BLOCK}
+    for script in (a, b):
+        asked = script.called("get_num_new_matched_tokens")
+        assert asked.count("computed") == 1
+        assert [n for request, n, _ in script.called("update_state_after_alloc") if request == "computed"] == [0]
+    assert engine.rig.status("computed") == "gone"
+    assert_nothing_is_left(engine.rig)
+
+
+@pytest.mark.usefixtures("in_production")
+def test_without_a_decision_the_first_loads(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """An error of kvobs's own is no reason to end an engine."""
+    a.offers["r"], b.offers["r"] = SYNC, (3 * BLOCK, False)
+    rig = Rig("kvobs", a, b, kvobs={"load_policy": "fastest"})
+    side = rig.connector._side
+    monkeypatch.setattr(side._offers._fastest._choice, "decide", lambda *_: 1 // 0)
+    rig.add("r")
+    rig.run(3)
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc") if tokens] == [2 * BLOCK]
+    assert_nothing_is_left(rig)
+
+
+def test_one_of_which_nothing_is_known_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(monkeypatch, object(), object())
+    policy.load(0, 1)
+    assert policy.decide(1000, 1000)[:2] == (1, UNKNOWN)
+    policy.begin(1, "t")
+    assert policy.decide(1000, 1000)[:2] == (0, FASTEST)
+
+
+def test_with_the_other_policies_there_is_none_of_it(a: Script, b: Script) -> None:
+    for policy in ("first", "longest"):
+        rig = Rig("kvobs", a, b, kvobs={"load_policy": policy})
+        assert rig.connector._side._offers._fastest is None
+        assert not any(isinstance(each, Fastest) for each in rig.connector._side._listener._listeners)
