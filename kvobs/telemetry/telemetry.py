@@ -15,8 +15,12 @@ from kvobs.telemetry.call_spans import CallSpans
 from kvobs.telemetry.flight import Flight
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
+from kvobs.telemetry.request_records import RequestRecords
 from kvobs.telemetry.request_traces import Traces, Untraced
 from kvobs.telemetry.sampling import TracingSettings, Verdicts
+
+SETTINGS = ("load_policy", "min_tokens", "wait_for", "lookup_timeout_ms")
+"""The options that decide which child loads: a recording states them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,14 @@ class Telemetry:
     """What records in one process.
 
     ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
-    ``listeners`` record the router's transfers, on the scheduler's side.
+    ``records`` are those of requests, and ``listeners`` record the router's transfers: both on the scheduler's side.
     """
 
     recorder: Recorder
     journal: Journal
     tracer: Tracer | None = None
     flight: Flight | None = None
+    records: RequestRecords | None = None
     traces: Untraced = field(default_factory=Untraced)
     listeners: tuple[TransferListener, ...] = ()
 
@@ -40,7 +45,9 @@ def build(
 ) -> Telemetry:
     """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
     journal = Journal()
-    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
+    settings = options.model_dump(mode="json", include=set(SETTINGS))
+    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET, settings=settings)
+    records = RequestRecords(recording) if recording is not None and rank is None else None
     traces, tracer = _trace(names, journal, tracing, rank) if tracing is not None else (None, None)
     recorder = Recorder(
         len(names),
@@ -51,8 +58,10 @@ def build(
         tracer=tracer,
         flight=recording,
     )
-    listeners = tuple(listener for listener in (recording, traces) if listener is not None) if rank is None else ()
-    return Telemetry(recorder, journal, tracer, recording, Untraced() if traces is None else traces, listeners)
+    of_requests = (recording, records, traces) if rank is None else ()
+    listeners = tuple(listener for listener in of_requests if listener is not None)
+    traced = Untraced() if traces is None else traces
+    return Telemetry(recorder, journal, tracer, recording, records, traced, listeners)
 
 
 def _trace(
