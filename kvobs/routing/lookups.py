@@ -48,11 +48,6 @@ class Settled(NamedTuple):
     offers: list[Offer]
     lookup: Lookup
 
-    @property
-    def local(self) -> int:
-        """The tokens that vLLM had computed itself, where a load begins."""
-        return self.lookup.local
-
 
 NOTHING = Offer(NOBODY, 0, False)
 

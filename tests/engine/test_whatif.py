@@ -44,6 +44,8 @@ OTHERS = {
     "far before near": Other(order=(FAR, NEAR)),
     "far only": Other(order=(FAR,)),
     "lookup_timeout_ms 10": Other({"lookup_timeout_ms": 10.0}),
+    "min_tokens near=300": Other({"min_tokens": {NEAR: 300}}),
+    "load_policy fastest": Other({"load_policy": "fastest"}),
 }
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvobs.cli.whatif.history import History, PastLookup
-from kvobs.cli.whatif.replay import Outcome, Replay, Settings
-from kvobs.cli.whatif.times import Times, saved
+from kvobs.cli.whatif.replay import Replay, Settings
+from kvobs.cli.whatif.times import Outcome, Times, saved
 from kvobs.state.lookup import NOBODY
 
 _DONE = ("ok", "failed")
@@ -89,8 +89,8 @@ class _Engine:
         self._history = history
         self._found = found
         recorded = Settings.of(history.children, history.settings)
-        self._recorded, self._other = Replay(history, recorded), Replay(history, settings)
         self._times = Times(history)
+        self._recorded, self._other = (Replay(history, one, self._times) for one in (recorded, settings))
         self._gone: set[int] = set()  # requests that would not have been looked up again after a failed load
 
     def run(self) -> None:

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.cli.whatif.history import History, PastLookup
+from kvobs.cli.whatif.predicting import AsRecorded, Predicting
+from kvobs.cli.whatif.times import Outcome, Times
 from kvobs.config import Options
 from kvobs.routing.lookups import Offer, Offers
 from kvobs.telemetry.recorder import Recorder
@@ -34,14 +36,6 @@ class Settings:
         return cls(tuple(children), Options.model_validate(known))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a lookup leads to, after ``waited_s``: an ``offer``, by the recorded child, or ``NOTHING``."""
-
-    offer: Offer
-    waited_s: float
-
-
 @dataclass
 class _Asked:
     """A lookup that is repeated, and when each child was asked first."""
@@ -57,22 +51,30 @@ class Replay:
     Args:
         history: of the engine.
         settings: under which.
+        times: of its loads, for the policy that predicts.
     """
 
-    def __init__(self, history: History, settings: Settings) -> None:
+    def __init__(self, history: History, settings: Settings, times: Times) -> None:
         self._places = [history.children.index(name) for name in settings.order]  # the recorded place of each child
         children: list[Any] = [
             self._child(place, name) for place, name in zip(self._places, settings.order, strict=True)
         ]
         isolation: Any = SimpleNamespace(asks=self._asks, discards=lambda *_: False)
-        recorded = Settings.of(history.children, history.settings)
-        self._is_same = settings == recorded
+        self._is_same = settings == Settings.of(history.children, history.settings)
         timeout_ms = settings.options.lookup_timeout_ms
         self._timeout_ns = None if timeout_ms is None else int(timeout_ms * 1e6)
         self._now_ns = 0
         self._asked: _Asked | None = None
+        self._fastest: Any = None
+        if settings.options.load_policy == "fastest":
+            self._fastest = AsRecorded(self._places) if self._is_same else Predicting(self._places, times)
         self._offers = Offers(
-            children, settings.options, Recorder(len(children)), isolation=isolation, clock=lambda: self._now_ns
+            children,
+            settings.options,
+            Recorder(len(children)),
+            isolation=isolation,
+            fastest=self._fastest,
+            clock=lambda: self._now_ns,
         )
 
     def _child(self, place: int, name: str) -> Any:
@@ -96,13 +98,17 @@ class Replay:
     def repeat(self, lookup: PastLookup) -> Outcome | None:
         """Return what the lookup leads to; None if that depends on an answer which nobody waited for."""
         asked = self._asked = _Asked(lookup)
-        self._now_ns = 0
+        if self._fastest is not None:
+            self._fastest.begin(lookup)
         request: Any = SimpleNamespace(request_id="", num_tokens=lookup.local + lookup.missing)
         try:
             offer, answered_ns = self._ask(request, asked)
             if offer is None or asked.is_unknown:
                 return None
+            self._offers.settle(request.request_id, offer.child if offer.tokens else None, offer.tokens)
             if offer.tokens:
+                if self._fastest is not None:
+                    self._fastest.loads(offer)
                 offer = offer._replace(child=self._places[offer.child])
             return Outcome(offer, answered_ns / 1e9)
         finally:

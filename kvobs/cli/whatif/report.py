@@ -29,8 +29,8 @@ def said(settings: Settings) -> str:
     parts = [f"load_policy {options.load_policy}", f"connectors {', '.join(settings.order)}"]
     if options.wait_for != "all":
         parts.append(f"wait_for {options.wait_for}")
-    if minimums := getattr(options, "min_tokens", None):
-        parts.append("min_tokens " + ", ".join(f"{name}={n:,}" for name, n in minimums.items()))
+    if options.min_tokens:
+        parts.append("min_tokens " + ", ".join(f"{name}={n:,}" for name, n in options.min_tokens.items()))
     if options.lookup_timeout_ms is not None:
         parts.append(f"lookup_timeout_ms {options.lookup_timeout_ms:g}")
     return "; ".join(parts)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from kvobs.cli.whatif.history import History, PastLoad, PastLookup
-from kvobs.cli.whatif.replay import Outcome
+from kvobs.routing.lookups import Offer
 from kvobs.state.load_times import LoadTimes
 from kvobs.telemetry.flight import OWN
 
 _FIRST = 12  # loads of a connector from which those before them are predicted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a lookup leads to, after ``waited_s``: an ``offer``, by the recorded child, or ``NOTHING``."""
+
+    offer: Offer
+    waited_s: float
 
 
 class Times:

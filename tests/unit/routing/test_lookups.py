@@ -254,7 +254,7 @@ def test_an_answer_at_once_has_no_delay() -> None:
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
-    assert asker.offers.settle("r", 0, 16).local == 48
+    assert asker.offers.settle("r", 0, 16).lookup.local == 48
 
 
 def test_what_a_lookup_found_has_each_answer_and_how_long_it_took() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -126,3 +127,11 @@ def test_a_recording_of_an_older_kvobs_is_named(folder: Path, a: Script) -> None
     code, printed = run(folder, columns=300)
     assert code == 1
     assert f"{path} is of an older kvobs, which did not record what lookups found" in printed.replace("\n", "")
+
+
+@pytest.mark.usefixtures("rig")
+def test_min_tokens_are_those_of_the_option(folder: Path) -> None:
+    """Together with what was recorded."""
+    found: dict[str, Any] = json.loads(run(folder, "--min-tokens", f"one={2 * BLOCK + 1}", "--json")[1])
+    assert found["settings"]["what_if"]["min_tokens"] == {"one": 2 * BLOCK + 1}
+    assert found["what_if"]["tokens_by_connector"] == {"two": 15 * BLOCK}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 
 from kvobs.cli.whatif.history import History, PastLookup
-from kvobs.cli.whatif.replay import Outcome, Replay, Settings
+from kvobs.cli.whatif.replay import Replay, Settings
+from kvobs.cli.whatif.times import Outcome, Times
 from kvobs.config import Options
 from kvobs.routing.lookups import Offer, Offers
 from kvobs.state.lookup import NOBODY, Answer
@@ -32,9 +33,9 @@ class Connector(NamedTuple):
 class Engine:
     """Asks connectors through the router, at the times it is given."""
 
-    def __init__(self, connectors: list[Connector], options: Options) -> None:
+    def __init__(self, connectors: list[Connector], options: Options, names: list[str] | None = None) -> None:
         self.now_ms = 0.0
-        self.names = [f"c{i}" for i in range(len(connectors))]
+        self.names = names or [f"c{i}" for i in range(len(connectors))]
         self.since: dict[int, float] = {}
         self.options = options
         children: list[Any] = [
@@ -85,14 +86,22 @@ connectors = st.lists(
     max_size=4,
 )
 options = st.builds(
-    lambda policy, wait_for, limit: Options(
-        load_policy=policy, wait_for="all" if policy != "first" else wait_for, lookup_timeout_ms=limit
+    lambda policy, wait_for, limit, least: Options(
+        load_policy=policy,
+        wait_for="all" if policy != "first" else wait_for,
+        lookup_timeout_ms=limit,
+        min_tokens={"c0": least} if least else {},
     ),
     st.sampled_from(["first", "longest"]),
     st.sampled_from(["all", "earlier"]),
     st.sampled_from([None, 7.0, 20.0, 40.0]),
+    st.sampled_from([0, 0, 32]),
 )
 steps = st.lists(st.floats(0.01, 30), max_size=30)
+
+
+def replay(history: History, settings: Settings) -> Replay:
+    return Replay(history, settings, Times(history))
 
 
 def chosen(outcome: Outcome | None) -> int:
@@ -113,7 +122,7 @@ def test_under_the_recorded_settings_each_lookup_chooses_as_it_did(
     assume(offer is not None)
     assert offer is not None
     history, lookup = engine.past(offer, later_ms=0.3)
-    outcome = Replay(history, Settings.of(history.children, history.settings)).repeat(lookup)
+    outcome = replay(history, Settings.of(history.children, history.settings)).repeat(lookup)
     assert chosen(outcome) == lookup.chosen == (offer.child if offer.tokens else NOBODY)
     assert outcome is not None
     assert outcome.offer == offer
@@ -132,8 +141,8 @@ def test_under_other_settings_it_chooses_as_the_router_would_or_does_not_know(
     assert offer is not None
     history, lookup = engine.past(offer)
     order = data.draw(st.permutations(range(len(those))))
-    outcome = Replay(history, Settings(tuple(f"c{i}" for i in order), other)).repeat(lookup)
-    truth = Engine([those[i] for i in order], other)
+    outcome = replay(history, Settings(tuple(f"c{i}" for i in order), other)).repeat(lookup)
+    truth = Engine([those[i] for i in order], other, [f"c{i}" for i in order])
     best = truth.ask(often)
     if outcome is None:
         assert any(answer.tokens is None for answer in lookup.answers.values()), "all answers are known"
@@ -149,7 +158,7 @@ def past(*answers: Answer, **settings: Any) -> tuple[History, PastLookup]:
 
 
 def repeated(history: History, lookup: PastLookup, *order: str, **settings: Any) -> tuple[int, float] | None:
-    outcome = Replay(history, Settings(order or tuple(history.children), Options(**settings))).repeat(lookup)
+    outcome = replay(history, Settings(order or tuple(history.children), Options(**settings))).repeat(lookup)
     return None if outcome is None else (chosen(outcome), outcome.waited_s * 1000)
 
 
