@@ -132,7 +132,8 @@ def _lookup(began_ns: int, ended_ns: int, records: Sequence[Found]) -> PastLooku
             lookup.local = one.n
         else:
             tokens = None if one.flags & UNANSWERED else one.n
-            lookup.answers[one.child] = Answer(one.child, tokens, bool(one.flags & ASYNC), one.start, one.spent)
+            since_ns = one.start if one.spent or tokens is None else 0
+            lookup.answers[one.child] = Answer(one.child, tokens, bool(one.flags & ASYNC), since_ns, one.spent)
             if one.flags & CHOSEN:
                 lookup.chosen = one.child
     return lookup

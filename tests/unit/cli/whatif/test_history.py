@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvobs.cli.timeline import recordings
+from kvobs.cli.whatif.comparison import compare
 from kvobs.cli.whatif.history import History, histories
+from kvobs.cli.whatif.replay import Settings
+from kvobs.config import Options
 from kvobs.state.lookup import NOBODY
 from kvobs.telemetry.flight import OWN, What, pack
 from kvobs.testing import BLOCK, Script
@@ -82,6 +86,30 @@ def test_a_request_that_is_looked_up_again_has_a_lookup_for_each_time(folder: Pa
     assert (second.load.child, second.load.outcome) == (1, "ok")
     assert set(second.answers) == {1}
     assert (first.is_only, second.is_only) == (False, False)
+
+
+def test_a_lookup_that_did_not_wait_for_one_of_two_is_repeated_as_it_was(folder: Path, a: Script, b: Script) -> None:
+    """From its file: whoever answered at once was asked with the other."""
+    rig = recording_rig(folder, a, b, options={"lookup_timeout_ms": 2.0})
+    a.offers["r"] = (None, False)
+    b.offers["r"] = (BLOCK, True)
+    rig.add("r")
+    rig.step()
+    time.sleep(0.004)
+    rig.step()
+    found = history(folder)
+    (lookup,) = found.lookups
+    assert {child: one.tokens for child, one in lookup.answers.items()} == {0: None, 1: BLOCK}
+    assert lookup.answers[0].waited_ns > 2 * 10**6
+    same = compare([found], [Settings.of(found.children, found.settings)])
+    assert (same.lookups, same.known, same.repeated) == (0, 0, 0), "its load goes on"
+    b.say(0, received="r")
+    rig.run(4)
+    found = history(folder)
+    same = compare([found], [Settings.of(found.children, found.settings)])
+    longer = compare([found], [Settings(("one", "two"), Options(lookup_timeout_ms=1000.0))])
+    assert (same.lookups, same.known, same.repeated) == (1, 1, 1)
+    assert (longer.lookups, longer.known, longer.unknown) == (1, 0, {"one": 1})
 
 
 def test_a_lookup_in_progress_is_none_yet(folder: Path, a: Script) -> None:
