@@ -40,7 +40,9 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.stats.stats import MultiKVConnectorStats, class_path, rebuild
 from kvobs.telemetry import flight, sampling, telemetry
+from kvobs.telemetry.request_records import AFTER_STEP
 from kvobs.telemetry.sampling import TracingSettings
+from kvobs.telemetry.telemetry import Telemetry
 from kvobs.version import __version__
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class MultiConnector(stock.MultiConnector):
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
             copies = BlockCopies(recorder, options.block_copy, blocks)
             self._side = WorkerSide(self._children, records, rank, len(groups), copies)
-        self._put_hooks_in_place(records.flight)
+        self._put_hooks_in_place(records)
         shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
         ended = records.reports.log.ended_by(shutdown)
         if self._feed is not None:
@@ -127,7 +129,7 @@ class MultiConnector(stock.MultiConnector):
         if ended is not shutdown:
             setattr(self, "shutdown", ended)  # noqa: B010
 
-    def _put_hooks_in_place(self, noting: flight.Flight | None) -> None:
+    def _put_hooks_in_place(self, noting: Telemetry) -> None:
         """Bind general hooks to the children and the role's hooks to its side, if this vLLM has them.
 
         Hooks that this class defines itself are not replaced.
@@ -139,8 +141,10 @@ class MultiConnector(stock.MultiConnector):
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and host.has_hook(name):
                 routed = getattr(self._side, name, None)
-                if routed is not None and noting is not None and name in flight.ROUTED:
-                    routed = noting.noted(flight.OWN, name, routed)
+                if routed is not None and noting.flight is not None and name in flight.ROUTED:
+                    routed = noting.flight.noted(flight.OWN, name, routed)
+                if routed is not None and noting.records is not None and name == AFTER_STEP:
+                    routed = noting.records.after_step(routed)
                 if routed is not None:
                     setattr(self, name, routed)
 

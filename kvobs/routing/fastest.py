@@ -14,7 +14,7 @@ from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.config import Options
 from kvobs.faults import contained
-from kvobs.state.compute_cost import ComputeCost
+from kvobs.state.compute_cost import Estimator
 from kvobs.state.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
@@ -35,25 +35,18 @@ class Offered(Protocol):
     def tokens(self) -> int: ...
 
 
-class Engine(Protocol):
-    """What knows the cost of computing."""
-
-    @property
-    def cost(self) -> ComputeCost: ...
-
-
 class Fastest(TransferListener):
     """The load policy ``fastest``.
 
     Args:
         children: the children's scheduler-side connectors.
-        engine: knows what computing costs.
+        estimator: of what computing costs.
         listener: receives the decisions.
     """
 
-    def __init__(self, children: Sequence[Child], engine: Engine, listener: TransferListener) -> None:
+    def __init__(self, children: Sequence[Child], estimator: Estimator, listener: TransferListener) -> None:
         self._choice = LoadChoice(len(children))
-        self._engine = engine
+        self._estimator = estimator
         self._listener = listener
         self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
         # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
@@ -61,10 +54,10 @@ class Fastest(TransferListener):
 
     @classmethod
     def of(
-        cls, options: Options, children: Sequence[Child], engine: Engine, listener: TransferListener
+        cls, options: Options, children: Sequence[Child], estimator: Estimator, listener: TransferListener
     ) -> Fastest | None:
         """Return the policy, if it is the configured one."""
-        return cls(children, engine, listener) if options.load_policy == "fastest" else None
+        return cls(children, estimator, listener) if options.load_policy == "fastest" else None
 
     @contained("record")
     def decide(self, request: Request, local: int, offers: Sequence[Offered]) -> Decision | None:
@@ -78,7 +71,7 @@ class Fastest(TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        predict, missing = self._engine.cost.predict, request.num_tokens - local
+        predict, missing = self._estimator.cost.predict, request.num_tokens - local
         candidates = []
         for offer in offers:
             rest = max(1, missing - offer.tokens)  # vLLM computes the last token in any case
@@ -111,7 +104,7 @@ class Fastest(TransferListener):
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
-            again_s = self._engine.cost.predict(max(1, load.recomputed_tokens), load.local_tokens)
+            again_s = self._estimator.cost.predict(max(1, load.recomputed_tokens), load.local_tokens)
             seconds = 2 * seconds if again_s is None else seconds + again_s
         self._choice.observe(load.child, load.tokens, seconds)
         # One that it has overtaken says nothing of the connector now: it may be lost.

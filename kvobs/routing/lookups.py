@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvobs import signals
-from kvobs.children.child import Child
-from kvobs.config import Options
 from kvobs.log import once
-from kvobs.routing.fastest import Fastest
-from kvobs.routing.isolation import Isolation
 from kvobs.state.in_progress import InProgress
-from kvobs.state.load_choice import Decision
+from kvobs.state.lookup import NOBODY, Answer, Lookup
 from kvobs.telemetry.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from kvobs.children.child import Child
+    from kvobs.config import Options
+    from kvobs.routing.fastest import Fastest
+    from kvobs.routing.isolation import Isolation
+    from kvobs.state.load_choice import Decision
 
 _HIT, _MISS, _PENDING, _TIMEOUT = (
     signals.slot(signals.LOOKUPS, outcome) for outcome in ("hit", "miss", "pending", "timeout")
@@ -41,13 +43,13 @@ class Offer(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A lookup that led to an allocation: vLLM's own computed tokens, where a load begins, and all offers."""
+    """A lookup that led to an allocation: all offers, and what it found."""
 
-    local: int
     offers: list[Offer]
+    lookup: Lookup
 
 
-NOTHING = Offer(-1, 0, False)
+NOTHING = Offer(NOBODY, 0, False)
 
 
 @dataclass(slots=True)
@@ -56,10 +58,11 @@ class _Asked:
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
     offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
-    left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
+    left_open: dict[int, int] = field(default_factory=dict)  # child for which that lookup did not wait -> since when
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
-    has_chosen: bool = False  # whether that lookup had an offer to load from
+    chosen: int = NOBODY  # the child whose offer that lookup chose
+    waited: dict[int, tuple[int, int]] = field(default_factory=dict)  # child -> its first "not yet", ns to its answer
     decision: Decision | None = None  # why, with the policy that predicts
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
@@ -140,7 +143,7 @@ class Offers:
             if child in asked.banned or self._is_discarded(child, request.request_id):
                 continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
             asked.offers.append(offer)
-            if tokens and not is_async and child in self._async_only:
+            if self._is_refused(offer):
                 self._refuse(child)
             elif tokens >= self._minimum[child]:
                 usable.append(offer)
@@ -148,7 +151,7 @@ class Offers:
             asked.offers = []
             return None
         best = self._chosen(request, asked, usable) if usable else NOTHING
-        asked.has_chosen = best.tokens > 0
+        asked.chosen = best.child
         return best
 
     def _chosen(self, request: Request, asked: _Asked, usable: Sequence[Offer]) -> Offer:
@@ -167,14 +170,16 @@ class Offers:
         asked = self._asked.get(request_id)
         if asked is None or not asked.left_open:
             return set()
-        left_open, asked.left_open = asked.left_open, set()
+        left_open, asked.left_open = set(asked.left_open), {}
         return left_open
 
     def _count_answer(self, request_id: str, asked: _Asked, offer: Offer) -> None:
         since = asked.pending_since.pop(offer.child, None)
         if since is not None:
             self.waited_for[offer.child].end(request_id)
-            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, self._clock() - since)
+            waited_ns = self._clock() - since
+            asked.waited[offer.child] = since, waited_ns
+            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, waited_ns)
         self._count(asked, offer.child, _HIT if offer.tokens else _MISS)
 
     def _count(self, asked: _Asked, child: int, outcome: int) -> None:
@@ -185,6 +190,9 @@ class Offers:
 
     def _is_discarded(self, child: int, request_id: str) -> bool:
         return self._isolation is not None and self._isolation.discards(child, request_id)
+
+    def _is_refused(self, offer: Offer) -> bool:
+        return bool(offer.tokens) and not offer.is_async and offer.child in self._async_only
 
     def _refuse(self, child: int) -> None:
         once(
@@ -206,7 +214,7 @@ class Offers:
             self.waited_for[child].begin(request_id, since)
             return True
         self.waited_for[child].end(request_id)
-        asked.left_open.add(child)
+        asked.left_open[child] = since
         return False
 
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
@@ -216,7 +224,8 @@ class Offers:
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return Settled(0, [])
+            return Settled([], Lookup(0))
+        lookup = Lookup(asked.local, self._answers(asked), asked.chosen)
         offers, asked.offers = asked.offers, []
         if asked.decision is not None and self._fastest is not None:
             self._fastest.taken(request_id, asked.decision)
@@ -225,7 +234,7 @@ class Offers:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
             won = next((offer.tokens for offer in offers if offer.child == owner), 0)
-            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if asked.has_chosen else _DECLINED
+            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if asked.chosen != NOBODY else _DECLINED
             for offer in offers:
                 if offer.tokens:
                     asked.counted = True
@@ -237,7 +246,16 @@ class Offers:
                         is_too_small = offer.tokens < self._minimum[offer.child]
                         in_vain = max(0, offer.tokens - won)
                         self._recorder.count(offer.child, _BELOW_MINIMUM if is_too_small else lost, in_vain)
-        return Settled(asked.local, offers)
+        return Settled(offers, lookup)
+
+    def _answers(self, asked: _Asked) -> tuple[Answer, ...]:
+        """Return what the last lookup found, and since when it has not waited for the others."""
+        answers = [
+            Answer(*offer, *asked.waited.get(offer.child, ())) for offer in asked.offers if not self._is_refused(offer)
+        ]
+        for child, since in asked.left_open.items():
+            answers.append(Answer(child, None, False, since, self._clock() - since))
+        return tuple(answers)
 
     def ban(self, request_id: str, child: int) -> None:
         """Ignore this child's further answers about this request: its load has failed."""

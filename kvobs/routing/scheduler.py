@@ -144,19 +144,19 @@ class SchedulerSide:
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
         load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
-        local, offers = self._offers.settle(request_id, owner, num_external_tokens)
-        tokens_by_child = [(offer.child, offer.tokens) for offer in offers]
-        self._listener.allocated(request_id, tokens_by_child, local, owner, num_external_tokens)
+        offers, lookup = self._offers.settle(request_id, owner, num_external_tokens)
+        self._listener.settled(request, lookup, self._gains)
+        self._listener.allocated(request_id, [offer[:2] for offer in offers], lookup.local, owner, num_external_tokens)
         if load is not None:
             if not load.is_async:
                 load.expected = self._ranks.reporting  # every worker reports its end after the step
-            load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
+            load.blocks = self._layout.loaded(blocks.get_block_ids(), lookup.local, num_external_tokens)
             load.size = round(load.tokens * self._layout.bytes_per_token)
-            load.local_tokens, load.rest_tokens = local, request.num_tokens - local - num_external_tokens
+            load.local_tokens, load.rest_tokens = lookup.local, request.num_tokens - lookup.local - num_external_tokens
             self._listener.admitted(request_id, load)
             trace = self._traces.of_load(request_id)
             self._pending.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
-        self._open_lookups.leave_open(request, blocks, local, self._offers.take_left_open(request_id))
+        self._open_lookups.leave_open(request, blocks, lookup.local, self._offers.take_left_open(request_id))
         for child in self.children:
             is_shown = self._visibility[child.index].allocates(request_id)
             if is_shown and not self._open_lookups.has(child.index, request_id):

@@ -8,11 +8,21 @@ it. Both parts of a context are linear, but not equally expensive: reading is bo
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvobs.state.linear_cost import LinearCost
 
 _SKIPPED = 8  # first steps: kernels are compiled, graphs captured, caches filled
 _BLEND = 1 / 16
 _ENOUGH = 4  # a prefill is predicted up to this multiple of the largest one that was observed
+
+
+class Estimator(Protocol):
+    """Keeps an estimate of what computing costs."""
+
+    @property
+    def cost(self) -> ComputeCost:
+        """The estimate after all steps that have ended: steps that wait to be learned from are, now."""
 
 
 class Errors:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvobs.state.compute_cost import Estimator
 from kvobs.state.load_choice import Decision
+from kvobs.state.lookup import Lookup
 from kvobs.state.transfers import Gain, Load, Save, Stray
 
 
@@ -17,8 +19,15 @@ class LookedUp(Protocol):
     """The part of vLLM's request that a listener may read. In vLLM 0.27 it has no ``trace_headers``."""
 
     request_id: str
+    arrival_time: float
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 class TransferListener:
@@ -29,6 +38,12 @@ class TransferListener:
 
     def decided(self, request_id: str, decision: Decision) -> None:
         """Receive why a request's lookups end as they do, just before their end; only with a policy that predicts."""
+
+    def settled(self, request: LookedUp, lookup: Lookup, estimator: Estimator) -> None:
+        """Receive what the last lookup found, just before ``allocated``, and who estimates what computing costs.
+
+        A request that is resumed after its asynchronous load is allocated again: then the lookup has no answers.
+        """
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
@@ -84,6 +99,10 @@ class TransferListeners(TransferListener):
     def decided(self, request_id: str, decision: Decision) -> None:
         for listener in self._listeners:
             listener.decided(request_id, decision)
+
+    def settled(self, request: LookedUp, lookup: Lookup, estimator: Estimator) -> None:
+        for listener in self._listeners:
+            listener.settled(request, lookup, estimator)
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int

@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"KVOBSRNG"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)
+"""Format 1 has no records of what lookups found."""
 _HEAD = struct.Struct("<8sIIII")  # magic, version, length of the JSON, live words, records
 _WORD = 8
 
@@ -98,9 +100,10 @@ def read(memory: Any) -> Snapshot | None:
         return None
     if magic != MAGIC:
         raise RingError("it is not a kvobs recording")
-    if version != VERSION:
+    if version not in READABLE:
         raise RingError(
-            f"its format is {version}, this kvobs reads format {VERSION}; use the version of kvobs that wrote it"
+            f"its format is {version}, this kvobs reads formats {READABLE[0]} to {VERSION}; use the version of kvobs "
+            "that wrote it"
         )
     first = -(-(_HEAD.size + length) // _WORD) * _WORD
     size = (live + room * WIDTH) * _WORD

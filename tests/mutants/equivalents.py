@@ -51,13 +51,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     _alias("kvobs/telemetry/request_traces.py", "Call: TypeAlias = Callable[..., Any]"),
     _alias("kvobs/telemetry/request_traces.py", "Params: TypeAlias = dict[str, Any]  # kv_transfer_params"),
     Equivalent(
-        "kvobs/routing/lookups.py",
-        "",
-        "NOTHING = Offer(-1, 0, False)",
-        "NOTHING = Offer(+1, 0, False)",
-        "an offer of 0 tokens is of no child: nobody reads which one",
-    ),
-    Equivalent(
         "kvobs/stats/payload.py",
         "",
         "FEW = 1_000  # numbers, of three parts or four",

@@ -60,10 +60,24 @@ class Transfer:
     outcome: str = OPEN
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record about a request, of a kind from ``What.ANSWER`` on. ``spent`` is -1 for something unknown."""
+
+    what: What
+    child: int
+    request: int
+    start: int
+    spent: int
+    n: int
+    flags: int
+
+
 class Process:
     """One process's recording, from ``first_ns`` to ``last_ns``.
 
-    ``slices`` and ``transfers`` are in the order of their begin. Transfers in progress may have begun before
+    ``slices`` and ``transfers`` are in the order of their begin, ``found`` in that of the records. ``settings`` are the
+    options that decide which child loads; a recording of format 1 has none. Transfers in progress may have begun before
     ``first_ns``, the begin of the oldest record. ``read_ns`` is the time now if the process lives, else ``last_ns``.
     """
 
@@ -77,11 +91,13 @@ class Process:
         self.pid: int = about["pid"]
         self.begun_ns: int = about["begun_ns"]
         self.children: list[str] = about["connectors"]
+        self.settings: dict[str, Any] = about.get("settings", {})
         self._hooks: list[str] = about["hooks"]
         self._layer_hooks: list[str] = about["layer_hooks"]
         self._wall_offset: int = about["wall_offset"]
         self.slices: list[Slice] = []
         self.transfers: list[Transfer] = []
+        self.found: list[Found] = []
         self._open: dict[tuple[str, int, int], Transfer] = {}
         self._read(snapshot)
         in_layers = layer_words(len(self.children))
@@ -139,7 +155,6 @@ class Process:
     def _read(self, snapshot: Snapshot) -> None:
         for _, begun, spent, word, more, _ in snapshot.records.tolist():
             what, child, position, n = unpack(word)
-            hook = self._hooks[position]
             start = begun + self._wall_offset
             end = start + spent if spent >= 0 else None
             if what in TRANSFERS:
@@ -148,10 +163,14 @@ class Process:
                     self._end(Transfer(kind, child, more, None, start, end, outcome=OUTCOMES[n]))
                 else:
                     self._begin(Transfer(kind, child, more, start, start, tokens=n))
+            elif what >= What.ANSWER:
+                self.found.append(Found(what, child, more, start, spent, n, position))
             elif what is What.LAYERS:
+                hook = self._hooks[position]
                 args = {"calls": n, "total, ms": more / 1e6}
                 self.slices.append(Slice(self._layer_track(hook, child), f"{hook} x{n}", start, end, args))
             else:
+                hook = self._hooks[position]
                 name = "step without a forward" if hook == STEP and not n else hook
                 args = {"raised": True} if more else NOTHING
                 self.slices.append(Slice(0 if child == OWN else child + 1, name, start, end, args))

@@ -17,7 +17,9 @@ from kvobs.config import Options
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
 from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
+from kvobs.state import lookup as found
 from kvobs.state.compute_cost import ComputeCost
+from kvobs.state.lookup import NOBODY, Lookup
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.recorder import Recorder
 from tests.support.rig import counts_of
@@ -252,7 +254,31 @@ def test_an_answer_at_once_has_no_delay() -> None:
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
-    assert asker.offers.settle("r", 0, 16).local == 48
+    assert asker.offers.settle("r", 0, 16).lookup.local == 48
+
+
+def test_what_a_lookup_found_has_each_answer_and_how_long_it_took() -> None:
+    """Of one that was not waited for, how long it was."""
+    clock = Clock()
+    asker = Asker((None, False), (None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    clock.now_ms = 1
+    asker.ask()
+    clock.now_ms, asker.answers[0] = 20, (32, True)
+    asker.ask()
+    clock.now_ms = 90
+    assert asker.ask(local=8) == Offer(0, 32, True)
+    open_ = found.Answer(1, None, False, 20_000_000, 70_000_000)
+    answers = (found.Answer(0, 32, True, 1_000_000, 19_000_000), found.Answer(2, 16, True), open_)
+    assert asker.offers.settle("r", 0, 32).lookup == Lookup(8, answers, 0)
+    assert asker.offers.settle("r", 0, 32).lookup.answers == (open_,), "taken later"
+    asker.offers.take_left_open("r")
+    assert asker.offers.settle("r", 0, 32).lookup.answers == ()
+
+
+def test_what_a_lookup_found_leaves_out_offers_that_do_not_count() -> None:
+    asker = Asker((32, False), (0, False), async_only={0})
+    asker.ask()
+    assert asker.offers.settle("r", None, 0).lookup == Lookup(0, (found.Answer(1, 0, False),), NOBODY)
 
 
 REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
@@ -328,7 +354,7 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     asker.offers.forget("r")
     assert len(asker.offers) == 0
-    assert asker.offers.settle("r", None, 0) == (0, [])
+    assert asker.offers.settle("r", None, 0) == ([], Lookup(0))
 
 
 @POLICIES

@@ -31,8 +31,9 @@ def scripts(a: Script, b: Script) -> tuple[Script, Script]:
     return a, b
 
 
-def recording_rig(folder: Path, *scripts: Script, **more: Any) -> Rig:
-    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": {"dir": str(folder), "mib": 1}}
+def recording_rig(folder: Path, *scripts: Script, options: dict[str, Any] | None = None, **more: Any) -> Rig:
+    timeline = {"dir": str(folder), "mib": 1}
+    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline, **(options or {})}
     return Rig("kvobs", *scripts, **more)
 
 
@@ -410,6 +411,7 @@ def test_what_a_process_says_of_itself(folder: Path, a: Script) -> None:
     content = path.read_bytes()
     about = json.loads(content[24 : content.index(b"\0", 24)])
     assert set(about) == {
-        "run", "engine", "role", "rank", "pid", "begun_ns", "wall_offset", "connectors", "hooks", "layer_hooks"
+        "run", "engine", "role", "rank", "pid", "begun_ns", "wall_offset", "connectors", "hooks", "layer_hooks",
+        "settings",
     }  # fmt: skip
     assert (about["pid"], about["rank"], about["connectors"]) == (os.getpid(), 0, ["one"])

@@ -176,3 +176,12 @@ def test_there_must_be_room_for_a_record() -> None:
     with pytest.raises(ValueError, match="no room for a record"):
         made(0)
     assert len(json.dumps(ABOUT)) <= HEAD - ring._HEAD.size
+
+
+@pytest.mark.parametrize("version", ring.READABLE)
+def test_an_older_format_is_read(version: int) -> None:
+    """It has fewer kinds of records."""
+    memory, one = made(3)
+    one.add(1, 2, 3, 4)
+    memory[len(MAGIC) : len(MAGIC) + 4] = version.to_bytes(4, "little")
+    assert rows(memory) == [[1, 1, 2, 3, 4, 1]]

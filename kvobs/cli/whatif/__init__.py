@@ -1,0 +1,1 @@
+"""Replay recorded lookups and loads under other settings: `kvobs whatif`."""
