@@ -12,9 +12,9 @@ from dashboards.alerts import alerts
 from dashboards.site import Site, thresholds
 from dashboards.telemetry_alerts import PREFIX
 from docs.pages import ROOT, table
-from kvobs.config import Options
 from kvobs.deviations import DEVIATIONS
 from kvobs.hooks import HOOKS, Cadence, Combine, Side
+from kvobs.options import Options
 from kvobs.signals import CALL_DURATION, SIGNALS
 from kvobs.spans import ATTRIBUTES, SPANS
 from tests.connectors.table import TABLE as CONNECTORS

@@ -27,12 +27,12 @@ from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import build
 from kvobs.children.configured import all_support_hma, read_specs, required_layout
 from kvobs.children.specs import ChildSpec, async_only
-from kvobs.config import Options
 from kvobs.exporting import destinations
 from kvobs.exporting.feed import Feed, described
 from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
 from kvobs.hooks import HOOKS, Combine
 from kvobs.log import log
+from kvobs.options import Options
 from kvobs.routing.gains import StepLimits
 from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide

@@ -22,9 +22,10 @@ from kvobs.children.specs import (
     offers_sync_only,
     why_not_isolated,
 )
-from kvobs.config import PATH, Configuration, Options
+from kvobs.config import PATH, Configuration
 from kvobs.findings import Finding, cut, unknown
 from kvobs.host import RETIRED, TransferConfig
+from kvobs.options import Options
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"

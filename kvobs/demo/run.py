@@ -17,7 +17,6 @@ from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.markup import escape
 
-from kvobs.config import ExporterOptions
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.model import make_model
@@ -25,6 +24,7 @@ from kvobs.demo.processes import keeping_off
 from kvobs.demo.scenarios import Fault, evidence
 from kvobs.demo.server import HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
+from kvobs.options import ExporterOptions
 from kvobs.spans import LOAD
 from kvobs.telemetry.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvobs import host
-from kvobs.config import EXPORTER_VARIABLE, PATH, ExporterOptions, Options
+from kvobs.config import EXPORTER_VARIABLE, PATH
 from kvobs.findings import Finding
 from kvobs.log import log
+from kvobs.options import ExporterOptions, Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

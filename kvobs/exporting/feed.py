@@ -24,9 +24,9 @@ import vllm
 
 import kvobs
 from kvobs import faults, host, signals
-from kvobs.config import ExporterOptions, Options
 from kvobs.exporting.current_call import CurrentCall, current_call
 from kvobs.log import log
+from kvobs.options import ExporterOptions, Options
 from kvobs.proc import cores_of_parent
 from kvobs.stats import wire
 from kvobs.stats.hello import Connector, Engine

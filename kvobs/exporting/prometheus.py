@@ -15,9 +15,10 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs import faults, host, signals, spans
-from kvobs.config import RESERVED_NAME, Options
+from kvobs.config import RESERVED_NAME
 from kvobs.exporting.metric_families import Buckets, Families, Sink
 from kvobs.log import once
+from kvobs.options import Options
 from kvobs.signals import LABEL, OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Scope, Series, Signal
 from kvobs.spans import Record, observed_in
 from kvobs.stats import wire

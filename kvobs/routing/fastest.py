@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
-from kvobs.config import Options
 from kvobs.faults import contained
+from kvobs.options import Options
 from kvobs.state.compute_cost import Estimator
 from kvobs.state.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
 from kvobs.state.transfer_listener import TransferListener

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvobs.children.child import Child
-    from kvobs.config import Options
+    from kvobs.options import Options
     from kvobs.routing.fastest import Fastest
     from kvobs.routing.isolation import Isolation
     from kvobs.state.load_choice import Decision

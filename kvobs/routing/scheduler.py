@@ -14,8 +14,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
-from kvobs.config import Options
 from kvobs.faults import contain, contained
+from kvobs.options import Options
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.gains import Gains, StepLimits
 from kvobs.routing.isolation import Isolation

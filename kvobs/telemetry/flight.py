@@ -22,10 +22,10 @@ from types import MappingProxyType
 from typing import Any
 
 from kvobs import faults
-from kvobs.config import TimelineOptions
 from kvobs.faults import contained
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.log import line, once
+from kvobs.options import TimelineOptions
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
 from kvobs.telemetry import open_table, ring_files

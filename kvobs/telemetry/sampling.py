@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs.config import PATH, Options
+from kvobs.config import PATH
 from kvobs.findings import Finding
 from kvobs.log import once
+from kvobs.options import Options
 from kvobs.telemetry.otel_environment import DISABLED, is_disabled
 from kvobs.telemetry.trace_context import TraceContext, as_otel
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvobs import faults, host
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry import flight
 from kvobs.telemetry.call_event import Tracer

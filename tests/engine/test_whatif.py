@@ -17,9 +17,9 @@ from kvobs.cli.timeline import recordings
 from kvobs.cli.whatif.comparison import P50, P95, Comparison, compare
 from kvobs.cli.whatif.history import History, histories
 from kvobs.cli.whatif.replay import Settings
-from kvobs.config import Options
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
+from kvobs.options import Options
 from tests.engine.serving import of_tests, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

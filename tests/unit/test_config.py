@@ -9,9 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.config import ConfigError, Options, TracingOptions, read
+from kvobs.config import ConfigError, read
 from kvobs.findings import Finding
 from kvobs.hooks import HOOKS
+from kvobs.options import Options, TracingOptions
 from kvobs.signals import is_timed
 
 TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from vllm.config import KVTransferConfig
 
 from kvobs.children.configured import read_specs
-from kvobs.config import ConfigError, Configuration, Options, TracingOptions, read
+from kvobs.config import ConfigError, Configuration, read
+from kvobs.options import Options, TracingOptions
 from kvobs.telemetry.trace_context import KEY
 from tests.support.contexts import json_values
 

@@ -16,8 +16,8 @@ PACKAGE = Path(kvobs.__file__).parent
 TIERS = (
     {"version", "log", "hooks", "findings", "proc", "signal_types"},
     {"signals", "deviations", "host"},
-    {"topology", "blocks", "faults", "spans", "config"},
-    {"state"},
+    {"topology", "blocks", "faults", "spans", "options"},
+    {"state", "config"},
     {"telemetry"},
     {"stats"},
     {"children"},
@@ -35,7 +35,7 @@ RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 NEEDS_NO_VLLM = (
     *("version", "log", "hooks", "findings", "proc", "host", "signal_types", "signals", "deviations", "topology"),
     *("faults", "spans"),
-    "config",
+    *("options", "config"),
     "plugin",
 )
 PURE = ("state", "telemetry")

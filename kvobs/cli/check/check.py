@@ -23,10 +23,11 @@ from kvobs.cli.check.asker import Ask, ask_here, questions_of
 from kvobs.cli.check.asking import NoAnswerError
 from kvobs.cli.check.facts import Answer, Facts, library_of
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
-from kvobs.config import PATH, Options
+from kvobs.config import PATH
 from kvobs.exporting import destinations
 from kvobs.exporting.destinations import Setup
 from kvobs.findings import Finding
+from kvobs.options import Options
 from kvobs.telemetry import sampling
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.topology import Engine, who_reads

@@ -13,7 +13,7 @@ from kvobs.cli.output import printable
 from kvobs.cli.top.rows import Server, server_row, without_measures
 from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, parse_vllm
 from kvobs.cli.web import TIMEOUT_S, NoAnswerError, get
-from kvobs.config import ExporterOptions
+from kvobs.options import ExporterOptions
 from kvobs.stats.scrapes import Values
 
 VLLM_PORT = 8000

@@ -18,7 +18,8 @@ from kvobs.cli.whatif import report
 from kvobs.cli.whatif.comparison import compare
 from kvobs.cli.whatif.history import History, histories
 from kvobs.cli.whatif.replay import Settings
-from kvobs.config import Options, explain
+from kvobs.config import explain
+from kvobs.options import Options
 
 EXAMPLES = examples(
     "kvobs whatif /dev/shm/kvobs --policy longest",

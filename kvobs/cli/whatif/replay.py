@@ -14,7 +14,7 @@ from typing import Any
 from kvobs.cli.whatif.history import History, PastLookup
 from kvobs.cli.whatif.predicting import AsRecorded, Predicting
 from kvobs.cli.whatif.times import Outcome, Times
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.routing.lookups import Offer, Offers
 from kvobs.telemetry.recorder import Recorder
 

@@ -14,7 +14,7 @@ import yaml
 
 from kvobs import spans
 from kvobs.cli import dashboards
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.signals import SIGNALS
 
 ROOT = Path(__file__).parents[3]

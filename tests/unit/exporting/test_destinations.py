@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 import kvobs
 from kvobs import connector as connector_module
 from kvobs import host
-from kvobs.config import ExporterOptions, Options
 from kvobs.exporting.destinations import Setup, findings, lost, metrics_go_to, spans_go_to, url
+from kvobs.options import ExporterOptions, Options
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables
 from tests.support.rig import child_config

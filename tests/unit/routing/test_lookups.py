@@ -13,7 +13,7 @@ from hypothesis import given
 
 from kvobs import signals
 from kvobs.children.child import Child
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
 from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot

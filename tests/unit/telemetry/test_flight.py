@@ -12,7 +12,7 @@ import pytest
 
 from kvobs.cli.timeline import names, recordings
 from kvobs.cli.timeline.recordings import Process, Slice, Transfer
-from kvobs.config import TimelineOptions
+from kvobs.options import TimelineOptions
 from kvobs.telemetry import flight, ring_files
 from kvobs.telemetry.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config

@@ -12,7 +12,7 @@ from hypothesis import given
 from opentelemetry import trace
 from opentelemetry.context import attach, detach
 
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.telemetry.otel_environment import DISABLED
 from kvobs.telemetry.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings, Verdicts, warn_about
 from kvobs.telemetry.trace_context import TraceContext, as_otel

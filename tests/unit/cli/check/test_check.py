@@ -25,10 +25,11 @@ from kvobs.cli.check import port
 from kvobs.cli.check.check import Checked, Flags, check
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.cli.check.rewrite import Router
-from kvobs.config import PATH, ConfigError, Options, read
+from kvobs.config import PATH, ConfigError, read
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.findings import Finding
 from kvobs.host import RUST_FRONTEND
+from kvobs.options import Options
 from kvobs.plugin import VARIABLE
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config
 from kvobs.topology import Engine

@@ -11,7 +11,8 @@ import pytest
 
 from kvobs.cli.check import port
 from kvobs.cli.check.check import check
-from kvobs.config import EXPORTER_VARIABLE, PATH, ExporterOptions
+from kvobs.config import EXPORTER_VARIABLE, PATH
+from kvobs.options import ExporterOptions
 from tests.unit.cli.check.test_check import config_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvobs.cli.whatif.comparison import P50, P95, Column, Comparison, compare
 from kvobs.cli.whatif.history import History, PastLoad, PastLookup
 from kvobs.cli.whatif.replay import Settings
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.state.lookup import NOBODY, Answer
 from kvobs.telemetry.flight import OWN
 

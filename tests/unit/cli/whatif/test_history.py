@@ -12,7 +12,7 @@ from kvobs.cli.timeline import recordings
 from kvobs.cli.whatif.comparison import compare
 from kvobs.cli.whatif.history import History, histories
 from kvobs.cli.whatif.replay import Settings
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.state.lookup import NOBODY
 from kvobs.telemetry.flight import OWN, What, pack
 from kvobs.testing import BLOCK, Script

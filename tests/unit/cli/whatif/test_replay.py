@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from kvobs.cli.whatif.history import History, PastLookup
 from kvobs.cli.whatif.replay import Replay, Settings
 from kvobs.cli.whatif.times import Outcome, Times
-from kvobs.config import Options
+from kvobs.options import Options
 from kvobs.routing.lookups import Offer, Offers
 from kvobs.state.lookup import NOBODY, Answer
 from kvobs.telemetry.recorder import Recorder
