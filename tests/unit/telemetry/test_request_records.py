@@ -150,7 +150,7 @@ class Known(ComputeCost):
 def test_what_computing_takes_is_that_of_the_tokens_which_are_left(folder: Path, a: Script, b: Script) -> None:
     """One at least is computed."""
     rig = recording_rig(folder, a, b)
-    rig.connector._side._gains.cost = Known()
+    rig.connector._side._gains._cost = Known()
     a.offers["r"] = (4 * BLOCK, True)
     b.offers["r"] = (0, False)
     rig.add("r", tokens=4 * BLOCK)
@@ -175,5 +175,5 @@ def test_an_allocation_that_no_lookup_precedes_is_not_recorded() -> None:
     written: list[Any] = []
     flight: Any = SimpleNamespace(of_request=lambda *record: written.append(record), hashed=hash, wall_offset=0)
     request: Any = SimpleNamespace(request_id="r", num_tokens=5, num_output_tokens=0)
-    RequestRecords(flight).settled(request, None, ComputeCost(8))  # type: ignore[arg-type]
+    RequestRecords(flight).settled(request, None, SimpleNamespace(cost=ComputeCost(8)))  # type: ignore[arg-type]
     assert written == []

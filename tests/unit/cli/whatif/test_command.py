@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def rig(folder: Path, a: Script, b: Script) -> Rig:
     """Four requests of which "one" has two blocks and "two" three, and one that only "two" has."""
     rig = recording_rig(folder, a, b)
-    rig.connector._side._gains.cost = Known()
+    rig.connector._side._gains._cost = Known()
     names = [f"r{i}" for i in range(4)]
     a.offers |= dict.fromkeys(names, (2 * BLOCK, True))
     b.offers |= dict.fromkeys([*names, "only"], (3 * BLOCK, True))

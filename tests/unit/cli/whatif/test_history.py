@@ -35,7 +35,7 @@ def history(folder: Path) -> History:
 
 def test_each_lookup_has_its_answers_its_load_and_its_first_token(folder: Path, a: Script, b: Script) -> None:
     rig = recording_rig(folder, a, b, ranks=2, options={"load_policy": "longest"})
-    rig.connector._side._gains.cost = Known()
+    rig.connector._side._gains._cost = Known()
     a.offers |= {"async": (BLOCK, True), "sync": (0, False)}
     b.offers |= {"async": (2 * BLOCK, True), "sync": (3 * BLOCK, False)}
     for name in ("async", "sync", "none"):
