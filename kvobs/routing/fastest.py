@@ -14,7 +14,7 @@ from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.faults import contained
 from kvobs.options import Options
-from kvobs.state.compute_cost import Estimator
+from kvobs.state.compute_cost import ComputeCost, Estimator
 from kvobs.state.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
@@ -71,13 +71,13 @@ class Fastest(TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        predict, missing = self._estimator.cost.predict, request.num_tokens - local
+        cost, missing = self._estimator.cost, request.num_tokens - local
         candidates = []
         for offer in offers:
             rest = max(1, missing - offer.tokens)  # vLLM computes the last token in any case
-            rest_s = predict(rest, local + missing - rest)
+            rest_s = _crowded(cost, rest, local + missing - rest)
             candidates.append(Candidate(offer.child, offer.tokens, rest_s, self._open_loads(offer.child)))
-        return self._choice.decide(candidates, predict(missing, local))
+        return self._choice.decide(candidates, _crowded(cost, missing, local))
 
     def _open_loads(self, child: int) -> list[tuple[int, float]]:
         if not self._open[child]:
@@ -104,10 +104,16 @@ class Fastest(TransferListener):
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
-            again_s = self._estimator.cost.predict(max(1, load.recomputed_tokens), load.local_tokens)
+            again_s = _crowded(self._estimator.cost, max(1, load.recomputed_tokens), load.local_tokens)
             seconds = 2 * seconds if again_s is None else seconds + again_s
         self._choice.observe(load.child, load.tokens, seconds)
         # One that it has overtaken says nothing of the connector now: it may be lost.
         begun = self._open[load.child]
         for other in [other for other, (_, since) in begun.items() if since <= load.opened_ns]:
             del begun[other]
+
+
+def _crowded(cost: ComputeCost, tokens: int, context: int) -> float | None:
+    """Return the seconds of computing beside the other prefills that the engine has now, as of a load beside them."""
+    seconds = cost.predict(tokens, context)
+    return None if seconds is None else seconds * cost.crowding

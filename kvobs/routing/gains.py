@@ -88,7 +88,7 @@ class Gains(TransferListener):
         """Learn from many steps at once: one in each step costs four times as much, since its code is cold by then."""
         ended, self._ended = self._ended, []
         for spent_ns, work in ended:
-            self._cost.observe(spent_ns / 1e9, *work)
+            self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work.prefills)
 
     @contained("record")
     def flush(self) -> None:

@@ -25,6 +25,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
         return None
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     tokens = pairs = 0
+    prefills = len(output.scheduled_new_reqs)
     for new in output.scheduled_new_reqs:
         n = scheduled[new.req_id]
         tokens += n
@@ -34,12 +35,13 @@ def work_of(output: SchedulerOutput) -> Work | None:
     for _ in range(0 if total == decoding or all(outputs) else outputs.count(0)):
         at = outputs.index(0, at + 1)
         n = scheduled[cached.req_ids[at]]
+        prefills += 1
         tokens += n
         pairs += _pairs(n, before[at])
         context -= before[at]
         decoding -= 1
     decodes = total - tokens
-    return None if decodes > _TOKENS_PER_DECODE * decoding else Work(tokens, pairs, decodes, context)
+    return None if decodes > _TOKENS_PER_DECODE * decoding else Work(tokens, pairs, decodes, context, prefills)
 
 
 def _pairs(tokens: int, before: int) -> int:

@@ -55,13 +55,14 @@ class ComputeCost:
         budget: the most tokens of one request that a step computes.
 
     Attributes:
+        crowding: how many times longer than alone a prefill takes, because others are in its steps: lately, on average.
         decode_errors: of steps that only decode.
         prefill_errors: of steps that prefill.
     """
 
     __slots__ = (
         *("_budget", "_context", "_decode", "_decodes", "_prefill", "_steps"),
-        *("decode_errors", "prefill_errors"),
+        *("crowding", "decode_errors", "prefill_errors"),
     )
 
     def __init__(self, budget: int) -> None:
@@ -72,10 +73,13 @@ class ComputeCost:
         # Of recent steps, the means: tokens of decodes, and the context that they attend to.
         self._decodes = 0.0
         self._context = 0.0
+        self.crowding = 1.0
         self.decode_errors = Errors()
         self.prefill_errors = Errors()
 
-    def observe(self, seconds: float, tokens: int, pairs: int, decodes: int, context: int) -> None:
+    def observe(
+        self, seconds: float, tokens: int, pairs: int, decodes: int, context: int, *, prefills: int = 1
+    ) -> None:
         """Take in a step.
 
         Args:
@@ -84,6 +88,7 @@ class ComputeCost:
             pairs: how many tokens each of these attends to, added up.
             decodes: tokens of decodes.
             context: the tokens that the decodes attend to, each request's once.
+            prefills: how many requests prefill.
         """
         self._decodes += _BLEND * (decodes - self._decodes)
         self._context += _BLEND * (context - self._context)
@@ -97,6 +102,9 @@ class ComputeCost:
             if prefill.is_ready:
                 self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
             prefill.learn(tokens, pairs, seconds, base)
+            # Each waits for the whole step, and alone would wait for the base and its own part.
+            times = prefills * seconds / ((prefills - 1) * min(base, seconds) + seconds)
+            self.crowding += min(1.0, prefills * _BLEND) * (times - self.crowding)
         else:
             if decode.is_ready:
                 self.decode_errors.note(base, seconds)

@@ -13,6 +13,7 @@ class Work(NamedTuple):
     pairs: int
     decodes: int
     context: int
+    prefills: int
 
 
 class StepTimes:

@@ -18,6 +18,9 @@ ASYNC, CHOSEN, UNANSWERED = 1, 2, 4
 """What an answer is, in its record's flags."""
 FLAGS_AT = 8
 """Their first bit in the record's word, in the place of a hook."""
+CROWDED = 100
+"""The place of the flags has this many times the crowding where all tokens are computed: see ``ComputeCost``."""
+_CROWDED_AT_MOST = (1 << 16) - 1
 
 AFTER_STEP = "get_kv_connector_stats"
 """The last of the scheduler's hooks that vLLM calls for each output of a step."""
@@ -67,7 +70,8 @@ class RequestRecords(TransferListener):
             return
         write, hashed, now_ns = self._flight.of_request, self._flight.hashed(request_id), perf_counter_ns()
         write(pack(What.ANSWER, OWN, n=lookup.local), hashed, now_ns, 0)
-        predict, all_tokens = estimator.cost.predict, request.num_tokens
+        cost, all_tokens = estimator.cost, request.num_tokens
+        crowding = min(round(cost.crowding * CROWDED), _CROWDED_AT_MOST)
         choices: list[tuple[int, int]] = [(OWN, 0)]
         for child, tokens, is_async, since_ns, waited_ns in lookup.answers:
             flags = ASYNC * is_async | CHOSEN * (child == lookup.chosen) | UNANSWERED * (tokens is None)
@@ -78,9 +82,9 @@ class RequestRecords(TransferListener):
         for child, tokens in choices:
             # vLLM computes the last token in any case.
             rest = max(1, all_tokens - lookup.local - tokens)
-            seconds = predict(rest, all_tokens - rest)
+            seconds = cost.predict(rest, all_tokens - rest)
             spent_ns = OPEN if seconds is None else int(seconds * 1e9)
-            write(pack(What.COMPUTING, child, n=rest), hashed, now_ns, spent_ns)
+            write(pack(What.COMPUTING, child, n=rest) | crowding << FLAGS_AT, hashed, now_ns, spent_ns)
         if not request.num_output_tokens:
             # After a failed load it is looked up again.
             before = self._loading.pop(request_id, None) or self._computing.get(request_id)

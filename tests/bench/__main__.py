@@ -29,6 +29,7 @@ from tests.bench import (
     steps,
     traced,
     tracing,
+    whatif,
     yardstick,
 )
 from tests.bench.plot import draw
@@ -53,6 +54,7 @@ def main() -> int:
         "gain": lambda: gain.measure(options.rounds or gain.ROUNDS, progress.print),
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
         "policies": lambda: policies.measure(options.rounds or policies.ROUNDS, progress.print),
+        "whatif": lambda: whatif.measure(progress.print),
         "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),

@@ -14,9 +14,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from docs import pages
 from kvobs.demo.model import make_model
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
@@ -53,16 +55,22 @@ DOWN_SHARE, TURN = 3.0, 60
 
 
 class Workload(NamedTuple):
-    """Requests one after the other: lengths of prompts, and of these the share that each connector holds."""
+    """Requests: lengths of prompts, of these the share that each connector holds, and how many are asked at once.
+
+    Of several at once each has a prompt of its own: vLLM's own cache can't be emptied in between.
+    """
 
     lengths: tuple[int, int]
     held: Mapping[str, float]
     at_most: Mapping[str, int]
+    at_once: int = 1
     requests: int = 180
 
-    def prompts(self) -> list[str]:
+    def prompts(self, choice: str = "") -> list[str]:
         dice = random.Random(repr(self.lengths))
-        lengths = [dice.randint(*self.lengths) for _ in range(PROMPTS)]
+        lengths = [dice.randint(*self.lengths) for _ in range(PROMPTS if self.at_once == 1 else self.requests)]
+        if self.at_once > 1:
+            dice = random.Random(f"{choice} {time.monotonic_ns()}")
         return ["".join(dice.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for length in lengths]
 
     def offers(self, number: int, tokens: int, reference_s: float) -> dict[str, dict[str, Any]]:
@@ -81,6 +89,7 @@ WORKLOADS = {
     "short prompts": Workload((280, 480), {"quick": 0.9, "large": 0.95, "flapping": 0.9}, SMALL),
     "long prompts": Workload((1500, 1900), {"quick": 0.9, "large": 0.95, "flapping": 0.8}, SMALL),
     "the flapping one holds most": Workload((1000, 1900), {"quick": 0.1, "large": 0.5, "flapping": 0.95}, SMALL),
+    "three at once": Workload((800, 1900), {"quick": 0.9, "large": 0.95, "flapping": 0.5}, SMALL, at_once=3),
 }
 TURNS_SLOW_AT, TURNS_SLOW_FOR, SLOWER = 60, 60, 10
 """In the last workload the quick connector is slower by this factor from a request on."""
@@ -102,8 +111,11 @@ def measure(rounds: int, say: Say) -> Part:
                     say(f"round {number + 1} of {rounds}: {title}")
                     for choice, taken in serve_in_turns(server, workload, reference_s).items():
                         seconds.setdefault((title, choice), []).append(taken)
+                        numbers = [f"{what} {1000 * of(taken):.0f} ms" for what, of in STATISTICS.items()]
+                        say(f"{choice}: {', '.join(numbers)}")
                 slow_until.append(turn_slow(server, reference_s))
             decided = decisions(server)
+    pages.write(pages.FOLDER / "policies.md", "run", "policies", table(seconds))
     say("decisions: " + ", ".join(f"{reason} {count:.0f}" for reason, count in decided.items()))
     return Part(
         "Load policies on a real server, time to first token; baseline: the better of first and longest",
@@ -123,7 +135,7 @@ def config() -> dict[str, Any]:
 def prime(server: Server) -> None:
     """Have every prompt computed, and kept by all connectors; and a few of other lengths, so that costs are known."""
     for workload in WORKLOADS.values():
-        for text in workload.prompts():
+        for text in workload.prompts() if workload.at_once == 1 else ():
             ask(server, text, {})
     for i in range(40):
         ask(server, "".join(random.Random(i).choices("abcdef", k=20 + 47 * i)), {})
@@ -137,17 +149,22 @@ def time_of_computing(server: Server) -> float:
 
 def serve_in_turns(server: Server, workload: Workload, reference_s: float) -> dict[str, list[float]]:
     """Have the requests served by each policy and each fixed choice; return the seconds to each first token."""
-    texts = workload.prompts()
     taken: dict[str, list[float]] = {choice: [] for choice in (*POLICIES, *FIXED)}
     for begin in range(0, workload.requests, TURN):
         for choice in in_turn(list(taken), begin // TURN):
-            for number in range(begin, begin + TURN):
+            texts = workload.prompts(choice)
+
+            def serve(number: int, choice: str = choice, texts: Sequence[str] = texts) -> float:
                 text = texts[number % len(texts)]
                 orders = workload.offers(number, len(text), reference_s)
                 if choice in FIXED:
                     orders = {name: order for name, order in orders.items() if name == FIXED[choice]}
-                server.reset_prefix_cache()
-                taken[choice].append(ask(server, text, orders, "first" if choice in FIXED else choice))
+                if workload.at_once == 1:
+                    server.reset_prefix_cache()
+                return ask(server, text, orders, "first" if choice in FIXED else choice)
+
+            with ThreadPoolExecutor(workload.at_once) as pool:
+                taken[choice] += pool.map(serve, range(begin, begin + TURN))
     return taken
 
 
@@ -183,6 +200,7 @@ def ask(server: Server, text: str, orders: Orders, policy: str = "fastest") -> f
 
 # --- results
 
+TITLES = {"first": "`first`, always quick", "longest": "`longest`", "fastest": "`fastest`"}
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "p50": lambda seconds: statistics.quantiles(seconds, n=20)[9],
     "p95": lambda seconds: statistics.quantiles(seconds, n=20)[18],
@@ -208,6 +226,17 @@ def lines(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> list[
             found.append(line)
         found.append(_regret(name, seconds))
     return found
+
+
+def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
+    """Return the table of the page: the median of the rounds of each p50, p95 and mean, in ms."""
+    choices = list(dict.fromkeys(choice for _, choice in seconds))
+    rows = []
+    for name in WORKLOADS:
+        for what, of in (*STATISTICS.items(), ("mean", statistics.mean)):
+            values = [1000 * statistics.median(map(of, seconds[name, choice])) for choice in choices]
+            rows.append([name, what, *(f"{value:.0f}" for value in values)])
+    return pages.table(["workload", "ms", *(TITLES.get(choice, choice) for choice in choices)], rows)
 
 
 def _regret(name: str, seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> Line:

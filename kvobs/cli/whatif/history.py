@@ -10,7 +10,7 @@ from typing import Any
 from kvobs.cli.timeline.recordings import Found, Process, Transfer
 from kvobs.state.lookup import NOBODY, Answer
 from kvobs.telemetry.flight import OWN, What
-from kvobs.telemetry.request_records import ASYNC, CHOSEN, UNANSWERED
+from kvobs.telemetry.request_records import ASYNC, CHOSEN, CROWDED, UNANSWERED
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PastLookup:
         answers: by child; one that is not here was not asked, or its answers did not count.
         chosen: the child whose offer vLLM was given, or ``NOBODY``.
         computing: child -> predicted seconds of computing what its offer leaves, and under ``OWN`` of computing all;
-            None: there was no estimate yet.
+            None: there was no estimate yet. Alone in its steps, and ``crowding`` times as much beside others.
         missing: tokens that vLLM had not computed itself.
         load: that followed; None: nothing was loaded.
         arrived_ns: when the request arrived; None: its first token is not recorded.
@@ -51,11 +51,17 @@ class PastLookup:
     answers: dict[int, Answer] = field(default_factory=dict)
     chosen: int = NOBODY
     computing: dict[int, float | None] = field(default_factory=dict)
+    crowding: float = 1.0
     missing: int = 0
     load: PastLoad | None = None
     arrived_ns: int | None = None
     first_token_ns: int | None = None
     is_only: bool = True
+
+    def crowded_s(self, child: int) -> float | None:
+        """Return the seconds of computing what this child's offer leaves, beside others; None: no estimate."""
+        seconds = self.computing.get(child)
+        return None if seconds is None else seconds * self.crowding
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ def _lookup(began_ns: int, ended_ns: int, records: Sequence[Found]) -> PastLooku
     for one in records:
         if one.what is What.COMPUTING:
             lookup.computing[one.child] = None if one.spent < 0 else one.spent / 1e9
+            lookup.crowding = max(1.0, one.flags / CROWDED)
             if one.child == OWN:
                 lookup.missing = one.n
         elif one.child == OWN:

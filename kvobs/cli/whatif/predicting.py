@@ -44,12 +44,12 @@ class Predicting:
     def decide(self, _request: Any, _local: int, offers: Sequence[Offer]) -> Decision:
         """Return what is loaded."""
         assert self.lookup is not None
-        computing = self.lookup.computing
+        lookup = self.lookup
         candidates = [
-            Candidate(one.child, one.tokens, computing.get(self._places[one.child]), self._open_loads(one.child))
+            Candidate(one.child, one.tokens, lookup.crowded_s(self._places[one.child]), self._open_loads(one.child))
             for one in offers
         ]
-        return self._choice.decide(candidates, computing.get(OWN))
+        return self._choice.decide(candidates, lookup.crowded_s(OWN))
 
     def _open_loads(self, child: int) -> list[tuple[int, float]]:
         return [(tokens, (self._now_ns - begun) / 1e9) for _, begun, of, tokens, _ in self._open if of == child]

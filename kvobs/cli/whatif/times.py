@@ -83,7 +83,7 @@ class Times:
 
 def computing(lookup: PastLookup, outcome: Outcome) -> float | None:
     """Return the predicted seconds of computing what the outcome leaves; None if there was no estimate."""
-    return lookup.computing.get(outcome.offer.child if outcome.offer.tokens else OWN)
+    return lookup.crowded_s(outcome.offer.child if outcome.offer.tokens else OWN)
 
 
 def saved(lookup: PastLookup, child: int) -> float | None:

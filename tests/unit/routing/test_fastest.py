@@ -41,8 +41,15 @@ class Policy(TransferListener):
             cost.observe(STEP_S + tokens * TOKEN_S, tokens, tokens * (tokens + 1) // 2, 0, 0)
         recorder = Recorder(len(connectors))
         children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
+        self.cost = cost
         self.policy = Fastest(children, SimpleNamespace(cost=cost), self)
         self.decided_: list[tuple[str, Decision]] = []
+
+    def crowd(self, prefills: int) -> None:
+        """Have so many prefills in each of a hundred steps."""
+        pairs = prefills * 100 * 101 // 2
+        for _ in range(100):
+            self.cost.observe(STEP_S + prefills * 100 * TOKEN_S, prefills * 100, pairs, 0, 0, prefills=prefills)
 
     def decided(self, request_id: str, decision: Decision) -> None:
         self.decided_.append((request_id, decision))
@@ -77,6 +84,19 @@ def test_the_load_and_the_rest_together_count(policy: Policy) -> None:
     assert decision.predicted == pytest.approx({0: 0.02 + 0.065, 1: 0.06 + 0.015}, rel=0.05)
     assert decision.computing_s == pytest.approx(0.115, rel=0.05)
     assert policy.decide(500, 600).child == 0
+
+
+def test_beside_other_prefills_computing_takes_as_much_longer_as_they_do(policy: Policy) -> None:
+    """What a load took beside them is observed, so both must count them."""
+    policy.load(0, 160, tokens=1000)
+    assert policy.decide(1000).reason == COMPUTING
+    policy.crowd(3)
+    decision = policy.decide(1000)
+    assert (decision.child, decision.reason) == (0, FASTEST)
+    assert decision.computing_s == pytest.approx(0.115 * 3, rel=0.1)
+    assert decision.predicted[0] == pytest.approx(0.16 + 0.015 * 3, rel=0.1)
+    policy.crowd(1)
+    assert policy.decide(1000).reason == COMPUTING
 
 
 def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:

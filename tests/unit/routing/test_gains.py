@@ -35,7 +35,7 @@ class Engine(TransferListener):
 
     def step(self, tokens: int, context: int = 0, *, loads: bool = False, more_ns: int = 0) -> None:
         self.now_ns += 7 * MS
-        work: Any = Work(tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0)
+        work: Any = Work(tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0, 1)
         self.gains.step_begun(work, self.now_ns, loads=loads)
         self.now_ns += STEP_NS + tokens * TOKEN_NS + more_ns
         self.gains.step_ended()

@@ -21,18 +21,19 @@ class Planned:
         patch.setattr(gains, "work_of", self.read)
 
     def read(self, output: Any) -> Work | None:
-        tokens = pairs = decodes = context = 0
+        tokens = pairs = decodes = context = prefills = 0
         for request_id, n in output.num_scheduled_tokens.items():
             request = self.rig.scheduler.requests[request_id]
             before = request.num_computed_tokens
             if before < request.num_prompt_tokens:
+                prefills += 1
                 tokens += n
                 pairs += sum(range(before + 1, before + n + 1))
             else:
                 decodes += n
                 context += before
         found = work_of(output)
-        self.steps.append((found, Work(tokens, pairs, decodes, context)))
+        self.steps.append((found, Work(tokens, pairs, decodes, context, prefills)))
         return found
 
 

@@ -179,3 +179,26 @@ def test_errors_add_up_in_either_direction() -> None:
     errors.note(1.0, 3.0)
     errors.note(3.0, 1.0)
     assert errors.take() == (4.0, 4.0)
+
+
+@pytest.mark.parametrize("prefills", [1, 2, 5])
+@pytest.mark.parametrize("cost", [GPU, CPU], ids=["GPU", "CPU"])
+def test_prefills_in_one_step_wait_for_each_other(cost: Cost, prefills: int) -> None:
+    """As much longer, on average, as the step takes than it would take with each one alone."""
+    estimate, dice = ComputeCost(BUDGET), random.Random(prefills)
+    for _ in range(400):
+        estimate.observe(cost.of(0, 0, 8, 8000), 0, 0, 8, 8000)
+        sizes = [dice.randint(50, 400) for _ in range(prefills)]
+        pairs = [size * (size + 1) / 2 for size in sizes]
+        seconds = cost.of(sum(sizes), sum(pairs), 8, 8000)
+        estimate.observe(seconds, sum(sizes), int(sum(pairs)), 8, 8000, prefills=prefills)
+    alone = mean(cost.of(225, 225 * 226 / 2, 8, 8000) for _ in range(prefills))
+    together = cost.of(prefills * 225, prefills * 225 * 226 / 2, 8, 8000)
+    assert estimate.crowding == pytest.approx(together / alone, rel=0.15)
+
+
+def test_a_lull_ends_the_crowding() -> None:
+    estimate = ComputeCost(BUDGET)
+    for prefills in [4] * 50 + [1] * 60:
+        estimate.observe(0.05 * prefills, 100 * prefills, 5050 * prefills, 0, 0, prefills=prefills)
+    assert estimate.crowding == pytest.approx(1, abs=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvobs.state.step_times import StepTimes, Work
 
-ONE, TWO, THREE = Work(1, 1, 0, 0), Work(2, 3, 0, 0), Work(0, 0, 3, 30)
+ONE, TWO, THREE = Work(1, 1, 0, 0, 1), Work(2, 3, 0, 0, 1), Work(0, 0, 3, 30, 0)
 
 
 def test_a_step_lasts_from_its_scheduling_to_its_output_and_a_pause_before_it_does_not_count() -> None:

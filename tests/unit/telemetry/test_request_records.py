@@ -12,7 +12,7 @@ import pytest
 from kvobs.cli.timeline.recordings import Found
 from kvobs.state.compute_cost import ComputeCost
 from kvobs.telemetry.flight import OWN, What
-from kvobs.telemetry.request_records import ASYNC, CHOSEN, UNANSWERED, RequestRecords
+from kvobs.telemetry.request_records import ASYNC, CHOSEN, CROWDED, UNANSWERED, RequestRecords
 from kvobs.testing import BLOCK, Rig, Script
 from tests.unit.telemetry.test_flight import by_name, recording_rig
 
@@ -150,7 +150,8 @@ class Known(ComputeCost):
 def test_what_computing_takes_is_that_of_the_tokens_which_are_left(folder: Path, a: Script, b: Script) -> None:
     """One at least is computed."""
     rig = recording_rig(folder, a, b)
-    rig.connector._side._gains._cost = Known()
+    rig.connector._side._gains._cost = cost = Known()
+    cost.crowding = 2.346
     a.offers["r"] = (4 * BLOCK, True)
     b.offers["r"] = (0, False)
     rig.add("r", tokens=4 * BLOCK)
@@ -158,6 +159,7 @@ def test_what_computing_takes_is_that_of_the_tokens_which_are_left(folder: Path,
     computing = [(one.child, one.n, one.spent) for one in found(folder, What.COMPUTING)]
     n = 4 * BLOCK
     assert computing == [(OWN, n, n * 10**6), (0, 1, 10**6 + (n - 1) * 1000)]
+    assert [one.flags / CROWDED for one in found(folder, What.COMPUTING)] == [2.35, 2.35]
 
 
 def test_a_clock_that_is_ahead_gives_no_time_below_zero(folder: Path, a: Script) -> None:

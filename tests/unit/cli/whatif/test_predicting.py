@@ -29,6 +29,14 @@ def test_nothing_is_loaded_where_computing_is_quicker() -> None:
     assert 0 < found.what_if.loads < 0.3 * found.was.loads
 
 
+def test_beside_other_prefills_computing_takes_longer() -> None:
+    costs = {OWN: computing_ms(64) / 1000, 0: computing_ms(48) / 1000}
+    small = [replace(lookup(i, 16, 0, chosen=0, computing=costs), crowding=50.0) for i in range(60)]
+    assert load_ms(0, 16) < 50 * (computing_ms(64) - computing_ms(48))
+    found = compared(*small, load_policy="fastest")
+    assert found.what_if.loads == found.was.loads
+
+
 def test_it_learns_that_a_connector_has_become_slow() -> None:
     """From the loads that were made."""
     times = [lookup(i, 512, 512, chosen=i % 2) for i in range(80)]
