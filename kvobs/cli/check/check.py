@@ -286,6 +286,8 @@ def _say_what_is_off(checked: Checked, setup: Setup, tracing: TracingSettings | 
         off["isolation"] = "kvobs.isolate is empty: an exception in a connector ends the engine"
     if options.timeline.dir is None:
         off["timeline"] = "kvobs.timeline.dir is not set"
+    if not options.report and options.request_log is None:
+        off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:
         off["lookup timeout"] = "kvobs.lookup_timeout_ms is not set: a connector may answer 'not yet' without limit"
 

@@ -493,6 +493,21 @@ def test_it_says_who_keeps_the_hybrid_manager_off() -> None:
     assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
+@pytest.mark.parametrize(
+    ("what", "on"),
+    [
+        ("isolation", {"isolate": ["ExampleConnector"]}),
+        ("timeline", {"timeline": {"dir": "/tmp/t"}}),
+        ("request reports", {"report": True}),
+        ("request reports", {"request_log": "stderr"}),
+        ("lookup timeout", {"lookup_timeout_ms": 5.0}),
+    ],
+)
+def test_what_an_option_would_switch_on_is_off_without_it(what: str, on: dict[str, Any]) -> None:
+    assert check(config_of()).off[what].startswith(("kvobs.", "neither kvobs."))
+    assert what not in check(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
+
+
 @pytest.mark.parametrize(("role", "reads"), [("kv_producer", (2, 4)), ("kv_consumer", (4, 2)), ("kv_both", (4, 2))])
 def test_a_producer_is_read_from_and_any_other_reads(role: str, reads: tuple[int, int]) -> None:
     own, other = Engine(2, 16), Engine(4, 16)
