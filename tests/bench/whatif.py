@@ -49,9 +49,11 @@ def measure(say: Callable[[str], None]) -> Part:
                 predicted = compared(history, other)
                 real = compared(record(model, Path(folder) / f"{at_once}-{number}", other, at_once), other)
                 for share in (P50, P95):
-                    times = [_ms(column, share) for column in (predicted.was, predicted.what_if, real.was)]
+                    was, what_if, shown = (
+                        _ms(column, share) for column in (predicted.was, predicted.what_if, real.was)
+                    )
                     tokens = predicted.what_if.tokens.total(), real.was.tokens.total()
-                    cases.append(Case(at_once, name, share, *times, *tokens))
+                    cases.append(Case(at_once, name, share, was, what_if, shown, *tokens))
     pages.write(pages.FOLDER / "whatif.md", "run", "whatif", _table(cases))
     lines = []
     for at_once in AT_ONCE:

@@ -24,7 +24,7 @@ from tests.connectors.servers.stores import (
     running,
 )
 from tests.connectors.servers.traffic import SMALL_CACHE
-from tests.engine.serving import SPAWNING, eventually, importing_tests, serve, total
+from tests.engine.serving import eventually, importing_tests, serve, total
 
 STORE = "store"
 """The name of the connector in front of the store."""
@@ -88,7 +88,7 @@ def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child:
         if is_isolated:
             config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
         env = kind.env(store, folder) | with_packages(*kind.packages)
-        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=SPAWNING) as server:
+        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S) as server:
             yield Served(kind, store, server, is_isolated)
 
 

@@ -27,7 +27,7 @@ from kvobs.demo.server import HOST, Server, ServerError, claim_port, cores
 from tests.connectors.servers.served import START_S, blocks_are_free, is_idle, with_packages
 from tests.connectors.servers.stores import mooncake_child
 from tests.connectors.servers.traffic import ABORTS, CLIENTS, PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers, order
-from tests.engine.serving import SPAWNING, eventually, serve, total
+from tests.engine.serving import eventually, serve, total
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -70,7 +70,6 @@ def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterat
         BLOCKS[role],
         env=env,
         timeout=START_S,
-        launch=SPAWNING,
     ) as server:
         yield server
 
