@@ -8,7 +8,8 @@ by one request at a time.
 One that is not chosen is tried again now and then, because it may have got better: the dearer the trial is predicted to
 be, the more rarely. One that was the quickest before is tried again as soon as it would have saved as much as the trial
 costs, if it were as quick as then; after a trial in vain, twice as much, and so on. An allowance limits the trials of
-all. There is no chance in it: the same offers and loads lead to the same decisions.
+all, but for the one after a trial that was much quicker than predicted. There is no chance in it: the same offers and
+loads lead to the same decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MARGIN, _MARGIN_S = 0.2, 0.002  # how much quicker than loading computing must 
 _ABOUT = 1.05  # times the least are about equal: the first of these is chosen
 _TRIAL_COST = 0.05  # of the time of all requests, what the trials of a connector may add
 _TRY_AFTER, _TRY_BEFORE = 8, 512  # decisions, however cheap or dear a trial
-_ALLOWED, _SAVED_UP = 1 / 50, 2.0  # trials of all connectors: of a decision, and the most at once
+_ALLOWED, _SAVED_UP = 1 / 60, 2.0  # trials of all connectors: of a decision, and the most at once
 _DOUBLED_AT_MOST = 20  # times
 _KEEP = 0.99  # of how late a connector's loads were, at each decision
 _RELIABLE = 10  # loads that are assumed to have been in time
@@ -80,18 +81,19 @@ class _Past:
         missed_s: what it would have saved in them were it as quick as when it was last the quickest.
         in_vain: trials since then.
         best: fixed seconds and those of a token, as they were then.
-        is_promising: whether its last load was much quicker than predicted.
+        is_promising: whether its last load was a trial, and much quicker than predicted.
+        is_tried: whether a trial is in progress.
         loads: lately.
         late_s: by how much all of these were later than predicted.
     """
 
-    __slots__ = ("best", "in_vain", "is_promising", "late_s", "loads", "missed_s", "passed_over")
+    __slots__ = ("best", "in_vain", "is_promising", "is_tried", "late_s", "loads", "missed_s", "passed_over")
 
     def __init__(self) -> None:
         self.passed_over = self.in_vain = 0
         self.missed_s = self.late_s = self.loads = 0.0
         self.best: tuple[float, float] | None = None
-        self.is_promising = False
+        self.is_promising = self.is_tried = False
 
     @property
     def risk_s(self) -> float:
@@ -116,7 +118,7 @@ class LoadChoice:
         times, past = self.times[child], self._past[child]
         expected_s = times.predict(tokens)
         if expected_s is not None:
-            past.is_promising = seconds * _BETTER < expected_s
+            past.is_promising, past.is_tried = past.is_tried and seconds * _BETTER < expected_s, False
             past.loads += 1
             past.late_s = max(0.0, past.late_s + min(seconds - expected_s, _LATE_AT_MOST * expected_s))
         times.observe(tokens, seconds)
@@ -161,18 +163,18 @@ class LoadChoice:
         return Decision(chosen, reason, quickest if chosen is None else chosen, offered, predicted, computing_s, missed)
 
     def _trial(self, predicted: dict[int, float], chosen: int | None, spent_s: float) -> int | None:
-        """Return the child that is tried instead of what is chosen; of several the one passed over most often."""
+        """Return the child that is tried instead of what is chosen; of several the one that may save most."""
+        others = [child for child in predicted if child != chosen]
+        for child in others:
+            if self._past[child].is_promising:
+                return child
         if self._allowance < 1:
             return None
-        due = [
-            child for child, seconds in predicted.items() if child != chosen and self._is_due(child, seconds, spent_s)
-        ]
-        return max(due, key=lambda child: self._past[child].passed_over, default=None)
+        due = [child for child in others if self._is_due(child, predicted[child], spent_s)]
+        return max(due, key=lambda child: (self._past[child].missed_s, self._past[child].passed_over), default=None)
 
     def _is_due(self, child: int, seconds: float, spent_s: float) -> bool:
         past, cost_s = self._past[child], seconds - spent_s
-        if past.is_promising:
-            return True
         if past.passed_over < _TRY_AFTER:
             return False
         cost_s *= 2.0 ** min(past.in_vain, _DOUBLED_AT_MOST)
@@ -191,10 +193,13 @@ class LoadChoice:
         if decision.child is None:
             return
         past = self._past[decision.child]
-        past.passed_over, past.missed_s, past.is_promising = 0, 0.0, False
+        was_promising, past.is_promising = past.is_promising, False
+        past.passed_over, past.missed_s = 0, 0.0
         if decision.reason == EXPLORED:
-            self._allowance -= 1
-            past.in_vain += 1
+            if not was_promising:
+                self._allowance -= 1
+                past.in_vain += 1
+                past.is_tried = True
         elif decision.reason == FASTEST:
             times = self.times[decision.child]
             past.in_vain, past.best = 0, (times.fixed, times.per_token)
