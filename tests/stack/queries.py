@@ -111,6 +111,8 @@ def faults(found: Found, labels: frozenset[str] | None, legend: str = "") -> lis
     A gap (NaN) is none as long as a series has something else to show; infinity is never right.
     """
     wrong = [] if found else ["no series"]
+    # An alert may be about an engine as a whole, or about an instance that answers nothing.
+    optional = OPTIONAL | {"connector", "engine"} if labels and "alertname" in labels else OPTIONAL
     for series in found:
         values = [float(value) for _, value in series.get("values") or [series["value"]]]
         has = frozenset(series["metric"]) - {"__name__"}
@@ -120,8 +122,8 @@ def faults(found: Found, labels: frozenset[str] | None, legend: str = "") -> lis
             wrong.append(f"never a number: {dict(series['metric'])}")
         if series["metric"].get("connector") == NOBODY:
             continue
-        if labels is not None and has - OPTIONAL != labels - OPTIONAL:
+        if labels is not None and has - optional != labels - optional:
             wrong.append(f"labels {sorted(has)} instead of {sorted(labels)}")
-        if missing := set(re.findall(r"{{\s*(\w+)\s*}}", legend)) - has - OPTIONAL:
+        if missing := set(re.findall(r"{{\s*(\w+)\s*}}", legend)) - has - optional:
             wrong.append(f"no {sorted(missing)} for the legend {legend!r}")
     return wrong

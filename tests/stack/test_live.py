@@ -31,7 +31,11 @@ SECONDS = 75
 HOST_LABELS = {"job", "instance", "model_name", "engine"}
 
 BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
-WITHOUT_DATA: dict[str, str] = {signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER}
+WITHOUT_DATA: dict[str, str] = {
+    **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
+    "kvobs_load_decisions_total": "this run's load policy is not fastest",
+    "kvobs_request_log_dropped_total": "this run has no request log",
+}
 """Metrics that such a run can't have, and why."""
 
 EMPTY: dict[str, str] = {
@@ -43,6 +47,8 @@ EMPTY: dict[str, str] = {
         f"kvobs-slow-loads: Spans lost in the collector (spans/s) ({ref})": "this run has no OpenTelemetry collector"
         for ref in "AB"
     },
+    "kvobs-connector: Decisions by reason (requests/s) (A)": WITHOUT_DATA["kvobs_load_decisions_total"],
+    "kvobs-connector: Lines of the request log dropped (A)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 

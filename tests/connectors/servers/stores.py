@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvobs.demo.processes import end_group, keeping_off, kill_group
 from kvobs.demo.run import child
-from kvobs.demo.server import HOST, claim_port, parse_metrics
+from kvobs.demo.server import HOST, ServerError, claim_port, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually
 
@@ -100,6 +101,13 @@ class Store:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
 
+def lasting_port() -> int:
+    """Return a free port that the kernel gives nobody else while the store is down: below those it gives out."""
+    while True:
+        with suppress(ServerError):
+            return claim_port(random.randint(20_000, 32_000))
+
+
 def listens(port: int, host: str = HOST) -> bool:
     """Say whether something accepts connections at a port of this machine."""
     with socket.socket() as probe:
@@ -125,10 +133,10 @@ def running(store: Store) -> Iterator[Store]:
 
 def lmcache_server(folder: Path) -> Store:
     """Return LMCache's server for engines that copy blocks themselves, as they do on a CPU."""
-    port, http_port = claim_port(0), claim_port(0)
+    port, http_port = lasting_port(), lasting_port()
     (place,) = importing("lmcache")
     options = {
-        "host": HOST, "port": port, "http-host": HOST, "http-port": http_port, "prometheus-port": claim_port(0),
+        "host": HOST, "port": port, "http-host": HOST, "http-port": http_port, "prometheus-port": lasting_port(),
         "chunk-size": CHUNK, "l1-size-gb": 1, "l1-init-size-gb": 1, "max-workers": 1, "eviction-policy": "LRU",
         "supported-transfer-mode": "engine_driven",
     }  # fmt: skip
@@ -155,7 +163,7 @@ def lmcache_child(store: Store, **extra: Any) -> dict[str, Any]:
 
 def mooncake_master(folder: Path) -> Store:
     """Return Mooncake's master, which knows the keys; the engines' workers hold the bytes."""
-    port, http_port = claim_port(0), claim_port(0)
+    port, http_port = lasting_port(), lasting_port()
     (place,) = importing("mooncake")
     options = {
         "rpc_port": port, "metrics_port": http_port, "client_ttl": CLIENT_TTL_S, "logtostderr": "true",
