@@ -13,13 +13,19 @@ from kvobs.routing.lookups import Offers
 from kvobs.state.transfers import Load
 from tests.engine.children import SteeredChild
 
+_KEPT = 3000
+"""Blocks; those of all prompts that are asked again are less than that."""
+
 _choose, _admitted, _load_ended = Offers._chosen, Fastest.admitted, Fastest.load_ended
 _of_others: set[str] = set()
 """Requests of the other policies."""
 
 
 class SwitchedChild(SteeredChild):
-    """Is imported by the engine together with what follows."""
+    """Is imported by the engine together with what follows; keeps what comes first, or it would fill all memory."""
+
+    def _blocks_to_save(self, tracked: Any) -> list[tuple[int, str]]:
+        return super()._blocks_to_save(tracked) if len(self._stored) < _KEPT else []
 
 
 def _chosen(self: Offers, request: Any, *args: Any) -> Any:
