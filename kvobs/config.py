@@ -81,7 +81,7 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
         for name in options.min_tokens
         if names and name not in names
     ]
-    if options.wait_for == "earlier" and options.load_policy != "first":
+    if options.wait_for == "earlier" and options.compares_answers:
         found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
         mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
     if not mistakes:

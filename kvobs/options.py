@@ -196,6 +196,11 @@ class Options(BaseModel):
         "server; `{}`: with its defaults",
     )
 
+    @property
+    def compares_answers(self) -> bool:
+        """Whether the load policy compares the answers of all connectors, and so waits for all."""
+        return self.load_policy != "first"
+
     def slow_ms(self, hook: str) -> float:
         """Return the duration above which a call of this hook is slow, in ms."""
         return self.slow_call_ms_by_hook.get(hook, self.slow_call_ms)

@@ -14,7 +14,7 @@ from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.faults import contained
 from kvobs.options import Options
-from kvobs.state.compute_cost import ComputeCost, Estimator
+from kvobs.state.compute_cost import ComputeCost, Estimator, to_compute
 from kvobs.state.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
@@ -71,13 +71,13 @@ class Fastest(TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        cost, missing = self._estimator.cost, request.num_tokens - local
+        cost = self._estimator.cost
         candidates = []
         for offer in offers:
-            rest = max(1, missing - offer.tokens)  # vLLM computes the last token in any case
-            rest_s = _crowded(cost, rest, local + missing - rest)
+            rest = to_compute(request.num_tokens, local + offer.tokens)
+            rest_s = _crowded(cost, rest, request.num_tokens - rest)
             candidates.append(Candidate(offer.child, offer.tokens, rest_s, self._open_loads(offer.child)))
-        return self._choice.decide(candidates, _crowded(cost, missing, local))
+        return self._choice.decide(candidates, _crowded(cost, request.num_tokens - local, local))
 
     def _open_loads(self, child: int) -> list[tuple[int, float]]:
         if not self._open[child]:

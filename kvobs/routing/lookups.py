@@ -98,7 +98,7 @@ class Offers:
         self._async_only = async_only
         self._fastest = fastest
         self._longest = options.load_policy == "longest"
-        self._compares = options.load_policy != "first"
+        self._compares = options.compares_answers
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6

@@ -25,6 +25,11 @@ class Estimator(Protocol):
         """The estimate after all steps that have ended: steps that wait to be learned from are, now."""
 
 
+def to_compute(all_tokens: int, known: int) -> int:
+    """Return how many of a prompt's tokens are computed where ``known`` ones are there: the last one in any case."""
+    return max(1, all_tokens - known)
+
+
 class Errors:
     """How far the expected times of steps were from the observed ones."""
 

@@ -8,8 +8,8 @@ by one request at a time.
 One that is not chosen is tried again now and then, because it may have got better: the dearer the trial is predicted to
 be, the more rarely. One that was the quickest before is tried again as soon as it would have saved as much as the trial
 costs, if it were as quick as then; after a trial in vain, twice as much, and so on. An allowance limits the trials of
-all, but for the one after a trial that was much quicker than predicted. There is no chance in it: the same offers and
-loads lead to the same decisions.
+all, but for the one after a trial that was much quicker than predicted. Decisions are deterministic: the same offers
+and loads lead to the same ones.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from kvobs.faults import contained
-from kvobs.state.compute_cost import Estimator
+from kvobs.state.compute_cost import Estimator, to_compute
 from kvobs.state.lookup import Lookup
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Gain, Load
@@ -80,8 +80,7 @@ class RequestRecords(TransferListener):
             if tokens:
                 choices.append((child, tokens))
         for child, tokens in choices:
-            # vLLM computes the last token in any case.
-            rest = max(1, all_tokens - lookup.local - tokens)
+            rest = to_compute(all_tokens, lookup.local + tokens)
             seconds = cost.predict(rest, all_tokens - rest)
             spent_ns = OPEN if seconds is None else int(seconds * 1e9)
             write(pack(What.COMPUTING, child, n=rest) | crowding << FLAGS_AT, hashed, now_ns, spent_ns)

@@ -123,7 +123,7 @@ def _options(recorded: Mapping[str, Any], changed: Mapping[str, Any]) -> Options
         problem, allowed = explain(detail["type"], detail["msg"])
         option = _OPTION.get(str(detail["loc"][0]), str(detail["loc"][0]))
         raise typer.BadParameter(f"found {detail['input']!r}{problem}, allowed: {allowed}", param_hint=option) from None
-    if options.wait_for == "earlier" and options.load_policy != "first":
+    if options.wait_for == "earlier" and options.compares_answers:
         raise typer.BadParameter(
             f"found {options.load_policy!r}, which compares all answers, and the recorded wait_for is 'earlier', "
             "allowed: first",
