@@ -40,7 +40,6 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.stats.stats import MultiKVConnectorStats, class_path, rebuild
 from kvobs.telemetry import flight, sampling, telemetry
-from kvobs.telemetry.request_records import AFTER_STEP
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.telemetry.telemetry import Telemetry
 from kvobs.version import __version__
@@ -143,8 +142,6 @@ class MultiConnector(stock.MultiConnector):
                 routed = getattr(self._side, name, None)
                 if routed is not None and noting.flight is not None and name in flight.ROUTED:
                     routed = noting.flight.noted(flight.OWN, name, routed)
-                if routed is not None and noting.records is not None and name == AFTER_STEP:
-                    routed = noting.records.after_step(routed)
                 if routed is not None:
                     setattr(self, name, routed)
 

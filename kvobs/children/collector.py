@@ -51,7 +51,10 @@ class Collector:
 
     def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
         """Return the payload, or None if it would be empty."""
-        data: dict[str, KVConnectorStats] = {name: stats for name, hook in self._hooks if (stats := hook()) is not None}
+        data: dict[str, KVConnectorStats] = {}
+        for name, hook in self._hooks:
+            if (stats := hook()) is not None:
+                data[name] = stats
         if self._feed is not None and is_due:
             if (numbers := self._own()) is not None:
                 self._feed.put(numbers)

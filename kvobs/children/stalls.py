@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -44,8 +45,9 @@ class Stalls:
         """
         try:
             took = self._loads.spent_in_step() if has_sync_loads else {}
-            self._loads.close_step(waits=has_forward and has_sync_loads)
-            self._saves.close_step(waits=has_forward)
+            # Without further calls: their code would be cold.
+            for of, waits in (self._loads, has_forward and has_sync_loads), (self._saves, has_forward):
+                of.ended.append((waits, of.layers.close_step(), [*map(_SUM, of.tallies)]))
         except Exception:
             faults.contain("record")
             return {}
@@ -60,6 +62,8 @@ class Stalls:
             faults.contain("record")
 
 
+_SUM = itemgetter(SUM)
+
 # Whether it waits, whether layers were called in it, and the total time of the other hook since the start, by child.
 _Ended: TypeAlias = tuple[bool, bool, list[int]]
 
@@ -73,20 +77,17 @@ class _Waits:
         self.layers = LayerCalls(layer_hook, children, telemetry)
         self._signal = signal
         self._recorder = telemetry.recorder
-        self._tallies = [self._recorder.tally(child.index, step_hook) for child in children]
+        self.tallies = [self._recorder.tally(child.index, step_hook) for child in children]
         # The ended steps, and before them the last one of the last flush.
-        self._ended: list[_Ended] = [(False, False, [0] * len(children))]
+        self.ended: list[_Ended] = [(False, False, [0] * len(children))]
 
     def spent_in_step(self) -> dict[int, int]:
         layers = self.layers.spent_in_step()
-        _, _, before = self._ended[-1]
-        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self._tallies)}
-
-    def close_step(self, *, waits: bool) -> None:
-        self._ended.append((waits, self.layers.close_step(), [tally[SUM] for tally in self._tallies]))
+        _, _, before = self.ended[-1]
+        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self.tallies)}
 
     def flush(self) -> None:
-        ended, self._ended = self._ended, self._ended[-1:]
+        ended, self.ended = self.ended, self.ended[-1:]
         if len(ended) == 1:
             return
         spent = np.diff([totals for _, _, totals in ended], axis=0)

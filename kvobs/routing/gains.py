@@ -64,7 +64,7 @@ class Gains(TransferListener):
     def step_begun(self, output: SchedulerOutput, now_ns: int, *, loads: bool) -> None:
         """Note a step that is scheduled. Nothing is learned from one that ``loads`` within it."""
         try:  # `contained` would cost a call more, twice a step
-            self._times.begin(now_ns, None if loads else work_of(output))
+            self._times.steps.append((now_ns, None if loads else work_of(output)))
         except Exception:
             contain("record")
 
@@ -88,7 +88,7 @@ class Gains(TransferListener):
         """Learn from many steps at once: one in each step costs four times as much, since its code is cold by then."""
         ended, self._ended = self._ended, []
         for spent_ns, work in ended:
-            self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work.prefills)
+            self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work[4])
 
     @contained("record")
     def flush(self) -> None:

@@ -75,7 +75,7 @@ class Isolation:
         """Return whether a connector is in quarantine because of a slow call."""
         return child in self._states and self._states[child].is_slow
 
-    def words(self) -> Mapping[int, IsolationState]:
+    def states(self) -> Mapping[int, IsolationState]:
         """Return the connectors' isolation states for the workers."""
         if not self._states:
             return {}

@@ -43,10 +43,10 @@ class Offer(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A lookup that led to an allocation: all offers, and what it found."""
+    """A lookup that led to an allocation: all offers, and the tokens that vLLM had computed itself."""
 
     offers: list[Offer]
-    lookup: Lookup
+    local: int
 
 
 NOTHING = Offer(NOBODY, 0, False)
@@ -217,6 +217,17 @@ class Offers:
         asked.left_open[child] = since
         return False
 
+    def found(self, request_id: str) -> Lookup:
+        """Return what the last lookup found, before it is settled; nothing, at the second allocation of a load."""
+        asked = self._asked.get(request_id)
+        if asked is None:
+            return Lookup(0)
+        counting = [offer for offer in asked.offers if not self._is_refused(offer)]
+        answers = [Answer(*offer, *asked.waited.get(offer.child, ())) for offer in counting]
+        now_ns = self._clock()
+        answers += [Answer(child, None, False, since, now_ns - since) for child, since in asked.left_open.items()]
+        return Lookup(asked.local, tuple(answers), asked.chosen)
+
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
         """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
 
@@ -224,8 +235,7 @@ class Offers:
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return Settled([], Lookup(0))
-        lookup = Lookup(asked.local, self._answers(asked), asked.chosen)
+            return Settled([], 0)
         offers, asked.offers = asked.offers, []
         if asked.decision is not None and self._fastest is not None:
             self._fastest.taken(request_id, asked.decision)
@@ -246,16 +256,7 @@ class Offers:
                         is_too_small = offer.tokens < self._minimum[offer.child]
                         in_vain = max(0, offer.tokens - won)
                         self._recorder.count(offer.child, _BELOW_MINIMUM if is_too_small else lost, in_vain)
-        return Settled(offers, lookup)
-
-    def _answers(self, asked: _Asked) -> tuple[Answer, ...]:
-        """Return what the last lookup found, and since when it has not waited for the others."""
-        answers = [
-            Answer(*offer, *asked.waited.get(offer.child, ())) for offer in asked.offers if not self._is_refused(offer)
-        ]
-        for child, since in asked.left_open.items():
-            answers.append(Answer(child, None, False, since, self._clock() - since))
-        return tuple(answers)
+        return Settled(offers, asked.local)
 
     def ban(self, request_id: str, child: int) -> None:
         """Ignore this child's further answers about this request: its load has failed."""

@@ -36,48 +36,70 @@ class LoadOrder(NamedTuple):
     trace: TraceContext | None = None
 
 
+@dataclass(slots=True)
+class Orders:
+    """What the workers are to begin, and what has changed since their previous step."""
+
+    loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
+    closed: list[str] = field(default_factory=list)  # requests whose load has ended: forget their blocks
+    failed: tuple[str, ...] = ()  # requests whose load every rank must report to vLLM as failed
+    promised: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of new promised saves
+    orphaned: list[str] = field(default_factory=list)  # requests that ended while their load is open
+    saved: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of promised saves that have ended
+
+    @property
+    def has_sync_loads(self) -> bool:
+        """Whether the step waits for a load within it."""
+        return bool(self.loads) and not all(load.is_async for load in self.loads.values())
+
+
+class NextOrders:
+    """The orders for the next step, made once there are any: most steps have none.
+
+    Attributes:
+        made: the orders so far.
+    """
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made: Orders | None = None
+
+    @property
+    def orders(self) -> Orders:
+        """The orders, to be added to."""
+        if self.made is None:
+            self.made = Orders()
+        return self.made
+
+    def take(self) -> Orders:
+        """Return the orders, and begin anew."""
+        orders, self.made = self.orders, None
+        return orders
+
+
+class Isolated(NamedTuple):
+    """The isolation of connectors in one step."""
+
+    states: Mapping[int, IsolationState]
+    """By child, of those that are isolated."""
+    hidden: Mapping[int, frozenset[str]]
+    """Finished requests that were hidden, by child."""
+
+
 @dataclass
 class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     """The scheduler's metadata for the workers, for one step.
 
     ``metadata`` holds the children's own, by position. ``extra_async_saves`` is vLLM's count of promised saves: kvobs
-    counts on the scheduler's side, and leaves it empty.
+    counts on the scheduler's side, and leaves it empty. Most steps have no orders: they would cost all steps to pickle.
     """
 
-    loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
-    closed: Sequence[str] = ()  # requests whose load has ended: forget their blocks
-    failed: tuple[str, ...] = ()  # requests whose load every rank must report to vLLM as failed
+    orders: Orders | None = None
     has_forward: bool = True  # whether tokens are scheduled in this step
-    promised: Sequence[tuple[int, str]] = ()  # (child, request) of the saves promised since the last step
-    orphaned: Sequence[str] = ()  # requests that ended while their load is open
-    saved: Sequence[tuple[int, str]] = ()  # (child, request) of promised saves that have ended
-    trace: TraceContext | None = None  # the step's own trace, if every call is traced
-    isolated: Mapping[int, IsolationState] = field(default_factory=dict)  # child -> isolation state
-    hidden: Mapping[int, frozenset[str]] = field(
-        default_factory=dict
-    )  # child -> finished requests that were hidden from it
     flush: bool = False  # whether the workers send their numbers in this step
-
-
-class PendingMetadata:
-    """Changes since the previous step, sent with the next metadata; the fields are explained there.
-
-    Not a dataclass: there is a new one in every step, and five factories cost more than five literals.
-    """
-
-    __slots__ = ("closed", "loads", "orphaned", "promised", "saved")
-
-    def __init__(self) -> None:
-        self.loads: dict[str, LoadOrder] = {}
-        self.closed: list[str] = []
-        self.promised: list[tuple[int, str]] = []
-        self.orphaned: list[str] = []
-        self.saved: list[tuple[int, str]] = []
-
-    @property
-    def has_sync_loads(self) -> bool:
-        """Whether the next step waits for a load within it."""
-        return bool(self.loads) and not all(load.is_async for load in self.loads.values())
+    trace: TraceContext | None = None  # the step's own trace, if every call is traced
+    isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
 
 
 @dataclass

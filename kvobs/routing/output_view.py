@@ -39,6 +39,9 @@ class OutputView:
         ledger: holds the loads and saves.
         visibility: the requests hidden from each child.
         stray: receives reports about transfers that the child does not own.
+
+    Attributes:
+        is_watched: whether any child looks at the output: if none does, one without loads and saves need not be shown.
     """
 
     def __init__(
@@ -49,14 +52,10 @@ class OutputView:
         stray: Callable[[Stray], None],
     ) -> None:
         self._shown_to = [child for child in children if child.does("update_connector_output")]
+        self.is_watched = bool(self._shown_to)
         self._ledger = ledger
         self._visibility = visibility
         self._stray = stray
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether any child looks at the output: if none does, one without loads and saves need not be shown."""
-        return bool(self._shown_to)
 
     def show(
         self,

@@ -16,28 +16,26 @@ from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.faults import contain, contained
 from kvobs.options import Options
+from kvobs.routing.completions import Completions
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.gains import Gains, StepLimits
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import (
+    Isolated,
     LoadOrder,
     MultiHandshakeMetadata,
     MultiKVConnectorMetadata,
-    MultiKVConnectorWorkerMetadata,
-    PendingMetadata,
-    checked,
+    NextOrders,
 )
 from kvobs.routing.open_lookups import OpenLookups
 from kvobs.routing.open_transfers import OpenTransfers
 from kvobs.routing.outcomes import Outcomes
-from kvobs.routing.output_view import OutputView, Over, failed_loads
 from kvobs.routing.request_end import finish_all
 from kvobs.routing.visibility import Visibility, write_back
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListeners
-from kvobs.state.transfers import ReportKind
 from kvobs.stats.flush_rule import FlushRule
 from kvobs.stats.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recorder import wall_ns
@@ -103,9 +101,20 @@ class SchedulerSide:
         # Without isolation and open lookups every child sees every request, and a step need not look for others.
         self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
         self._open_lookups = OpenLookups(children, self._visibility)
-        self._traces, self._reports = telemetry.traces, telemetry.reports
-        self._to_reset = [child for child in children if child.name in options.reset_after_failed_sync_load]
-        self._output_view = OutputView(children, self.ledger, self._visibility, self._listener.stray)
+        self._traces, self._reports, self._records = telemetry.traces, telemetry.reports, telemetry.records
+        self._next = NextOrders()
+        self._completions = Completions(
+            children,
+            self.ledger,
+            self._visibility,
+            self._listener,
+            next_orders=self._next,
+            isolation=self.isolation,
+            offers=self._offers,
+            layout=layout,
+            ranks=ranks.world,
+            to_reset=[child for child in children if child.name in options.reset_after_failed_sync_load],
+        )
         self._collector = Collector(children, recorder, feed)
         self._flush_rule = FlushRule()
         self._flush_is_due = False
@@ -114,8 +123,6 @@ class SchedulerSide:
         self.open_transfers = OpenTransfers(names, self.ledger, recorder, ranks.reporting, options.stuck_after_s)
         self._layout = layout
         self._all_support_hma = all_support_hma
-        self._pending = PendingMetadata()
-        self._early: set[str] = set()  # requests whose saves were all done before vLLM got the promises
 
     # Lookup and allocation
 
@@ -144,19 +151,20 @@ class SchedulerSide:
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
         load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
-        offers, lookup = self._offers.settle(request_id, owner, num_external_tokens)
-        self._listener.settled(request, lookup, self._gains)
-        self._listener.allocated(request_id, [offer[:2] for offer in offers], lookup.local, owner, num_external_tokens)
+        if self._records is not None:
+            self._records.settled(request, self._offers.found(request_id), self._gains)
+        offers, local = self._offers.settle(request_id, owner, num_external_tokens)
+        self._listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, num_external_tokens)
         if load is not None:
             if not load.is_async:
                 load.expected = self._ranks.reporting  # every worker reports its end after the step
-            load.blocks = self._layout.loaded(blocks.get_block_ids(), lookup.local, num_external_tokens)
+            load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
             load.size = round(load.tokens * self._layout.bytes_per_token)
-            load.local_tokens, load.rest_tokens = lookup.local, request.num_tokens - lookup.local - num_external_tokens
+            load.local_tokens, load.rest_tokens = local, request.num_tokens - local - num_external_tokens
             self._listener.admitted(request_id, load)
             trace = self._traces.of_load(request_id)
-            self._pending.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
-        self._open_lookups.leave_open(request, blocks, lookup.local, self._offers.take_left_open(request_id))
+            self._next.orders.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
+        self._open_lookups.leave_open(request, blocks, local, self._offers.take_left_open(request_id))
         for child in self.children:
             is_shown = self._visibility[child.index].allocates(request_id)
             if is_shown and not self._open_lookups.has(child.index, request_id):
@@ -186,28 +194,26 @@ class SchedulerSide:
         if self._may_hide:
             self.isolation.begin_step()
             self._open_lookups.poll(self.isolation.is_slow)
-        pending, self._pending = self._pending, PendingMetadata()
         trace = self._traces.begin_step()
         if self._may_hide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
             metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
+        orders = None
+        if self._next.made is not None or self.ledger.failures:  # calls would cost more, in each step
+            orders = self._next.take()
+            orders.failed = self.ledger.take_failures()
         now_ns = wall_ns()
-        self._gains.step_begun(scheduler_output, now_ns, loads=pending.has_sync_loads)
+        self._gains.step_begun(scheduler_output, now_ns, loads=orders is not None and orders.has_sync_loads)
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        finished = scheduler_output.finished_req_ids
         return MultiKVConnectorMetadata(
             metadata=metadata,
-            loads=pending.loads,
-            closed=pending.closed,
-            failed=self.ledger.take_failures(),
-            promised=pending.promised,
-            orphaned=pending.orphaned,
-            saved=pending.saved,
-            trace=trace,
-            isolated=self.isolation.words() if self._may_hide else {},
-            hidden=self._hidden_ends(scheduler_output.finished_req_ids) if self._may_hide else {},
+            orders=orders,
             has_forward=has_forward,
-            flush=self._decide_flush(now_ns, has_forward, bool(scheduler_output.finished_req_ids)),
+            flush=self._decide_flush(now_ns, has_forward, bool(finished)),
+            trace=trace,
+            isolated=Isolated(self.isolation.states(), self._hidden_ends(finished)) if self._may_hide else None,
         )
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
@@ -248,72 +254,13 @@ class SchedulerSide:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Count the workers' reports, and rewrite ``connector_output`` before vLLM reads it."""
-        meta = checked(connector_output.kv_connector_worker_meta, len(self.children), self._ranks.world)
-        failed_syncs = self._record_reports(meta, connector_output.invalid_block_ids)
         stats = connector_output.kv_connector_stats
         self._flush_is_due = (stats is not None and self._has_numbers(stats)) or False
         if self._feed is not None and self._flush_is_due:
             divert(stats, self._feed)
-        for request_id in failed_loads(connector_output):
-            self.ledger.echoed(request_id)
-        loads = self.ledger.take_loads_in()
-        saves = [*self.ledger.take_saves_in(), *self._early]
-        self._early.clear()
-        if loads or saves or self._output_view.is_watched:
-            self._close(self._output_view.show(connector_output, meta, loads, saves))
-        connector_output.finished_recving = self.ledger.take_received() or None
-        connector_output.finished_sending = self.ledger.take_sent() or None
-        for index, requests in failed_syncs.items():
-            self._listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
-        if self.ledger.incomplete:
+        self._completions.take_in(connector_output)
+        if self.ledger.incomplete.since:
             self.open_transfers.look_for_stuck()
-
-    def _reset_siblings(self, index: int) -> list[str]:
-        """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
-        return [child.name for child in self._to_reset if child.index != index and child.reset_cache() is True]
-
-    def _record_reports(self, meta: MultiKVConnectorWorkerMetadata | None, bad_blocks: set[int]) -> dict[int, set[str]]:
-        """Process the reports; return the number of failed synchronous loads, by child."""
-        failed_syncs: dict[int, set[str]] = {}
-        if meta is None:
-            return failed_syncs
-        self.isolation.record_failures(meta.broken)
-        now_ns = wall_ns()
-        for report in meta.reports:
-            if (stray := self.ledger.record(report, now_ns)) is not None:
-                self._listener.stray(stray)
-            if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
-                self._note_loss(report.request, bad_blocks)
-            if report.kind is ReportKind.SYNC_FAILED:
-                failed_syncs.setdefault(report.child, set()).add(report.request)
-        return failed_syncs
-
-    @contained("record")
-    def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
-        """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
-        load = self.ledger.load(request_id)
-        if load is not None:
-            lost = self._layout.lost(load.blocks, bad_blocks, load.tokens)
-            load.lost_tokens = max(load.lost_tokens or 0, lost)
-
-    def _close(self, over: Over) -> None:
-        """Close the complete loads and saves that their children have not withdrawn."""
-        for request_id in over.loads:
-            load = self.ledger.close_load(request_id)
-            if load is not None:
-                self._pending.closed.append(request_id)
-                if load.aborted:
-                    self._pending.saved.append(
-                        (load.child, request_id)
-                    )  # a save that its child may have promised has ended too
-                if load.failed:
-                    self._offers.ban(request_id, load.child)
-                self._listener.load_ended(request_id, load)
-        for request_id in over.saves:
-            for index, save in self.ledger.close_saves(request_id).items():
-                self._pending.saved.append((index, request_id))
-                ended_ns = max(save.arrived.values(), default=wall_ns())
-                self._listener.saved(request_id, index, save, ended_ns)
 
     # The end of a request
 
@@ -339,16 +286,16 @@ class SchedulerSide:
         promised = promised | self.ledger.tails(request_id)
         promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
         finished = self.ledger.finish(request_id, promises, wall_ns(), request.num_computed_tokens)
-        self._pending.promised += [(index, request_id) for index in finished.promised]
+        self._next.orders.promised += [(index, request_id) for index in finished.promised]
         if finished.promised or finished.early:
             self._listener.promised(request_id, finished.promised, finished.early)
         self._offers.forget(request_id)
         if finished.aborted is not None:
-            self._pending.orphaned.append(request_id)
+            self._next.orders.orphaned.append(request_id)
             is_error = request.status is RequestStatus.FINISHED_ERROR
             self._listener.aborted(request_id, finished.aborted, by_error=is_error)
         if finished.early and not finished.holds:
-            self._early.add(request_id)
+            self._completions.early.add(request_id)
         for stray in finished.stray:
             self._listener.stray(stray)
         params = self._traces.into_params(request_id, params) or params
@@ -394,6 +341,8 @@ class SchedulerSide:
             self._gains.flush()
         stats = self._collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
+        if self._records is not None:
+            self._records.note_first_tokens()
         return stats
 
     def _reports_expected(self, child: int | None) -> int:

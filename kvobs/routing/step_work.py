@@ -24,6 +24,8 @@ def work_of(output: SchedulerOutput) -> Work | None:
     if not total or output.scheduled_encoder_inputs:
         return None
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    if not output.scheduled_new_reqs and total == len(cached.num_output_tokens):  # as most steps
+        return 0, 0, total, sum(cached.num_computed_tokens), 0
     tokens = pairs = 0
     prefills = len(output.scheduled_new_reqs)
     for new in output.scheduled_new_reqs:
@@ -32,7 +34,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
         pairs += _pairs(n, new.num_computed_tokens)
     before, outputs = cached.num_computed_tokens, cached.num_output_tokens
     context, decoding, at = sum(before), len(outputs), -1
-    for _ in range(0 if total == decoding or all(outputs) else outputs.count(0)):
+    for _ in range(0 if all(outputs) else outputs.count(0)):
         at = outputs.index(0, at + 1)
         n = scheduled[cached.req_ids[at]]
         prefills += 1
@@ -41,7 +43,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
         context -= before[at]
         decoding -= 1
     decodes = total - tokens
-    return None if decodes > _TOKENS_PER_DECODE * decoding else Work(tokens, pairs, decodes, context, prefills)
+    return None if decodes > _TOKENS_PER_DECODE * decoding else (tokens, pairs, decodes, context, prefills)
 
 
 def _pairs(tokens: int, before: int) -> int:

@@ -23,10 +23,12 @@ from kvobs.routing.metadata import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
+    Orders,
 )
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.stats.stats import MultiKVConnectorStats
+from kvobs.telemetry.call_event import Tracer
 from kvobs.telemetry.recorder import wall_ns
 from kvobs.telemetry.telemetry import Telemetry
 from kvobs.telemetry.trace_context import TraceContext
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 KVConnectorTransferResults = host.transfer_results()
 UNKNOWN_RESULTS = host.unknown_results()
 ENDINGS = (ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SAVED)
+NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
 
 
@@ -65,6 +68,7 @@ class WorkerSide:
         self._loaded_ns: dict[int, int] = {}  # child -> end of its last layer wait in this step
         self.layer_calls = self._stalls.layer_calls
         self._meta: MultiKVConnectorMetadata | None = None
+        self._orders = NO_ORDERS
         self._calls = telemetry.tracer
         self._flight = telemetry.flight
         self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
@@ -73,55 +77,72 @@ class WorkerSide:
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
-        self._gates = WorkerGates(children)
+        self._gates = WorkerGates(children) if any(child.gate is not None for child in children) else None
         self._unknown: dict[str, Any] = {}
         self._with_events = [child for child in children if child.does("get_kv_connector_kv_cache_events")]
 
     # Before the forward
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        meta = _ours(kv_connector_metadata)
-        self._gates.begin_step(meta)
+        meta = kv_connector_metadata
+        if not isinstance(meta, MultiKVConnectorMetadata):
+            raise _alien(meta)
+        if self._gates is not None:
+            self._gates.begin_step(meta)
         for child, own in zip(self.children, meta.metadata, strict=True):
             child.handle_preemptions(own)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self._meta = meta = _ours(connector_metadata)
+        meta = connector_metadata
+        if not isinstance(meta, MultiKVConnectorMetadata):
+            raise _alien(meta)
+        self._meta = meta
+        self._orders = meta.orders if meta.orders is not None else NO_ORDERS
         if self._flight is not None:
             self._flight.begin_step(has_forward=meta.has_forward)
-            closed = ((self._loads[request].child, request) for request in meta.closed if request in self._loads)
-            self._flight.ordered(meta.loads, meta.promised, closed, meta.saved)
-        self._orphaned.update(meta.orphaned)  # before the ones that have already ended
-        for request in meta.closed:
+        if self._gates is not None:
+            self._gates.begin_step(meta)
+        if self._calls is not None:
+            self._join_trace(self._calls, meta)
+        if meta.orders is not None:
+            self._take(meta.orders)
+        for child, own in zip(self.children, meta.metadata, strict=True):
+            child.bind_connector_metadata(own)
+
+    def _take(self, orders: Orders) -> None:
+        """Process the orders of this step."""
+        if self._flight is not None:
+            closed = ((self._loads[request].child, request) for request in orders.closed if request in self._loads)
+            self._flight.ordered(orders.loads, orders.promised, closed, orders.saved)
+        self._orphaned.update(orders.orphaned)  # before the ones that have already ended
+        for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
                 self._began.pop((over.child, request), None)  # a rank need not report
             self._orphaned.discard(request)
             self._returned.discard(request)
-        if meta.loads:
-            self._loads.update(meta.loads)
-            self._returned.difference_update(meta.loads)
-        self._gates.begin_step(meta)
-        if meta.loads or meta.promised or self._calls is not None:
-            self._note_begin(meta)
-        for save in meta.saved:  # some of them promised in this step, too
+        if orders.loads:
+            self._loads.update(orders.loads)
+            self._returned.difference_update(orders.loads)
+        self._note_begin(orders)
+        for save in orders.saved:  # some of them promised in this step, too
             self._began.pop(save, None)
-        for child, own in zip(self.children, meta.metadata, strict=True):
-            child.bind_connector_metadata(own)
 
     @contained("trace")
-    def _note_begin(self, meta: MultiKVConnectorMetadata) -> None:
+    def _note_begin(self, orders: Orders) -> None:
         """Note when this rank got the orders for loads and saves, until it reports their end."""
-        if meta.loads or meta.promised:
-            begun = [*((load.child, request) for request, load in meta.loads.items()), *meta.promised]
-            self._began.update(dict.fromkeys(begun, wall_ns()))
-            while len(self._began) > BEGUN_AT_MOST:
-                del self._began[next(iter(self._began))]
-        if self._calls is not None:
-            loads: dict[int, list[TraceContext]] = {}
-            for load in meta.loads.values():
-                if load.trace is not None:
-                    loads.setdefault(load.child, []).append(load.trace)
-            self._calls.join_step(meta.trace, loads)
+        begun = [*((load.child, request) for request, load in orders.loads.items()), *orders.promised]
+        self._began.update(dict.fromkeys(begun, wall_ns()))
+        while len(self._began) > BEGUN_AT_MOST:
+            del self._began[next(iter(self._began))]
+
+    @contained("trace")
+    def _join_trace(self, calls: Tracer, meta: MultiKVConnectorMetadata) -> None:
+        """Continue the step's trace, and those of the loads that begin."""
+        loads: dict[int, list[TraceContext]] = {}
+        for load in self._orders.loads.values():
+            if load.trace is not None:
+                loads.setdefault(load.child, []).append(load.trace)
+        calls.join_step(meta.trace, loads)
 
     # After the forward
 
@@ -133,10 +154,9 @@ class WorkerSide:
         """
         received: set[str] = set()
         failed: set[str] = set()
-        has_hidden = self._meta is not None and self._meta.hidden
+        may_hide = self._gates is not None or (self._meta is not None and self._meta.isolated is not None)
         for child in self.children:
-            is_plain = child.gate is None and not has_hidden
-            finished = finished_req_ids if is_plain else self._finished_for(child, finished_req_ids)
+            finished = self._finished_for(child, finished_req_ids) if may_hide else finished_req_ids
             results = child.get_transfer_results(finished)
             if UNKNOWN_RESULTS:
                 self._note_unknown(results)
@@ -148,7 +168,7 @@ class WorkerSide:
                 self._report(child, ReportKind.RECEIVED, results.finished_recving - results.failed_recving)
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
-        ordered = self._meta.failed if self._meta is not None else ()
+        ordered = self._orders.failed
         unknown, self._unknown = self._unknown, {}
         return KVConnectorTransferResults(
             finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **unknown
@@ -166,10 +186,10 @@ class WorkerSide:
 
     def _finished_for(self, child: Child, finished: set[str]) -> set[str]:
         """Return the finished requests for a child, without those hidden from it."""
-        meta = self._meta
-        if meta is not None and meta.hidden and (hidden := meta.hidden.get(child.index)):
+        isolated = self._meta.isolated if self._meta is not None else None
+        if isolated is not None and (hidden := isolated.hidden.get(child.index)):
             finished = finished - hidden
-        return self._gates.finished(child.index, finished) if child.gate is not None else finished
+        return self._gates.finished(child.index, finished) if self._gates is not None else finished
 
     def _note_unknown(self, results: Any) -> None:
         """Keep further result fields of newer vLLM versions: passed on unchanged, merged over several children."""
@@ -202,9 +222,10 @@ class WorkerSide:
             bad = child.get_block_ids_with_load_errors()
             if bad:
                 passed_on |= self._attribute(child, bad)
-        for request, load in self._gates.failed_sync_loads(self._meta):
-            self._failed_syncs.add(request)
-            passed_on |= {block for group in load.blocks for block in group}
+        if self._gates is not None and self._meta is not None:
+            for request, load in self._gates.failed_sync_loads(self._meta):
+                self._failed_syncs.add(request)
+                passed_on |= {block for group in load.blocks for block in group}
         return passed_on
 
     def _attribute(self, child: Child, bad: set[int]) -> set[int]:
@@ -252,29 +273,23 @@ class WorkerSide:
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload; with kvobs's own numbers if the scheduler orders it, or nothing else runs."""
         is_due = False
-        if self._meta is not None:
-            try:  # `contained` would cost a call more, once a step
-                is_due = self._close_step(self._meta)
+        if (meta := self._meta) is not None:
+            try:  # measure the step that ends; further calls would cost more than this does
+                has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
+                self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
+                self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+                if is_due := meta.flush or (not meta.has_forward and self._has_content()):
+                    self._stalls.flush()
             except Exception:
                 contain("record")
         return self._collector.collect(is_due=is_due)
 
-    def _close_step(self, meta: MultiKVConnectorMetadata) -> bool:
-        """Measure the step that ends; return whether kvobs's own numbers are due."""
-        has_sync_loads = bool(meta.loads) and any(not load.is_async for load in meta.loads.values())
-        self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
-        self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        is_due = meta.flush or (not meta.has_forward and self._has_content(meta))
-        if is_due:
-            self._stalls.flush()
-        return is_due
-
-    def _has_content(self, meta: MultiKVConnectorMetadata) -> bool:
+    def _has_content(self) -> bool:
         """Return whether an event has happened after which the engine may become idle.
 
         An arrived load is not such an event: its request continues with a forward, unless it has ended.
         """
-        return bool(meta.failed) or self._journal.has_urgent or not all(map(self._goes_on, self._reports))
+        return bool(self._orders.failed) or self._journal.has_urgent or not all(map(self._goes_on, self._reports))
 
     def _goes_on(self, report: Report) -> bool:
         is_open = report.request in self._loads and report.request not in self._orphaned
@@ -292,20 +307,25 @@ class WorkerSide:
         for child in self.children:
             metadata.append(own := child.build_connector_worker_meta())
             has_own = has_own or own is not None
-        self._report_syncs()
-        for index, request, has_not_begun in self._gates.failed_loads(self._meta):
-            self._report(self.children[index], ReportKind.FAILED if has_not_begun else ReportKind.SPOILED, (request,))
+        if self._orders.loads or self._failed_syncs:
+            self._report_syncs()
+        broken = self._report_isolated(self._gates) if self._gates is not None else frozenset()
         reports, self._reports = self._reports, []
         if self._flight is not None:
             self._flight.reported(reports)
-        broken = self._gates.take_broken()
         if not reports and not broken and not has_own:
             return None
         return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
 
+    def _report_isolated(self, gates: WorkerGates) -> frozenset[tuple[int, int]]:
+        """Report the failed loads of isolated children; return the children that failed, with their epochs."""
+        for index, request, has_not_begun in gates.failed_loads(self._meta) if self._meta is not None else ():
+            self._report(self.children[index], ReportKind.FAILED if has_not_begun else ReportKind.SPOILED, (request,))
+        return gates.take_broken()
+
     def _report_syncs(self) -> None:
         """Report the end of this step's synchronous loads: children do not report it."""
-        for request, load in self._meta.loads.items() if self._meta is not None else ():
+        for request, load in self._orders.loads.items():
             if not load.is_async:
                 kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
                 spent_ns = self._load_ns.get(load.child, 0)
@@ -316,7 +336,7 @@ class WorkerSide:
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
-        self._meta = None
+        self._meta, self._orders = None, NO_ORDERS
         for child in self.children:
             child.clear_connector_metadata()
         if self._flight is not None:
@@ -352,10 +372,8 @@ class WorkerSide:
             self._reports.append(Report(self._rank, kind, request, child.index, now, began_ns=began_ns))
 
 
-def _ours(metadata: KVConnectorMetadata) -> MultiKVConnectorMetadata:
-    if not isinstance(metadata, MultiKVConnectorMetadata):
-        raise TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
-    return metadata
+def _alien(metadata: KVConnectorMetadata) -> TypeError:
+    return TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
 
 
 def _hits(bad: set[int], load: LoadOrder) -> set[int]:

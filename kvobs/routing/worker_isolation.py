@@ -8,7 +8,7 @@ and everything after a failure of a hook that is called only once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvobs.children.child import Child
@@ -32,7 +32,7 @@ class WorkerGates:
 
     def __init__(self, children: Sequence[Child]) -> None:
         self._gates = {child.index: child.gate for child in children if child.gate is not None}
-        self._words = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
+        self._states = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
         self._failed_for_good: set[int] = set()
         self._names = [child.name for child in children]
         self._never_begins = {child.index for child in children if not child.does("start_load_kv")}
@@ -48,42 +48,37 @@ class WorkerGates:
 
     def begin_step(self, meta: MultiKVConnectorMetadata) -> None:
         """Enable the hooks for a step, except of connectors without metadata."""
-        if not self._gates:
-            return
         self._loads = {}
         self._raised.clear()
-        for load in meta.loads.values():
+        for _, load in _loads(meta):
             self._loads.setdefault(load.child, []).append(load)
         for index, gate in self._gates.items():
-            self._words[index] = meta.isolated[index]
+            if meta.isolated is not None:
+                self._states[index] = meta.isolated.states[index]
             gate.began = False
             if index not in self._failed_for_good:
                 gate.closed = _STEP if meta.metadata[index] is None else _OPEN
 
-    def failed_loads(self, meta: MultiKVConnectorMetadata | None) -> list[tuple[int, str, bool]]:
+    def failed_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[int, str, bool]]:
         """Return the failed asynchronous loads of this step: child, request, whether it can't have begun.
 
         If ``start_load_kv`` raised, some loads may have begun: they have failed, and may still be writing. A load whose
         connector built no metadata stays open: a later step's metadata may order it.
         """
-        if meta is None or not self._gates:
-            return []
         return [
             (load.child, request, load.child not in self._raised)
-            for request, load in meta.loads.items()
+            for request, load in _loads(meta)
             if load.is_async
             and load.child in self._gates
             and meta.metadata[load.child] is not None
             and not self._has_begun(load.child)
         ]
 
-    def failed_sync_loads(self, meta: MultiKVConnectorMetadata | None) -> list[tuple[str, LoadOrder]]:
+    def failed_sync_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[str, LoadOrder]]:
         """Return the synchronous loads of this step whose connector failed while it loaded."""
-        if meta is None or not self._gates:
-            return []
         return [
             (request, load)
-            for request, load in meta.loads.items()
+            for request, load in _loads(meta)
             if not load.is_async
             and load.child in self._gates
             and (self._gates[load.child].closed or not self._has_begun(load.child))
@@ -126,8 +121,8 @@ class WorkerGates:
                     gate.closed = _SAVING  # these blocks are unfilled
                 if index in self._never_again:
                     self._broken.add((index, FOR_GOOD))
-                elif not (word := self._words[index]).is_out:  # otherwise the scheduler knows already
-                    self._broken.add((index, word.epoch))
+                elif not (state := self._states[index]).is_out:  # otherwise the scheduler knows already
+                    self._broken.add((index, state.epoch))
             once(
                 f"isolated:{index}:{hook}",
                 logging.WARNING,
@@ -139,3 +134,7 @@ class WorkerGates:
             )
 
         return failed
+
+
+def _loads(meta: MultiKVConnectorMetadata) -> Iterable[tuple[str, LoadOrder]]:
+    return meta.orders.loads.items() if meta.orders is not None else ()

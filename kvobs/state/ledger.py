@@ -16,42 +16,37 @@ may withdraw its own report (``reopen_save``; a load is simply not closed), or a
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from kvobs.state.in_progress import InProgress
-from kvobs.state.transfers import Finished, IncompleteTransfers, Load, Report, ReportKind, Save, Stray
+from kvobs.state.transfers import (
+    Finished,
+    IncompleteTransfers,
+    Load,
+    Report,
+    ReportKind,
+    RequestTransfers,
+    Save,
+    Stray,
+)
 
 # Enum members are slow to access, and there is a report for each load and rank.
 _RECEIVED, _FAILED, _SPOILED, _HOLED, _SAVED, _SYNC_DONE, _SYNC_FAILED = ReportKind
 _TO_BE_ECHOED, _OF_BLOCKS = (_FAILED, _SPOILED), (_SPOILED, _HOLED)
 
 
-@dataclass(slots=True)
-class Entry:
-    """One live request."""
-
-    candidate: tuple[int, bool] | None = None  # the last lookup's winner: child, is_async
-    owner: int | None = None  # set at an allocation with tokens > 0, kept until the request is forgotten
-    load: Load | None = None
-    saves: dict[int, Save] = field(default_factory=dict)
-    tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
-    finished: bool = False
-    holds: bool = False  # at the request's end vLLM was asked to keep its blocks
-    awaited: bool = False  # vLLM keeps the finished request until it is reported once more
-
-    @property
-    def is_settled(self) -> bool:
-        return self.load is None and all(save.done for save in self.saves.values())
-
-
 class Ledger:
-    """Load owners, promised saves and rank tallies of all live requests."""
+    """Load owners, promised saves and rank tallies of all live requests.
+
+    Attributes:
+        failures: the async loads that every rank must report to vLLM as failed; see ``take_failures``.
+        incomplete: the transfers that only some ranks have reported.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RequestTransfers] = {}
         self._loads_in: list[str] = []  # requests whose load is complete, not yet closed
         self._saves_in: list[str] = []  # requests whose promised saves are all complete
-        self._failures: list[str] = []
+        self.failures: list[str] = []
         self._received: set[str] = set()
         self._sent: set[str] = set()
         self._open_loads: defaultdict[int, InProgress] = defaultdict(InProgress)  # by child
@@ -142,12 +137,12 @@ class Ledger:
         load.ranks[rank] = began_ns, time_ns
         if self._is_last("load", report, load, now_ns):
             if load.needs_echo:
-                self._failures.append(request)
+                self.failures.append(request)
             else:
                 self._loads_in.append(request)
         return None
 
-    def _record_save(self, entry: Entry | None, report: Report, now_ns: int) -> Stray | None:
+    def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> Stray | None:
         if entry is None:
             return Stray(report.child, "save", report.request)
         save = entry.saves.get(report.child)
@@ -165,7 +160,7 @@ class Ledger:
             self._note_save_over(report.request, entry)
         return None
 
-    def _note_save_over(self, request: str, entry: Entry) -> None:
+    def _note_save_over(self, request: str, entry: RequestTransfers) -> None:
         if all(save.is_over for save in entry.saves.values()):
             self._saves_in.append(request)
 
@@ -180,17 +175,22 @@ class Ledger:
             self.incomplete.note(kind, report.child, report.request, transfer, now_ns)
         return False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether transfers are complete, or requests released, that have not been taken."""
+        return bool(self._loads_in or self._saves_in or self._received or self._sent)
+
     def take_failures(self) -> tuple[str, ...]:
         """Return the async loads that every rank must now report to vLLM as failed; each is returned once."""
-        failures, self._failures = tuple(self._failures), []
+        failures, self.failures = tuple(self.failures), []
         return failures
 
     def echoed(self, request: str) -> None:
         """Note that vLLM has read the failure of a load: it may be closed like a complete one."""
         load = self.load(request)
         if load is not None:
-            if request in self._failures:  # no rank need report it again
-                self._failures.remove(request)
+            if request in self.failures:  # no rank need report it again
+                self.failures.remove(request)
             self._loads_in.append(request)
 
     def fail(self, request: str, now_ns: int) -> bool:
@@ -203,7 +203,7 @@ class Ledger:
         load.arrived.update(dict.fromkeys(silent, now_ns))
         load.needs_echo = True
         self.incomplete.forget("load", load.child, request)
-        self._failures.append(request)
+        self.failures.append(request)
         return True
 
     def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
@@ -235,7 +235,7 @@ class Ledger:
             load.arrived.setdefault(rank, now_ns)
         self.incomplete.forget("load", child, request)
         if load.needs_echo and not was_in:
-            self._failures.append(request)
+            self.failures.append(request)
         return not load.needs_echo
 
     def complete_save(self, request: str, child: int, now_ns: int) -> bool | None:
@@ -289,7 +289,7 @@ class Ledger:
         self._settle(request, entry)
         return load
 
-    def _settle_promise_of_loader(self, request: str, entry: Entry, child: int) -> Save | None:
+    def _settle_promise_of_loader(self, request: str, entry: RequestTransfers, child: int) -> Save | None:
         """Close the save that ``child`` promised while its own load was open: the load's end covers it (FlexKV)."""
         save = entry.saves.get(child)
         if save is None or save.done:
@@ -343,7 +343,7 @@ class Ledger:
             now_ns: the time, for the length of the hold.
             tokens: tokens whose KV blocks are held for the promised saves.
         """
-        entry = self._entries.pop(request, None) or Entry()
+        entry = self._entries.pop(request, None) or RequestTransfers()
         entry.finished, entry.candidate = True, None
         # A sync load ends with its step, whose output vLLM is handling now: vLLM does not wait for it.
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
@@ -385,15 +385,15 @@ class Ledger:
         self._open_loads[load.child].end(request)
         self.incomplete.forget("load", load.child, request)
 
-    def _settle(self, request: str, entry: Entry) -> None:
+    def _settle(self, request: str, entry: RequestTransfers) -> None:
         """Forget a finished request without open transfers, and release it if vLLM waits for that."""
         if entry.finished and entry.is_settled:
             del self._entries[request]
             if entry.awaited:
                 (self._sent if entry.holds else self._received).add(request)
 
-    def _entry(self, request: str) -> Entry:
+    def _entry(self, request: str) -> RequestTransfers:
         entry = self._entries.get(request)
         if entry is None:
-            entry = self._entries[request] = Entry()
+            entry = self._entries[request] = RequestTransfers()
         return entry

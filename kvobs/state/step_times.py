@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TypeAlias
 
-
-class Work(NamedTuple):
-    """What a step computes: see ``ComputeCost.observe``."""
-
-    tokens: int
-    pairs: int
-    decodes: int
-    context: int
-    prefills: int
+Work: TypeAlias = tuple[int, int, int, int, int]
+"""What a step computes: tokens, pairs, decodes, context and prefills, as ``ComputeCost.observe`` takes them."""
 
 
 class StepTimes:
@@ -29,23 +22,22 @@ class StepTimes:
 
     Args:
         in_flight: the most steps that are scheduled and have no output.
+
+    Attributes:
+        steps: those that are: when each was scheduled, and its work, None if nothing is to be learned from it.
     """
 
     def __init__(self, in_flight: int) -> None:
-        self._steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
+        self.steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
         self._last_ns = 0
 
     def __len__(self) -> int:
-        return len(self._steps)
-
-    def begin(self, now_ns: int, work: Work | None) -> None:
-        """Note a step that is scheduled; its work is None if nothing is to be learned from it."""
-        self._steps.append((now_ns, work))
+        return len(self.steps)
 
     def end(self, now_ns: int) -> tuple[int, Work] | None:
         """Return the time in ns and the work of the step whose output has come; None if there is nothing to learn."""
         last_ns, self._last_ns = self._last_ns, now_ns
-        if not self._steps:
+        if not self.steps:
             return None
-        began_ns, work = self._steps.popleft()
+        began_ns, work = self.steps.popleft()
         return None if work is None else (now_ns - max(began_ns, last_ns), work)

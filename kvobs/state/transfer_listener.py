@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvobs.state.compute_cost import Estimator
 from kvobs.state.load_choice import Decision
-from kvobs.state.lookup import Lookup
 from kvobs.state.transfers import Gain, Load, Save, Stray
 
 
@@ -38,12 +36,6 @@ class TransferListener:
 
     def decided(self, request_id: str, decision: Decision) -> None:
         """Receive why a request's lookups end as they do, just before their end; only with a policy that predicts."""
-
-    def settled(self, request: LookedUp, lookup: Lookup, estimator: Estimator) -> None:
-        """Receive what the last lookup found, just before ``allocated``, and who estimates what computing costs.
-
-        A request that is resumed after its asynchronous load is allocated again: then the lookup has no answers.
-        """
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
@@ -99,10 +91,6 @@ class TransferListeners(TransferListener):
     def decided(self, request_id: str, decision: Decision) -> None:
         for listener in self._listeners:
             listener.decided(request_id, decision)
-
-    def settled(self, request: LookedUp, lookup: Lookup, estimator: Estimator) -> None:
-        for listener in self._listeners:
-            listener.settled(request, lookup, estimator)
 
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int

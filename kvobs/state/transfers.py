@@ -173,22 +173,44 @@ class Stuck(NamedTuple):
     missing: tuple[int, ...]  # ranks; empty if the expected ranks are unknown
 
 
+@dataclass(slots=True)
+class RequestTransfers:
+    """The load and the saves of one live request."""
+
+    candidate: tuple[int, bool] | None = None  # the last lookup's winner: child, is_async
+    owner: int | None = None  # set at an allocation with tokens > 0, kept until the request is forgotten
+    load: Load | None = None
+    saves: dict[int, Save] = field(default_factory=dict)
+    tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
+    finished: bool = False
+    holds: bool = False  # at the request's end vLLM was asked to keep its blocks
+    awaited: bool = False  # vLLM keeps the finished request until it is reported once more
+
+    @property
+    def is_settled(self) -> bool:
+        return self.load is None and all(save.done for save in self.saves.values())
+
+
 class IncompleteTransfers:
-    """The transfers that some ranks have reported and others have not, the oldest first."""
+    """The transfers that some ranks have reported and others have not.
+
+    Attributes:
+        since: (kind, child, request) -> the time of the first report, and the transfer; the oldest first.
+    """
 
     def __init__(self) -> None:
-        self._since: dict[tuple[str, int, str], tuple[int, Load | Save]] = {}
+        self.since: dict[tuple[str, int, str], tuple[int, Load | Save]] = {}
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self.since)
 
     def note(self, kind: str, child: int, request: str, transfer: Load | Save, now_ns: int) -> None:
         """Note the first report, of several expected ones, of a transfer of ``child``."""
-        self._since[kind, child, request] = now_ns, transfer
+        self.since[kind, child, request] = now_ns, transfer
 
     def forget(self, kind: str, child: int, request: str) -> None:
         """Forget a transfer that has ended."""
-        self._since.pop((kind, child, request), None)
+        self.since.pop((kind, child, request), None)
 
     def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
         """Return the transfers first reported before this time and still incomplete, by child; each is returned once.
@@ -196,7 +218,7 @@ class IncompleteTransfers:
         ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
         """
         found: list[tuple[int, Stuck]] = []
-        for (kind, child, request), (since_ns, transfer) in self._since.items():
+        for (kind, child, request), (since_ns, transfer) in self.since.items():
             if since_ns > before_ns:
                 break
             silent = tuple(rank for rank in range(ranks) if rank not in transfer.arrived)

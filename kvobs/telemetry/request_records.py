@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Any
 
 from kvobs.faults import contained
 from kvobs.state.compute_cost import Estimator, to_compute
@@ -22,9 +21,6 @@ CROWDED = 100
 """The place of the flags has this many times the crowding where all tokens are computed: see ``ComputeCost``."""
 _CROWDED_AT_MOST = (1 << 16) - 1
 
-AFTER_STEP = "get_kv_connector_stats"
-"""The last of the scheduler's hooks that vLLM calls for each output of a step."""
-
 
 class RequestRecords(TransferListener):
     """Writes these records beside those of ``flight``, on the scheduler's side.
@@ -41,20 +37,9 @@ class RequestRecords(TransferListener):
     def __len__(self) -> int:
         return len(self._asked) + len(self._computing) + len(self._loading)
 
-    def after_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call``, the hook ``AFTER_STEP``, with the first tokens recorded that have come."""
-
-        def ended(*args: Any, **kwargs: Any) -> Any:
-            answer = call(*args, **kwargs)
-            if self._computing:
-                self.note_first_tokens()
-            return answer
-
-        return ended
-
     @contained("record")
     def note_first_tokens(self) -> None:
-        """Record the first tokens that have come."""
+        """Record the first tokens that have come, when vLLM has read the output of a step."""
         for request_id in [one for one, (request, _) in self._computing.items() if request.num_output_tokens]:
             self._first_token(*self._computing.pop(request_id))
 
@@ -64,7 +49,11 @@ class RequestRecords(TransferListener):
 
     @contained("record")
     def settled(self, request: LookedUp, lookup: Lookup, estimator: Estimator) -> None:
-        """Record the answers, and what computing takes with each of them: of the tokens that it does not offer."""
+        """Record what the last lookup before an allocation found: the answers, and what computing takes with each.
+
+        That is of the tokens that it does not offer. A request that is resumed after its asynchronous load is allocated
+        again: then there is nothing to record.
+        """
         request_id = request.request_id
         if (first_ns := self._asked.pop(request_id, None)) is None:
             return

@@ -95,7 +95,7 @@ def measure(rounds: int = ROUNDS) -> Part:
         for name, ns in p95.items():
             p95s[name].append(ns / 1e6)
         ratios.append(p95["flapping"] / p95["quiet"])
-    epochs = engines["flapping"].isolation.words()[0].epoch
+    epochs = engines["flapping"].isolation.states()[0].epoch
     if epochs < rounds * STEPS / (OUT_STEPS + 4):
         raise RuntimeError(f"only {epochs} quarantines in {rounds * STEPS} steps: that is no flapping")
     quiet, flapping = (statistics.median(p95s[name]) for name in ("quiet", "flapping"))

@@ -160,5 +160,5 @@ def _live(storm: Storm, requests: int, result: Result, tell: Callable[[str], Non
             tell(f"{shape}: {storm.added:,} of {requests:,} requests, {storm.engine.epoch:,} quarantines of the first")
     result.requests += storm.added
     result.faults += storm.faults
-    result.faults["quarantines"] += sum(word.epoch for word in storm.engine.side.isolation.words().values())
+    result.faults["quarantines"] += sum(word.epoch for word in storm.engine.side.isolation.states().values())
     assert storm.engine.epoch > storm.added // AT_ONCE, "that was no storm"

@@ -49,7 +49,7 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.scheduler.requests == {}
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
-    assert (len(side.ledger), len(side._offers), side._pending.loads) == (0, 0, {})
+    assert (len(side.ledger), len(side._offers), side._next.made) == (0, 0, None)
     assert len(side._open_lookups) == 0
     assert [len(visibility) for visibility in side._visibility] == [0] * len(side.children)
     assert [visibility._over for visibility in side._visibility] == [set()] * len(side.children)

@@ -51,6 +51,13 @@ class BestEffortConnector(ScriptedConnector):
         self._note("finish_forward")
 
 
+class UnwatchingConnector(ScriptedConnector):
+    """Does not look at the workers' output, as most real connectors."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        pass
+
+
 class SummedConnector(ScriptedConnector):
     """Makes something of its stats in the API server."""
 

@@ -39,7 +39,7 @@ class Engine:
         self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
         self.token_s = 0.0  # how long a step computes, by token
-        for module in ("scheduler", "worker", "open_transfers", "gains", "fastest"):
+        for module in ("scheduler", "completions", "worker", "open_transfers", "gains", "fastest"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: int(self.now * 1e9))
         kvobs = {"names": NAMES, **kvobs}
         self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)

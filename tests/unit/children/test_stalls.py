@@ -127,6 +127,6 @@ def test_faults_are_contained(monkeypatch: pytest.MonkeyPatch) -> None:
     step.layer("wait_for_layer_load", 1, 1)
     step.recorder.tally(0, "start_load_kv").clear()
     assert step.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
-    step.stalls._loads._ended = [None, None]  # type: ignore[list-item]
+    step.stalls._loads.ended = [None, None]  # type: ignore[list-item]
     step.stalls.flush()
     assert faults.take()["record"] == 2

@@ -10,7 +10,6 @@ import pytest
 from kvobs import signals
 from kvobs.routing import gains
 from kvobs.routing.gains import Gains, StepLimits
-from kvobs.state.step_times import Work
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.recorder import Recorder
@@ -35,7 +34,7 @@ class Engine(TransferListener):
 
     def step(self, tokens: int, context: int = 0, *, loads: bool = False, more_ns: int = 0) -> None:
         self.now_ns += 7 * MS
-        work: Any = Work(tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0, 1)
+        work: Any = (tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0, 1)
         self.gains.step_begun(work, self.now_ns, loads=loads)
         self.now_ns += STEP_NS + tokens * TOKEN_NS + more_ns
         self.gains.step_ended()

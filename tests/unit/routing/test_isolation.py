@@ -45,7 +45,7 @@ class Engine:
         **more: Any,
     ) -> None:
         self.now_ns = 1_700_000_000 * S
-        for module in ("scheduler", "worker", "open_transfers", "isolation", "output_view"):
+        for module in ("scheduler", "completions", "worker", "open_transfers", "isolation", "output_view"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
         kvobs = {"names": ["best", "other"], "isolate": ["best"], **more}
@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        return int(self.side.isolation.words()[0].epoch)
+        return int(self.side.isolation.states()[0].epoch)
 
 
 @pytest.fixture

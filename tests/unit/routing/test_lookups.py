@@ -254,7 +254,7 @@ def test_an_answer_at_once_has_no_delay() -> None:
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
-    assert asker.offers.settle("r", 0, 16).lookup.local == 48
+    assert asker.offers.settle("r", 0, 16).local == 48
 
 
 def test_what_a_lookup_found_has_each_answer_and_how_long_it_took() -> None:
@@ -269,16 +269,17 @@ def test_what_a_lookup_found_has_each_answer_and_how_long_it_took() -> None:
     assert asker.ask(local=8) == Offer(0, 32, True)
     open_ = found.Answer(1, None, False, 20_000_000, 70_000_000)
     answers = (found.Answer(0, 32, True, 1_000_000, 19_000_000), found.Answer(2, 16, True), open_)
-    assert asker.offers.settle("r", 0, 32).lookup == Lookup(8, answers, 0)
-    assert asker.offers.settle("r", 0, 32).lookup.answers == (open_,), "taken later"
+    assert asker.offers.found("r") == Lookup(8, answers, 0)
+    asker.offers.settle("r", 0, 32)
+    assert asker.offers.found("r").answers == (open_,), "taken later"
     asker.offers.take_left_open("r")
-    assert asker.offers.settle("r", 0, 32).lookup.answers == ()
+    assert asker.offers.found("r").answers == ()
 
 
 def test_what_a_lookup_found_leaves_out_offers_that_do_not_count() -> None:
     asker = Asker((32, False), (0, False), async_only={0})
     asker.ask()
-    assert asker.offers.settle("r", None, 0).lookup == Lookup(0, (found.Answer(1, 0, False),), NOBODY)
+    assert asker.offers.found("r") == Lookup(0, (found.Answer(1, 0, False),), NOBODY)
 
 
 REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
@@ -354,7 +355,8 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     asker.offers.forget("r")
     assert len(asker.offers) == 0
-    assert asker.offers.settle("r", None, 0) == ([], Lookup(0))
+    assert asker.offers.settle("r", None, 0) == ([], 0)
+    assert asker.offers.found("r") == Lookup(0)
 
 
 @POLICIES

@@ -14,6 +14,7 @@ from kvobs.routing.metadata import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
+    Orders,
 )
 from kvobs.state.transfers import Report, ReportKind
 from tests.support.scripted import Events, Tally
@@ -26,11 +27,11 @@ def test_metadata_is_a_kind_of_vllms_own() -> None:
 
 def test_metadata_survives_a_process_hop() -> None:
     meta = MultiKVConnectorMetadata(
-        metadata=(), loads={"r": LoadOrder(1, True, ((3, 4), ()))}, closed=("q",), failed=("p",)
+        metadata=(), orders=Orders({"r": LoadOrder(1, True, ((3, 4), ()))}, closed=["q"], failed=("p",))
     )
     arrived = pickle.loads(pickle.dumps(meta))
     assert arrived == meta
-    assert arrived.loads["r"].blocks == ((3, 4), ())
+    assert arrived.orders.loads["r"].blocks == ((3, 4), ())
 
 
 def test_worker_metadata_merges_childrens_by_their_rule_and_keeps_all_reports() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left
+from tests.support.rig import assert_nothing_is_left, child_config
 
 RANKS = 2
 HEADERS = (None, *({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-{flags}"} for flags in ("00", "01", "no")))
@@ -32,12 +32,13 @@ actions = st.one_of(
 class Life:
     """Runs actions; whatever a child does beyond them is what a correct child must do in the end."""
 
-    def __init__(self, policy: str, blocks: int, lag: int, level: str) -> None:
+    def __init__(self, policy: str, blocks: int, lag: int, level: str, cls: str = "ScriptedConnector") -> None:
         self.scripts = (Script("a"), Script("b"))
         kvobs = {"load_policy": policy, "tracing": {"level": level}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-            self.rig = Rig("kvobs", *self.scripts, ranks=RANKS, kvobs=kvobs, blocks=blocks, lag=lag)
+            connectors = [child_config(script, cls) for script in self.scripts]
+            self.rig = Rig("kvobs", connectors=connectors, ranks=RANKS, kvobs=kvobs, blocks=blocks, lag=lag)
         self.ids: dict[str, str] = {}  # by a request's name in the plan; vLLM never uses an id twice
 
     def act(self, action: Any) -> None:

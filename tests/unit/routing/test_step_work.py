@@ -33,7 +33,7 @@ class Planned:
                 decodes += n
                 context += before
         found = work_of(output)
-        self.steps.append((found, Work(tokens, pairs, decodes, context, prefills)))
+        self.steps.append((found, (tokens, pairs, decodes, context, prefills)))
         return found
 
 
@@ -53,9 +53,10 @@ def test_prefills_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch, a: Script,
     working = [(found, truth) for found, truth in planned.steps if any(truth)]
     assert len(working) > 6
     assert all(found == truth for found, truth in working)
-    assert any(truth.tokens and truth.decodes for _, truth in working), "mixed"
-    assert any(truth.tokens == 100 - truth.decodes for _, truth in working), "chunked"
-    assert any(not truth.tokens for _, truth in working), "decodes alone"
+    sizes = {(tokens, decodes) for _, (tokens, _pairs, decodes, _context, _prefills) in working}
+    assert any(tokens and decodes for tokens, decodes in sizes), "mixed"
+    assert any(tokens == 100 - decodes for tokens, decodes in sizes), "chunked"
+    assert any(not tokens for tokens, _ in sizes), "decodes alone"
     assert {found for found, truth in planned.steps if not any(truth)} <= {None}
 
 

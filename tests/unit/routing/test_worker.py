@@ -9,7 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvobs.routing import worker
-from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
 from kvobs.stats.stats import has_content
 from kvobs.testing import BLOCK, Rig, Script
@@ -24,7 +24,7 @@ def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = (
     """Return rank 0's side with metadata of these loads bound."""
     side: worker.WorkerSide = rig.workers[0]._side
     metadata = rig.scheduler.schedule().kv_connector_metadata.metadata
-    side.bind_connector_metadata(MultiKVConnectorMetadata(metadata=metadata, loads=dict(loads), failed=failed))
+    side.bind_connector_metadata(MultiKVConnectorMetadata(metadata=metadata, orders=Orders(dict(loads), failed=failed)))
     return side
 
 
@@ -122,12 +122,12 @@ def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
     side = side_of(Rig("kvobs", *scripts), *loads)
     meta = side._meta
     assert meta is not None
-    later = dataclasses.replace(meta, loads={}, orphaned=orphaned, has_forward=False)
+    later = dataclasses.replace(meta, orders=Orders(orphaned=list(orphaned)), has_forward=False)
     side.bind_connector_metadata(later)
     scripts[0].say(0, **says)
     side.get_transfer_results(set())
     assert has_content(side.get_kv_connector_stats()) is flushes
-    side.bind_connector_metadata(dataclasses.replace(later, orphaned=(), closed=tuple(r for r, _ in loads)))
+    side.bind_connector_metadata(dataclasses.replace(later, orders=Orders(closed=[r for r, _ in loads])))
     assert (side._loads, side._orphaned) == ({}, set())
 
 
@@ -136,7 +136,7 @@ def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(
 ) -> None:
     side = side_of(Rig("kvobs", *scripts), ("r", LOAD))
     assert side._meta is not None
-    side.bind_connector_metadata(dataclasses.replace(side._meta, loads={}, orphaned=("r",), closed=("r",)))
+    side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
     assert (side._loads, side._orphaned) == ({}, set())
 
 
@@ -275,8 +275,8 @@ def test_a_report_has_the_time_of_its_order_and_that_of_the_end(
     meta = side._meta
     assert meta is not None
     monkeypatch.setattr(worker, "wall_ns", lambda: 100)
-    ordered: dict[str, Any] = {"loads": {"r": LOAD}} if is_load else {"promised": ((0, "r"),)}
-    side.bind_connector_metadata(dataclasses.replace(meta, **ordered))
+    ordered = Orders(loads={"r": LOAD}) if is_load else Orders(promised=[(0, "r")])
+    side.bind_connector_metadata(dataclasses.replace(meta, orders=ordered))
     monkeypatch.setattr(worker, "wall_ns", lambda: 170)
     reports = []
     for _ in range(2):

@@ -10,7 +10,7 @@ from kvobs.children.child import Child
 from kvobs.children.gate import AT_ANY_TIME, Gate
 from kvobs.children.unbuilt import Unbuilt
 from kvobs.hooks import HOOKS, Cadence
-from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
+from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.quarantine import FOR_GOOD, IsolationState
 from kvobs.telemetry.recorder import Recorder
@@ -46,8 +46,8 @@ class Worker:
             orders[sync] = LoadOrder(0, False, ((1, 2),))
         meta = MultiKVConnectorMetadata(
             metadata=(own, "metadata"),
-            isolated={0: IsolationState(epoch, is_out), 1: IsolationState(0, False)},
-            loads=orders,
+            orders=Orders(orders),
+            isolated=Isolated({0: IsolationState(epoch, is_out)}, {}),
         )
         self.gates.begin_step(meta)
         return meta
@@ -60,6 +60,11 @@ class Worker:
 
     def load(self) -> None:
         self.gate.guard("start_load_kv", lambda: None)()
+
+
+def load_of(meta: MultiKVConnectorMetadata) -> LoadOrder:
+    assert meta.orders is not None
+    return meta.orders.loads["r"]
 
 
 @pytest.mark.parametrize("is_out", [False, True])
@@ -115,7 +120,7 @@ def test_what_a_failed_synchronous_load_leaves_unfilled_is_not_saved(hook: str) 
     assert worker.gates.failed_sync_loads(meta) == []
     worker.fail(hook)
     assert worker.gate.closed == SAVING
-    assert worker.gates.failed_sync_loads(meta) == [("r", meta.loads["r"])]
+    assert worker.gates.failed_sync_loads(meta) == [("r", load_of(meta))]
     worker.begin(0)
     assert worker.gate.closed == OPEN
 
@@ -124,8 +129,7 @@ def test_what_a_failed_synchronous_load_leaves_unfilled_is_not_saved(hook: str) 
 def test_a_synchronous_load_that_never_began_has_failed(own: Any) -> None:
     worker = Worker()
     meta = worker.begin(0, own=own, sync="r")
-    assert worker.gates.failed_sync_loads(meta) == [("r", meta.loads["r"])]
-    assert worker.gates.failed_sync_loads(None) == []
+    assert worker.gates.failed_sync_loads(meta) == [("r", load_of(meta))]
 
 
 def test_asynchronous_loads_that_can_not_have_begun_and_those_that_may_have() -> None:
@@ -140,7 +144,6 @@ def test_asynchronous_loads_that_can_not_have_begun_and_those_that_may_have() ->
     meta = worker.begin(0, mine=0)
     worker.load()
     assert worker.gates.failed_loads(meta) == []
-    assert worker.gates.failed_loads(None) == []
 
 
 def test_a_load_of_a_step_that_it_built_no_metadata_for_stays_open() -> None:

@@ -268,7 +268,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             for child, expected in told.promised.items()
             if child not in told.done and 0 < len(told.saved.get(child, ())) < expected
         }
-        assert set(self.ledger.incomplete._since) == halves
+        assert set(self.ledger.incomplete.since) == halves
 
 
 def _in(told: Told) -> bool:

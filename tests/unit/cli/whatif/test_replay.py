@@ -67,7 +67,8 @@ class Engine:
     def past(self, offer: Offer, later_ms: float = 0) -> tuple[History, PastLookup]:
         """Return what is recorded when vLLM allocates."""
         self.now_ms += later_ms
-        found = self.offers.settle("r", offer.child if offer.tokens else None, offer.tokens).lookup
+        found = self.offers.found("r")
+        self.offers.settle("r", offer.child if offer.tokens else None, offer.tokens)
         lookup = PastLookup(
             1, 0, int(self.now_ms * MS), found.local, {one.child: one for one in found.answers}, found.chosen
         )

@@ -1,0 +1,134 @@
+"""Count the workers' reports, close what has ended, and rewrite the workers' output before vLLM reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvobs.children.child import Child
+from kvobs.faults import contained
+from kvobs.routing.isolation import Isolation
+from kvobs.routing.lookups import Offers
+from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, NextOrders, checked
+from kvobs.routing.output_view import OutputView, Over, failed_loads
+from kvobs.routing.visibility import Visibility
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfers import ReportKind
+from kvobs.telemetry.recorder import wall_ns
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+
+class Completions:
+    """Decides from the workers' reports which loads and saves have ended.
+
+    Args:
+        children: all children.
+        ledger: the open loads and saves.
+        visibility: the requests hidden from each child.
+        listener: receives what has ended.
+        next_orders: receives what the workers are to forget.
+        isolation: receives the isolated connectors that failed on a worker.
+        offers: a connector whose load failed makes no further offers for its request.
+        layout: block sizes and bytes per token of the KV cache.
+        ranks: the number of all workers.
+        to_reset: the connectors to be reset after a sibling's failed synchronous load.
+
+    Attributes:
+        early: requests whose saves were all done before vLLM got the promises.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        ledger: Ledger,
+        visibility: Sequence[Visibility],
+        listener: TransferListener,
+        *,
+        next_orders: NextOrders,
+        isolation: Isolation,
+        offers: Offers,
+        layout: CacheLayout,
+        ranks: int,
+        to_reset: Sequence[Child],
+    ) -> None:
+        self._children = children
+        self._ledger = ledger
+        self._listener = listener
+        self._next = next_orders
+        self._isolation = isolation
+        self._offers = offers
+        self._layout = layout
+        self._ranks = ranks
+        self._to_reset = to_reset
+        self._view = OutputView(children, ledger, visibility, listener.stray)
+        self.early: set[str] = set()
+
+    def take_in(self, output: KVConnectorOutput) -> None:
+        """Process the output of a step, and rewrite it."""
+        if (
+            output.kv_connector_worker_meta is None
+            and not (failed_loads(output) or self.early or self._view.is_watched)
+            and not self._ledger.has_ended
+        ):  # as in most steps
+            output.finished_recving = output.finished_sending = None
+            return
+        meta = checked(output.kv_connector_worker_meta, len(self._children), self._ranks)
+        failed_syncs = self._record(meta, output.invalid_block_ids) if meta is not None else {}
+        for request_id in failed_loads(output):
+            self._ledger.echoed(request_id)
+        loads = self._ledger.take_loads_in()
+        saves = [*self._ledger.take_saves_in(), *self.early]
+        self.early.clear()
+        if loads or saves or self._view.is_watched:
+            self._close(self._view.show(output, meta, loads, saves))
+        output.finished_recving = self._ledger.take_received() or None
+        output.finished_sending = self._ledger.take_sent() or None
+        for index, requests in failed_syncs.items():
+            self._listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+
+    def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, set[str]]:
+        """Process the reports; return the requests whose synchronous load failed, by child."""
+        failed_syncs: dict[int, set[str]] = {}
+        self._isolation.record_failures(meta.broken)
+        now_ns = wall_ns()
+        for report in meta.reports:
+            if (stray := self._ledger.record(report, now_ns)) is not None:
+                self._listener.stray(stray)
+            if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
+                self._note_loss(report.request, bad_blocks)
+            if report.kind is ReportKind.SYNC_FAILED:
+                failed_syncs.setdefault(report.child, set()).add(report.request)
+        return failed_syncs
+
+    @contained("record")
+    def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
+        """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
+        load = self._ledger.load(request_id)
+        if load is not None:
+            lost = self._layout.lost(load.blocks, bad_blocks, load.tokens)
+            load.lost_tokens = max(load.lost_tokens or 0, lost)
+
+    def _close(self, over: Over) -> None:
+        """Close the complete loads and saves that their children have not withdrawn."""
+        for request_id in over.loads:
+            load = self._ledger.close_load(request_id)
+            if load is not None:
+                self._next.orders.closed.append(request_id)
+                if load.aborted:  # a save that its child may have promised has ended too
+                    self._next.orders.saved.append((load.child, request_id))
+                if load.failed:
+                    self._offers.ban(request_id, load.child)
+                self._listener.load_ended(request_id, load)
+        for request_id in over.saves:
+            for index, save in self._ledger.close_saves(request_id).items():
+                self._next.orders.saved.append((index, request_id))
+                ended_ns = max(save.arrived.values(), default=wall_ns())
+                self._listener.saved(request_id, index, save, ended_ns)
+
+    def _reset_siblings(self, index: int) -> list[str]:
+        """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
+        return [child.name for child in self._to_reset if child.index != index and child.reset_cache() is True]
