@@ -6,6 +6,7 @@ CORE = (
     "kvobs/aggregation.py",
     "kvobs/exporting/metric_families.py",
     "kvobs/exporting/prometheus.py",
+    "kvobs/routing/completions.py",
     "kvobs/routing/isolation.py",
     "kvobs/routing/lookups.py",
     "kvobs/routing/scheduler.py",
