@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from math import log1p
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
+Line: TypeAlias = tuple[float, float]  # seconds of any load, and of each token
 
 _WINDOW = 12  # loads
 _LAST = 3  # of them that decide how fast the connector is now
 _CHANGED = 1.5  # times what was expected, or a part of it, for all of these: the connector has changed
 _USUAL = 0.2  # how far off a load may be, as a share, before it loses weight
 _ROUNDS = 3
+_FITS = log1p(0.25**2)  # misfit of a load that is a quarter as far off as is usual
+_DIFFERENT = 1.25  # times as many tokens: two such loads show what a token takes
 # Loads that are assumed beside the observed ones: while all are of similar size, so much of their time is fixed.
 _FIXED_SHARE, _GUESS = 0.5, 0.02
 _SHORTEST = 1e-6  # seconds
@@ -34,7 +38,7 @@ class LoadTimes:
 
     def __init__(self) -> None:
         self._loads: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._line = 0.0, 0.0
+        self._line: Line = (0.0, 0.0)
         self.fixed = self.per_token = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -46,6 +50,7 @@ class LoadTimes:
         """
         loads = self._loads
         loads.append((max(1, tokens), max(_SHORTEST, seconds)))
+        self._line = self._fitted()
         ratios = self._last_ratios()
         if len(loads) > _LAST and (ratios[0] > _CHANGED or ratios[-1] < 1 / _CHANGED):
             # The older ones keep their say about the shape only.
@@ -54,7 +59,7 @@ class LoadTimes:
                 of, took = loads[i]
                 loads[i] = of, took * change
             self._line = self._line[0] * change, self._line[1] * change
-        self._fit()
+            self._line = self._improved(self._line)
         level = _middle(self._last_ratios())
         self.fixed, self.per_token = self._line[0] * level, self._line[1] * level
 
@@ -81,10 +86,42 @@ class LoadTimes:
         last = list(self._loads)[-_LAST:]
         return sorted([seconds / max(_SHORTEST, fixed + tokens * per_token) for tokens, seconds in last])
 
-    def _fit(self) -> None:
-        """Improve the line: least squares of shares, in which loads far from the line have little weight."""
+    def _fitted(self) -> Line:
+        """Return the last line, improved, or where it fits badly that through most pairs of loads, if it fits better.
+
+        A wrong slope would stay otherwise: the loads that contradict it would be outliers.
+        """
+        line = self._improved(self._line)
+        misfit = self._misfit(line)
+        if misfit > _FITS * len(self._loads) and (other := self._through_pairs()) is not None:
+            other = self._improved(other)
+            if self._misfit(other) < misfit:
+                return other
+        return line
+
+    def _through_pairs(self) -> Line | None:
+        """Return the line with the median slope of all pairs of different size; None if there are none."""
+        loads = sorted(self._loads)
+        pairs = [(a, b) for i, a in enumerate(loads) for b in loads[i + 1 :] if b[0] >= _DIFFERENT * a[0]]
+        if not pairs:
+            return None
+        slopes = sorted([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
+        per_token = max(0.0, _middle(slopes))
+        return max(0.0, _middle(sorted([took - of * per_token for of, took in loads]))), per_token
+
+    def _misfit(self, line: Line) -> float:
+        """Return how far the loads are from a line; an outlier counts for little more than another load."""
+        fixed, per_token = line
+        found = 0.0
+        for of, took in self._loads:
+            expected = max(_SHORTEST, fixed + of * per_token)
+            found += log1p(((max(expected, took) / min(expected, took) - 1) / _USUAL) ** 2)
+        return found
+
+    def _improved(self, line: Line) -> Line:
+        """Improve a line: least squares of shares, in which loads far from the line have little weight."""
         tokens, seconds = _middle(sorted(self._loads))
-        fixed, per_token = self._line
+        fixed, per_token = line
         if not (fixed or per_token):
             fixed, per_token = _FIXED_SHARE * seconds, (1 - _FIXED_SHARE) * seconds / tokens
         guesses = [
@@ -107,7 +144,7 @@ class LoadTimes:
             fixed = (ws - per_token * wt) / w
             if fixed < 0:
                 fixed, per_token = 0.0, wts / wtt
-        self._line = fixed, per_token
+        return fixed, per_token
 
 
 def _middle(ascending: Sequence[T]) -> T:

@@ -238,7 +238,7 @@ def test_a_child_that_is_out_is_asked_for_results_as_it_is_otherwise(
         a.say(rank, received="r")
     engine.run_to_end("r")
     assert engine.is_out
-    assert "get_transfer_results" not in caplog.text
+    assert "failed in get_transfer_results" not in caplog.text
     a.raises["bind_connector_metadata"] = FAILURE
     engine.rig.add("other", max_tokens=2)
     engine.run_to_end("other")

@@ -59,10 +59,17 @@ def test_nothing_is_known_before_a_load_has_ended() -> None:
     assert LoadTimes().predict(100, [(100, 5.0)]) is None
 
 
-@given(COSTS, st.lists(SIZES, min_size=2, max_size=40), SIZES)
+@given(COSTS, st.lists(SIZES, min_size=8, max_size=40), SIZES)
 def test_a_line_is_found(cost: Cost, sizes: list[int], tokens: int) -> None:
     times = times_of(*((size, cost.of(size)) for size in (100, *sizes, 1000)))
     assert expected(times, tokens) == pytest.approx(cost.of(tokens), rel=0.1)
+
+
+def test_short_loads_do_not_hide_what_long_ones_cost() -> None:
+    """Where most of a load's time is fixed, as with a remote store: the first short ones leave the slope open."""
+    cost = Cost(0.25, 6e-7)
+    times = times_of(*((size, cost.of(size)) for size in (100, 93, 95, 89, 98, 12_313, 19_695, 1700, 100, 19_406)))
+    assert [expected(times, tokens) for tokens in (50, 20_000)] == pytest.approx([0.25, 0.262], rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(20))
