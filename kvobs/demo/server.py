@@ -278,6 +278,9 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         # One thread a rank, each on a core of its own: two threads that spin for one core cost milliseconds a step.
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(tensor_parallel)),
+        # With two ranks vLLM compiles one small function, whatever --enforce-eager says: each rank takes seconds for it
+        # at the first request.
+        "TORCH_COMPILE_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
