@@ -8,15 +8,16 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-from prometheus_client.samples import Sample
+from typing import TYPE_CHECKING, Any
 
 from kvobs.demo.model import HEAD_DIM, KV_HEADS, LAYERS
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
 from tests.engine.readings import Growth, kvobs_text
 from tests.engine.serving import TOKENS, of_tests, prompt
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
 SERIES_AT_MOST = 1300  # of one engine with two children
