@@ -2,12 +2,33 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from kvobs.proc import stat
+
+
+class Process(Protocol):
+    """What we use of a child process: `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit status, None if it runs; that of a process killed by a signal is negative."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status once it has ended; raise `subprocess.TimeoutExpired` if it has not in time."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it at once."""
 
 
 def group_members(group: int) -> list[int]:
@@ -23,7 +44,7 @@ def in_group(pid: int, group: int) -> bool:
     return False
 
 
-def end_group(process: subprocess.Popen[bytes], grace: float) -> None:
+def end_group(process: Process, grace: float) -> None:
     """Terminate the leader of a process group, and kill the rest of the group after `grace` seconds."""
     try:
         process.terminate()

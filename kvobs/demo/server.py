@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import end_group, exit_text
+from kvobs.demo.processes import Process, end_group, exit_text
 from kvobs.demo.server_log import COLOUR, newest_message, root_cause
 
 HOST = "127.0.0.1"
@@ -73,7 +73,7 @@ class Server:
     host: str = HOST
     """The address it listens on: this, or 0.0.0.0, all of them."""
 
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    process: Process | None = field(default=None, init=False, repr=False)
     scratch: Path | None = field(default=None, init=False, repr=False)
     """Its folder for temporary files; short, because sockets in it have short names only."""
     ready: bool = field(default=False, init=False, repr=False)
@@ -118,17 +118,22 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvobs-"))
         ours = {"KVOBS_DEMO_PARENT": str(os.getpid()), "TMPDIR": str(self.scratch)}
+        env = environment(self.tensor_parallel) | dict(self.env) | ours
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(self.tensor_parallel) | dict(self.env) | ours,
-                # No session of its own: Linux shares CPU time out between sessions, and ranks that wait for each
-                # other on one core were seen to leave none to the processes of other sessions.
-                process_group=0,
-            )
+            self.process = self.launched(log, env)
+
+    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> Process:
+        """Return a new process that runs the command line."""
+        return subprocess.Popen(
+            self.command(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            # No session of its own: Linux shares CPU time out between sessions, and ranks that wait for each
+            # other on one core were seen to leave none to the processes of other sessions.
+            process_group=0,
+        )
 
     def wait_until_ready(self) -> None:
         """Return once `/health` answers 200; raise `ServerError` when the process ends or time is up before."""
@@ -273,6 +278,9 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         # One thread a rank, each on a core of its own: two threads that spin for one core cost milliseconds a step.
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(tensor_parallel)),
+        # With two ranks vLLM compiles one small function, whatever --enforce-eager says: each rank takes seconds for it
+        # at the first request.
+        "TORCH_COMPILE_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

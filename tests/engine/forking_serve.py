@@ -1,13 +1,53 @@
-"""`python -m tests.engine.forking_serve ...` is `vllm serve ...` with forked processes, which import nothing again.
+"""What a forked server is: `vllm serve` whose own processes are forked, too, and import nothing again.
 
-Half of a small server's start is spent by its processes on importing vLLM, each for itself: on a CPU vLLM spawns them.
 On Linux without a CPU platform vLLM forks by default, so both ways are real.
 """
 
+import importlib
 import multiprocessing
 import os
+import re
+
+import setproctitle
 
 from kvobs.demo import vllm_serve
+
+IMPORTS = (
+    "kvobs.connector",
+    "kvobs.demo.host_offload",
+    "kvobs.plugin",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.generate.generative_scoring.api_router",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    "vllm.entrypoints.serve.dev.server_info.api_router",
+    "vllm.entrypoints.serve.lora.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.renderers.hf",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What API server, engine and workers import before they are ready."""
+
+
+def prepare() -> None:
+    """Import what they import."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+    # Finds where the title is in memory by the environment that follows it, which a server replaces.
+    setproctitle.getproctitle()
 
 
 def main() -> None:
@@ -18,10 +58,18 @@ def main() -> None:
 
     for module in (system_utils, coordinator, utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    os.register_at_fork(after_in_child=bind)
     vllm_serve.main()
 
 
-if __name__ == "__main__":
-    if parent := os.environ.pop("KVOBS_DEMO_PARENT", None):
-        vllm_serve.end_with_parent(int(parent))
-    main()
+def bind() -> None:
+    """Give a worker its cores and no more threads, as OpenMP does when it is loaded into a spawned one.
+
+    vLLM says so in the environment, only while it starts a worker. Threads that wait for each other on fewer cores
+    than they are burn twenty times the CPU time of the work they share.
+    """
+    import torch
+
+    if cores := re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")):
+        os.sched_setaffinity(0, map(int, cores))
+        torch.set_num_threads(len(cores))

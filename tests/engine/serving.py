@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from kvobs.demo.processes import group_members, keeping_off
 from kvobs.demo.run import child, on_one_core
 from kvobs.demo.server import HOST, Server, cores
 from kvobs.proc import stat
+from tests.engine.forked_server import ForkedServer
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 8
@@ -32,8 +32,7 @@ seconds (Linux 6.18), and what is to happen during the transfer happens after it
 
 
 SPAWNING = Server.launch
-FORKING = (sys.executable, "-m", "tests.engine.forking_serve")
-"""Starts in half the time, which is right wherever a test is not about processes that start or end."""
+"""For `serve`, where a test is about processes that start or end, or about what they import."""
 
 
 def importing_tests() -> dict[str, str]:
@@ -46,8 +45,8 @@ def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, 
     """Run a server that can import the tests' connectors; a test that fails prints what the server said last."""
     env = {**importing_tests(), **more.pop("env", {})}
     shares = BOTH_RANKS_ON_ONE_CORE.items() <= env.items()
-    more = {"launch": FORKING, **more}
-    with Server(model, folder / "server.log", config, args=args, env=env, **more) as server:
+    kind = Server if "launch" in more else ForkedServer
+    with kind(model, folder / "server.log", config, args=args, env=env, **more) as server:
         try:
             with keeping_off(THE_CORE) if shares else nullcontext():
                 yield server

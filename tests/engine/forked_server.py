@@ -1,0 +1,152 @@
+"""Servers that begin after all imports: forked from a process that has made them once; see `server_template.py`.
+
+vLLM's imports take six seconds of a start, in each process of a server anew where they are spawned. Right wherever a
+test is not about processes that start or end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+from kvobs.demo.server import Server, ServerError, environment
+from tests.engine.server_template import OF_ONE_SERVER, PARENT, Request, without
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240.0
+"""For the first answer of a template, which waits for its imports."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkedProcess:
+    """A child process that somebody else has started, with what `subprocess.Popen` has for those that it starts."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lock = Lock()
+
+    def poll(self) -> int | None:
+        """Return how it ended, None if it runs."""
+        with self._lock:
+            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+                self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, once it has; raise `subprocess.TimeoutExpired` if it has not in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Template:
+    """A process that has imported what servers need, and is forked for each of them."""
+
+    def __init__(self, module: str, env: Mapping[str, str]) -> None:
+        self._lock = Lock()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(TIMEOUT_S)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engine.server_template", str(theirs.fileno()), module],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=without(OF_ONE_SERVER, env) | {PARENT: str(os.getpid())},
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+
+    def fork(self, args: list[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
+        """Return a new server, a child of this process; raise `ServerError` if the template can't become it."""
+        request = Request(args, dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getpid())
+        with self._lock, adopting():
+            try:
+                socket.send_fds(self._channel, [request.datagram()], [log.fileno()])
+                answer = self._channel.recv(1 << 16)
+            except OSError as error:
+                raise self._failure(f"no answer: {error}") from error
+        if not answer:
+            raise self._failure("it has ended")
+        if refused := (said := json.loads(answer)).get("refused"):
+            raise ServerError(f"This server can't be forked, start it with launch=SPAWNING: {refused}.")
+        return ForkedProcess(said["pid"])
+
+    def end(self) -> None:
+        """End it; its servers go on."""
+        self._channel.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _failure(self, what: str) -> ServerError:
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace")
+        return ServerError(f"The process that servers are forked from: {what}. Its output:\n{said}")
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Have Linux make orphans among our descendants our own children inside the ``with`` block."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@cache
+def template(module: str) -> Template:
+    """Return this process's template for what a module serves; it ends with this process."""
+    made = Template(module, environment())
+    atexit.register(made.end)
+    return made
+
+
+@dataclass
+class ForkedServer(Server):
+    """A server like any other, but for the time that it takes to start."""
+
+    module: str = "tests.engine.forking_serve"
+
+    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
+        """Return a process that serves what the module serves."""
+        return template(self.module).fork(self.command()[len(self.launch) :], env, log)
