@@ -206,17 +206,17 @@ class Router:
             for engine in (self.prefill, self.decode):
                 if engine.is_busy:
                     engine.step()
-            for done, told in self.prefill.take_finished().items():
-                self.pass_on(int(done[1:]), told)
+            for done, noted in self.prefill.take_finished().items():
+                self.pass_on(int(done[1:]), noted)
             for at, request in [entry for entry in self.doomed if entry[0] <= self.decode.steps]:
                 self.doomed.remove((at, request))
                 if request in self.decode.scheduler.requests:
                     self.decode.abort(request)
 
-    def pass_on(self, number: int, told: dict[str, Any]) -> None:
+    def pass_on(self, number: int, noted: dict[str, Any]) -> None:
         by_router = {"do_remote_prefill": True, "transfer_id": f"t{number}"}
         by_router |= {"remote_engine_id": "prefill", "remote_bootstrap_addr": ""}
-        params = by_router if self.cls is MooncakePD else told
+        params = by_router if self.cls is MooncakePD else noted
         self.decode.add(f"d{number}", self.sent[number], self.random.choice((1, 4, 20)), **params)
         if self.random.random() < 0.25:
             self.doomed.append((self.decode.steps + self.random.choice((0, 1, 3)), f"d{number}"))

@@ -96,7 +96,7 @@ class Drive:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.calls: list[dict[str, Any]] = []
-        self.told: list[Any] = []  # the stats of each step, worker's and scheduler's in one
+        self.noted: list[Any] = []  # the stats of each step, worker's and scheduler's in one
         self.aggregator: Any = None
 
     def __call__(self, side: str, hook: str, *args: Any, when_absent: Any = None) -> Any:
@@ -105,18 +105,18 @@ class Drive:
             return when_absent
         children = self.pair.children[0 if side == "scheduler" else 1]
         for child in children:
-            vars(child).get("heard", []).clear()
+            vars(child).get("recorded", []).clear()
         answer = getattr(connector, hook)(*args)
         if inspect.isgenerator(answer):
             answer = list(answer)
-        heard = [[call.hook for call in getattr(child, "heard", ())] for child in children]
-        self.calls.append({"side": side, "hook": hook, "answer": _plain(answer), "heard": heard})
+        recorded = [[call.hook for call in getattr(child, "recorded", ())] for child in children]
+        self.calls.append({"side": side, "hook": hook, "answer": _plain(answer), "recorded": recorded})
         return answer
 
     def arguments(self, side: str, hook: str) -> list[tuple[Any, ...]]:
         """Return what each recording child was given in its last call of ``hook``."""
         children = self.pair.children[0 if side == "scheduler" else 1]
-        return [call.args for child in children for call in child.heard if call.hook == hook]
+        return [call.args for child in children for call in child.recorded if call.hook == hook]
 
 
 def drive(pair: Pair) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def drive(pair: Pair) -> dict[str, Any]:
     call = Drive(pair)
     seen: dict[str, Any] = {"properties": _properties(pair), "class": on_the_class(pair)}
     seen["signatures"] = {side: _signatures(getattr(pair, side)) for side in ("scheduler", "worker")}
-    recording = all(hasattr(child, "heard") for child in pair.children[0])
+    recording = all(hasattr(child, "recorded") for child in pair.children[0])
 
     # Start.
     layer = torch.zeros(32, 2, BLOCK_SIZE, 64)
@@ -170,7 +170,7 @@ def drive(pair: Pair) -> dict[str, Any]:
     call("scheduler", "reset_cache")
     call("scheduler", "shutdown")
     call("worker", "shutdown")
-    seen["told"] = tell(pair, [stats for stats in call.told if stats is not None])
+    seen["noted"] = report(pair, [stats for stats in call.noted if stats is not None])
     seen["aggregator"] = type(call.aggregator).__module__
     return {"calls": call.calls, "seen": seen}
 
@@ -215,7 +215,7 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
     stats, more = output.kv_connector_stats, call("scheduler", "get_kv_connector_stats")
     if stats is not None and more is not None and not more.is_empty():
         stats = stats.aggregate(more)
-    call.told.append(stats)
+    call.noted.append(stats)
     call("scheduler", "take_events")
     call("scheduler", "has_pending_block_frees")
     call("scheduler", "has_pending_push_work")
@@ -227,7 +227,7 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
     }
 
 
-def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
+def report(pair: Pair, noted: list[Any]) -> dict[str, Any]:
     """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
     registry = CollectorRegistry()
     kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
@@ -235,7 +235,7 @@ def tell(pair: Pair, told: list[Any]) -> dict[str, Any]:
     span_export.make_exporter = lambda endpoint: exported
     metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
     logged: Any = None
-    for stats in told:
+    for stats in noted:
         sent = stats.to_dict() if hasattr(stats, "to_dict") and hasattr(KVConnectorStats, "to_dict") else stats.data
         packed = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=sent))
         arrived = MsgpackDecoder(SchedulerStats).decode(packed).kv_connector_stats

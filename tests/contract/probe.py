@@ -1,4 +1,4 @@
-"""Tell, as one JSON object, what the vLLM on the path asks of a connector and how a MultiConnector does in it.
+"""Print, as one JSON object, what the vLLM on the path asks of a connector and how a MultiConnector does in it.
 
 Runs in a process of its own, because a process imports one vLLM only::
 
@@ -63,7 +63,9 @@ def tomorrow(scratch: Path) -> dict[str, Any]:
     pair = drive.Pair(scratch, drive.recording_children())
     getattr(pair.scheduler, TOMORROW)("hello")
     return {
-        "heard": [[list(call.args) for call in child.heard if call.hook == TOMORROW] for child in pair.children[0]],
+        "recorded": [
+            [list(call.args) for call in child.recorded if call.hook == TOMORROW] for child in pair.children[0]
+        ],
         "logged": [line for line in logged if TOMORROW in line],
         "inherited": TOMORROW not in vars(type(pair.scheduler)) and TOMORROW not in vars(pair.scheduler),
     }

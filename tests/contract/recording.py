@@ -51,7 +51,7 @@ def _noting(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
     is_abstract = getattr(default, "__isabstractmethod__", False)
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.heard.append(Call(name, (*args, *kwargs.values())))
+        self.recorded.append(Call(name, (*args, *kwargs.values())))
         answer = getattr(self, f"answer_{name}", None)
         if answer is not None:
             return answer(*args, **kwargs)
@@ -63,14 +63,14 @@ def _noting(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
 NOTING_HOOKS = {name: _noting(name, member) for name, member in public_members().items() if inspect.isfunction(member)}
 
 Noting: Any = type("Noting", (KVConnectorBase_V1, SupportsHMA), NOTING_HOOKS)
-"""Notes its calls in ``heard`` and answers with its ``answer_<hook>``, where it has one."""
+"""Notes its calls in ``recorded`` and answers with its ``answer_<hook>``, where it has one."""
 
 
 class RecordingChild(Noting):
     """Loads nothing and promises nothing."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        self.heard: list[Call] = []
+        self.recorded: list[Call] = []
         super().__init__(vllm_config, role, kv_cache_config)
 
     def answer_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

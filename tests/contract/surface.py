@@ -1,4 +1,4 @@
-"""Tell, as one JSON object, where kvobs's public surface is not that of the vLLM on the path.
+"""Print, as one JSON object, where kvobs's public surface is not that of the vLLM on the path.
 
 Runs in a process of its own, because a process imports one vLLM only::
 

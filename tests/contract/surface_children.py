@@ -57,7 +57,7 @@ class _Bare(KVConnectorBase_V1):
     """As ``RecordingChild`` is built."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        self.heard: list[Any] = []
+        self.recorded: list[Any] = []
         super().__init__(vllm_config, role, kv_cache_config)
 
 

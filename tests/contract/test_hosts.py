@@ -142,13 +142,13 @@ def signature(parameters: list[list[Any]]) -> inspect.Signature:
 
 
 def test_every_hook_reaches_both_children(report: Report, routed: Report) -> None:
-    called: dict[str, list[list[str]]] = {call["hook"]: call["heard"] for call in routed["calls"]}
+    called: dict[str, list[list[str]]] = {call["hook"]: call["recorded"] for call in routed["calls"]}
     callable_hooks = {n for n, h in report["hooks"].items() if h["kind"] == "method" and n in HOOKS}
     assert not callable_hooks - set(called), "the probe drives every hook of the table"
     for hook in callable_hooks - set(NOT_ON_CALL):
         loader, saver = called[hook]
         assert hook in loader, f"{hook} did not reach the loading child"
-        assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other child: heard {saver}"
+        assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other child: recorded {saver}"
 
 
 def test_only_the_child_that_offered_is_given_tokens_to_load(routed: Report) -> None:
@@ -177,12 +177,12 @@ def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
 
 def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(routed: Report) -> None:
     assert routed["seen"]["aggregator"] == "kvobs.aggregation"
-    told = routed["seen"]["told"]
-    assert told["hits"] == {"Loader": 1, "Saver": 1}
-    assert told["loaded"] == {"Loader": 64}
-    assert told["calls"] == {"Loader": 2, "Saver": 2}
-    assert told["spans"] == ["kv.load Loader", "kv.lookup", "kv.save Saver"]
-    assert told["log"]["Loader"].items() >= {"lookups": 1, "hits": 1, "loads": 1, "load_tokens": 64}.items()
+    noted = routed["seen"]["noted"]
+    assert noted["hits"] == {"Loader": 1, "Saver": 1}
+    assert noted["loaded"] == {"Loader": 64}
+    assert noted["calls"] == {"Loader": 2, "Saver": 2}
+    assert noted["spans"] == ["kv.load Loader", "kv.lookup", "kv.save Saver"]
+    assert noted["log"]["Loader"].items() >= {"lookups": 1, "hits": 1, "loads": 1, "load_tokens": 64}.items()
 
 
 def test_the_class_answers_for_its_children(report: Report, routed: Report) -> None:
@@ -211,7 +211,7 @@ class TestAHookOfTomorrow:
     def test_it_reaches_the_children_through_the_inherited_routing(self, probes: dict[str, Future[Report]]) -> None:
         found = probes["tomorrow"].result()
         assert found["inherited"]
-        assert found["heard"] == [[["hello"]], [["hello"]]]
+        assert found["recorded"] == [[["hello"]], [["hello"]]]
 
     def test_it_is_named_once_in_the_log(self, probes: dict[str, Future[Report]]) -> None:
         assert len(probes["tomorrow"].result()["logged"]) == 1

@@ -31,12 +31,12 @@ class FailingChild(SteeredChild):
 
     def fail_if_ordered(self, hook: str) -> None:
         try:
-            told, *rank = self._order.read_text().split()
+            ordered, *rank = self._order.read_text().split()
         except (OSError, ValueError):
             return
-        if told == hook and rank in ([], [str(self._rank)]):
+        if ordered == hook and rank in ([], [str(self._rank)]):
             (self._failed / hook).touch()
-            raise ConnectionError(f"told to fail in {hook}")
+            raise ConnectionError(f"ordered to fail in {hook}")
 
 
 def _failing(hook: str) -> Callable[..., Any]:

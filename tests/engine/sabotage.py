@@ -55,7 +55,7 @@ class Breaker:
             raise SabotageError(f"{seam}, at {number}")
 
     def note(self, seam: str) -> None:
-        """Tell others of a seam that is about to raise."""
+        """Inform others of a seam that is about to raise."""
 
 
 class NotingBreaker(Breaker):
@@ -128,7 +128,7 @@ class BusyChild(StatsChild):
 
     def reset_cache(self) -> bool:
         if (Path(os.environ[SWITCH]) / "raising").exists():
-            raise RuntimeError("told to raise in reset_cache")
+            raise RuntimeError("made to raise in reset_cache")
         return True
 
 

@@ -213,15 +213,15 @@ class TestTheRest:
     def test_a_promise_is_kept_with_its_params(self) -> None:
         on, ends = scheduler(), request(promise=True, params={"hello": 1})
         assert on.request_finished(ends, []) == (True, {"hello": 1})
-        told, _ = worker()
-        assert step(told, on.build_connector_meta(scheduled()))[0] == {"r"}
+        noted, _ = worker()
+        assert step(noted, on.build_connector_meta(scheduled()))[0] == {"r"}
         assert on.build_connector_meta(scheduled()).promises == []
 
     def test_a_promise_without_a_report_is_one_that_no_rank_reports(self) -> None:
         on = scheduler()
         on.request_finished(request(promise=True, save_ms={}), [])
-        told, _ = worker()
-        assert step(told, on.build_connector_meta(scheduled()))[0] == set()
+        noted, _ = worker()
+        assert step(noted, on.build_connector_meta(scheduled()))[0] == set()
 
     @pytest.mark.parametrize(
         ("kind", "reported"),
@@ -233,11 +233,11 @@ class TestTheRest:
     )
     def test_a_stray_report_is_made_once_for_a_request_that_loads_nothing_here(self, kind: str, reported: Any) -> None:
         on, other = scheduler(), request(stray=kind)
-        told, _ = worker()
+        noted, _ = worker()
         nothing: Any = (set(), set(), set(), set())
         for expected in (reported, nothing):
             admit(on, other, [1], 0)
-            assert step(told, on.build_connector_meta(scheduled())) == expected
+            assert step(noted, on.build_connector_meta(scheduled())) == expected
 
     @pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"])
     def test_a_scheduler_hook_raises_for_the_request_that_orders_it(self, hook: str) -> None:

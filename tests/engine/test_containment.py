@@ -174,8 +174,8 @@ def rare(server: Server, raising: Path) -> None:
 
 
 def faults(server: Server) -> dict[str, float]:
-    told = [s for s in server.metrics() if s.name == "kvobs_internal_errors_total"]
-    return {s.labels["where"]: s.value for s in told if s.value}
+    noted = [s for s in server.metrics() if s.name == "kvobs_internal_errors_total"]
+    return {s.labels["where"]: s.value for s in noted if s.value}
 
 
 def unbroken(folder: Path) -> set[str]:

@@ -105,10 +105,10 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
         for i, (name, hook) in enumerate(zip(NAMES, hooks, strict=False)):
             on_one_rank = HOOKS[hook].side is Side.WORKER and (turn + i) % 2
             (folder / name).write_text(f"{hook} 1" if on_one_rank else hook)
-        told = dict(zip(NAMES, hooks, strict=False))
+        noted = dict(zip(NAMES, hooks, strict=False))
 
-        def failed(told: dict[str, str] = told) -> set[str]:
-            return {name for name, hook in told.items() if (folder / f"{name}.failed" / hook).exists()}
+        def failed(noted: dict[str, str] = noted) -> set[str]:
+            return {name for name, hook in noted.items() if (folder / f"{name}.failed" / hook).exists()}
 
         with Watch(server, failed) as watch:
             assert ask_all(server) == expected, hooks

@@ -289,11 +289,11 @@ def test_every_call_is_counted(server: Server, folder: Path) -> None:
 
 def test_what_is_configured_and_what_runs_is_a_metric(server: Server) -> None:
     infos = {s.labels["connector"]: s for s in kvobs_samples(server) if s.name == "kvobs_connector_info"}
-    told = {
+    noted = {
         name: [s.labels[k] for k in ("index", "class", "role", "load_policy", "failure_policy")]
         for name, s in infos.items()
     }
-    assert told == {
+    assert noted == {
         "steered": ["0", "CountingChild", "kv_both", "first", "recompute"],
         "cpu": ["1", "OffloadingConnector", "kv_both", "first", "recompute"],
     }
@@ -366,8 +366,8 @@ def test_requests_that_a_rank_never_reports_are_named_and_take_no_memory_but_the
     assert grown("kvobs_stuck_transfers_total", rank="1") == grown("kvobs_stuck_transfers_total") == wanted
     assert after - before < 8 << 20
     assert server.complete(text, TOKENS).tokens == alone
-    told = "".join(line for line in (folder / "server.log").read_text().splitlines() if "stuck: 1.5 s" in line)
+    noted = "".join(line for line in (folder / "server.log").read_text().splitlines() if "stuck: 1.5 s" in line)
     for kind in ("load", "save"):
         assert re.search(
-            rf"connector 'steered': {kind} of \d+ requests? \(.*\) stuck: 1.5 s .*not reported by rank 1\.", told
+            rf"connector 'steered': {kind} of \d+ requests? \(.*\) stuck: 1.5 s .*not reported by rank 1\.", noted
         )

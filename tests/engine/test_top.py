@@ -46,13 +46,13 @@ def test_the_slow_child_and_the_failing_one_are_named(model: Path, tmp_path: Pat
         for _ in PLANS:  # the first requests take a server's warming up
             ask(server, next(numbers))
         address = f"127.0.0.1:{server.port}"
-        told = top_under_load(server, address, numbers)
-        assert [told[name]["exceptions_per_s"] for name in PLANS] == [0, 0, 0]
-        assert not told["failing"]["quarantined"]
+        noted = top_under_load(server, address, numbers)
+        assert [noted[name]["exceptions_per_s"] for name in PLANS] == [0, 0, 0]
+        assert not noted["failing"]["quarantined"]
         order.write_text("start_load_kv")
-        told = top_under_load(server, address, numbers)
-    quick, slow, failed = (told[name] for name in PLANS)
-    assert [row["connector_class"] for row in told.values()] == ["SteeredChild", "SteeredChild", "FailingChild"]
+        noted = top_under_load(server, address, numbers)
+    quick, slow, failed = (noted[name] for name in PLANS)
+    assert [row["connector_class"] for row in noted.values()] == ["SteeredChild", "SteeredChild", "FailingChild"]
     assert slow["load_p50_s"] > max(0.5, quick["load_p50_s"])
     assert slow["skew_p99_s"] > 0.5
     assert (slow["slowest_rank"], slow["slowest_rank_share"]) == ("1", 1)
@@ -96,8 +96,8 @@ def top_under_load(server: Server, address: str, numbers: Iterator[int]) -> dict
         for answer in asked:
             answer.result()
     assert out.returncode == 0, out.stdout + out.stderr
-    (told,) = json.loads(out.stdout)["servers"]
-    assert told["error"] is None
-    assert told["telemetry_s_per_s"] > 0
-    assert told["internal_errors"] == 0
-    return {row["connector"]: row for row in told["children"]}
+    (noted,) = json.loads(out.stdout)["servers"]
+    assert noted["error"] is None
+    assert noted["telemetry_s_per_s"] > 0
+    assert noted["internal_errors"] == 0
+    return {row["connector"]: row for row in noted["children"]}

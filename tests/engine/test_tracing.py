@@ -189,7 +189,7 @@ def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Colle
 def test_a_client_that_is_not_sampled_gets_no_spans(server: Server, collector: Collector) -> None:
     headers, sampled = traceparent("00"), traceparent()
     ask(server, prompt("silent"), {**ASYNC, "promise": True}, headers=headers)
-    ask(server, prompt("heard"), ASYNC, headers=sampled)
+    ask(server, prompt("recorded"), ASYNC, headers=sampled)
     assert arrived(collector, trace_id(sampled), "kv.load steered")
     assert collector.trace(trace_id(headers)) == []
 
@@ -282,8 +282,8 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
         "log": log,
         "files": repr(files),
     }
-    told = {where for where, content in out.items() if "s3cr3t" in content or repr(ids[:8])[1:-1] in content}
-    assert told == set()
+    noted = {where for where, content in out.items() if "s3cr3t" in content or repr(ids[:8])[1:-1] in content}
+    assert noted == set()
 
 
 def assert_share_is_whole(

@@ -100,7 +100,7 @@ def served_and_seen(server: Server, collector: Collector) -> bool:
 
 
 def drained(server: Server, collector: Collector) -> bool:
-    """Tell whether nothing more is coming in."""
+    """Return whether nothing more is coming in."""
     before = len(collector.spans)
     time.sleep(1)
     return len(collector.spans) == before

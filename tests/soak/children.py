@@ -146,7 +146,7 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._index == 0:
-            self._ledger.hear()
+            self._ledger.take_in()
 
     def reset_cache(self) -> bool:
         return True

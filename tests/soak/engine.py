@@ -137,17 +137,17 @@ class Engine:
 
     def _hear_ends(self) -> None:
         """Enter into the ledger every end that vLLM passes on to its front end."""
-        scheduler, tell = self.rig.scheduler, self.rig.scheduler.update_from_output
+        scheduler, update = self.rig.scheduler, self.rig.scheduler.update_from_output
 
-        def told(*args: Any) -> Any:
-            outputs = tell(*args)
+        def noted(*args: Any) -> Any:
+            outputs = update(*args)
             for of_client in outputs.values():
                 for output in of_client.outputs:
                     if output.finish_reason is not None:
                         self.ledger.ended(output.request_id, str(output.finish_reason))
             return outputs
 
-        scheduler.update_from_output = told
+        scheduler.update_from_output = noted
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = AT_ONCE
         preempt = scheduler._preempt_request
 

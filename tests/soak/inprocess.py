@@ -21,7 +21,7 @@ MOODS = ("down", "hanging", "up")
 
 
 def run(
-    requests: int, seed: int, tell: Callable[[str], None], shapes: Sequence[Shape] = SHAPES, every: int = EVERY
+    requests: int, seed: int, show: Callable[[str], None], shapes: Sequence[Shape] = SHAPES, every: int = EVERY
 ) -> Result:
     """Serve ``requests`` in equal parts by an engine of each shape.
 
@@ -36,7 +36,7 @@ def run(
         for i, shape in enumerate(shapes):
             with pytest.MonkeyPatch.context() as patch:
                 engine = Engine(f"life{i}", shape, seed + i, patch)
-                _live(engine, requests // len(shapes), every, result, tell)
+                _live(engine, requests // len(shapes), every, result, show)
             del engine
     finally:
         gc.unfreeze()
@@ -44,7 +44,7 @@ def run(
     return result
 
 
-def _live(engine: Engine, requests: int, every: int, result: Result, tell: Callable[[str], None]) -> None:
+def _live(engine: Engine, requests: int, every: int, result: Result, show: Callable[[str], None]) -> None:
     shape = str(engine.shape)
     before, samples = result.requests, result.memory.setdefault(shape, [])
     types: Counter[str] | None = None
@@ -60,7 +60,7 @@ def _live(engine: Engine, requests: int, every: int, result: Result, tell: Calla
         if types is None and samples[-1].requests >= before + memory.WARM * requests:
             types = memory.types()
         held = samples[-1].resident / memory.MIB
-        tell(f"{shape}: {min(served + every, requests):,} of {requests:,} requests, {held:,.0f} MiB")
+        show(f"{shape}: {min(served + every, requests):,} of {requests:,} requests, {held:,.0f} MiB")
     result.grown_types[shape] = memory.grown(types or Counter(), memory.types())
     engine.close()
     differ = engine.differences()

@@ -44,14 +44,14 @@ class Storm:
         self._hear_ends(patch)
 
     def _hear_ends(self, patch: pytest.MonkeyPatch) -> None:
-        tell = self.engine.rig.scheduler.update_from_output
+        update = self.engine.rig.scheduler.update_from_output
 
-        def told(*args: Any) -> Any:
-            outputs = tell(*args)
+        def noted(*args: Any) -> Any:
+            outputs = update(*args)
             self.ends.update(o.request_id for of in outputs.values() for o in of.outputs if o.finish_reason is not None)
             return outputs
 
-        patch.setattr(self.engine.rig.scheduler, "update_from_output", told)
+        patch.setattr(self.engine.rig.scheduler, "update_from_output", noted)
 
     def run(self) -> list[str]:
         """Serve some requests, go idle, and return what is wrong."""
@@ -131,7 +131,7 @@ def _failures(*hooks: str) -> dict[str, Exception]:
     return {hook: ConnectionError("store is gone") for hook in hooks}
 
 
-def run(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
+def run(requests: int, seed: int, show: Callable[[str], None]) -> Result:
     """Serve so many requests in storms, half of them with vLLM's asynchronous scheduling."""
     result = Result("Best-effort connectors", budget_mib=5)
     begin = time.monotonic()
@@ -140,14 +140,14 @@ def run(requests: int, seed: int, tell: Callable[[str], None]) -> Result:
     try:
         for lag in (0, 1):
             with pytest.MonkeyPatch.context() as patch:
-                _live(Storm(Random(seed + lag), patch, lag=lag), requests // 2, result, tell)
+                _live(Storm(Random(seed + lag), patch, lag=lag), requests // 2, result, show)
     finally:
         gc.unfreeze()
     result.seconds = time.monotonic() - begin
     return result
 
 
-def _live(storm: Storm, requests: int, result: Result, tell: Callable[[str], None]) -> None:
+def _live(storm: Storm, requests: int, result: Result, show: Callable[[str], None]) -> None:
     shape = "async scheduling" if storm.engine.rig.lag else "sync scheduling"
     samples = result.memory.setdefault(shape, [])
     every = max(AT_ONCE, requests // 40)
@@ -157,7 +157,7 @@ def _live(storm: Storm, requests: int, result: Result, tell: Callable[[str], Non
         if storm.added // every > len(samples):
             storm.engine.rig.stats.clear()
             samples.append(memory.sample(storm.added))
-            tell(f"{shape}: {storm.added:,} of {requests:,} requests, {storm.engine.epoch:,} quarantines of the first")
+            show(f"{shape}: {storm.added:,} of {requests:,} requests, {storm.engine.epoch:,} quarantines of the first")
     result.requests += storm.added
     result.faults += storm.faults
     result.faults["quarantines"] += sum(word.epoch for word in storm.engine.side.isolation.states().values())

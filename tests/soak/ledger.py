@@ -156,7 +156,7 @@ class Ledger:
 
     # What is said
 
-    def hear(self) -> None:
+    def take_in(self) -> None:
         """Draw the conclusions from what the workers of one step said."""
         step, self._steps = self._steps, self._steps + 1
         reports, self.reports = self.reports, []
@@ -307,13 +307,13 @@ class Ledger:
 
     def told_vllm(self, received: Iterable[str], sent: Iterable[str]) -> None:
         """Note which completions vLLM got in a step."""
-        for told in [*(("received", request) for request in received), *(("sent", request) for request in sent)]:
-            if self.due[told] > 0:
-                self.due[told] -= 1
+        for noted in [*(("received", request) for request in received), *(("sent", request) for request in sent)]:
+            if self.due[noted] > 0:
+                self.due[noted] -= 1
             else:
                 self.doubled += 1
-            if not self.due[told]:
-                del self.due[told]
+            if not self.due[noted]:
+                del self.due[noted]
 
     @property
     def lost(self) -> int:

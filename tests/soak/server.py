@@ -79,7 +79,7 @@ class Client:
         return order
 
 
-def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: bool = False) -> Result:
+def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: bool = False) -> Result:
     """Serve ``requests`` random orders, and compare what the server, or its exporter, counted with what was ordered."""
     own = {
         "API server": API_SERVER_KIB * requests / 1024,
@@ -113,7 +113,7 @@ def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: 
             if port is not None:
                 server.until_up()
             client, begin = Client(server, seed), time.monotonic()
-            _soak(client, collector, requests, result, tell)
+            _soak(client, collector, requests, result, show)
             _never(client, server)
             result.seconds = time.monotonic() - begin
             result.requests = sum(client.made.values())
@@ -121,7 +121,7 @@ def run(requests: int, seed: int, tell: Callable[[str], None], *, has_exporter: 
     return result
 
 
-def _soak(client: Client, collector: Collector, requests: int, result: Result, tell: Callable[[str], None]) -> None:
+def _soak(client: Client, collector: Collector, requests: int, result: Result, show: Callable[[str], None]) -> None:
     server, random = client.server, Random(client.seed)
     for n, first in enumerate(range(0, requests, EVERY)):
         last = min(first + EVERY, requests)
@@ -137,7 +137,7 @@ def _soak(client: Client, collector: Collector, requests: int, result: Result, t
         if isinstance(server, Exported):
             result.memory.setdefault("exporter", []).append(Sample(last, server.resident()))
         held = ", ".join(f"{part} {samples[-1].resident >> 20} MiB" for part, samples in result.memory.items())
-        tell(f"{last:,} of {requests:,} requests, {rate:.0f} a second, collector {mood}: {held}")
+        show(f"{last:,} of {requests:,} requests, {rate:.0f} a second, collector {mood}: {held}")
 
 
 def _turn(collector: Collector, mood: str) -> None:

@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 def test_thousands_of_requests_with_every_fault_there_is() -> None:
-    result = inprocess.run(3_200, seed=7, tell=lambda _: None, every=400)
+    result = inprocess.run(3_200, seed=7, show=lambda _: None, every=400)
     assert (result.lost, result.doubled) == (0, 0)
     assert sum(result.ends.values()) == result.requests >= 3_200
     assert result.completed > 1_000
@@ -54,7 +54,7 @@ def test_thousands_of_requests_with_every_fault_there_is() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
-    result = isolated.run(480, seed=3, tell=lambda _: None)
+    result = isolated.run(480, seed=3, show=lambda _: None)
     assert result.wrong == []
     assert result.requests >= 480
     assert result.faults["quarantines"] > 20
@@ -69,7 +69,7 @@ def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
     saved, calls = Outcomes.saved, iter(range(1_000_000))
     monkeypatch.setattr(Outcomes, "saved", lambda *args: saved(*args) if next(calls) % 20 else None)
     with pytest.raises(AssertionError, match="kvobs_saves_total of"):
-        inprocess.run(100, seed=1, tell=lambda _: None, shapes=SHAPES[:1])
+        inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])
 
 
 @pytest.mark.usefixtures("quiet")
@@ -78,7 +78,7 @@ def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(KvobsLedger, "take_received", lambda self: set(sorted(take(self))[1:]))
     monkeypatch.setattr("tests.soak.engine.STALLED_AFTER", 100)
     with pytest.raises(AssertionError, match="requests never end"):
-        inprocess.run(100, seed=1, tell=lambda _: None, shapes=SHAPES[:1])
+        inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])
 
 
 def test_completions_are_reported_once() -> None:

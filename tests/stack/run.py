@@ -180,14 +180,14 @@ def main() -> None:
     story = ONE_FAILING if options.one_failing else EVERYTHING
     model = make_model(folder / "model")
     with live(model, folder, story, options.seconds) as run:
-        told = {
+        noted = {
             "from": run.began,
             "to": run.ended,
             "without_data": run.without_data(),
             "spans": len(run.collector.spans),
         }
-        (folder / "run.json").write_text(json.dumps(told, indent=2) + "\n")
-    print(json.dumps(told, indent=2))
+        (folder / "run.json").write_text(json.dumps(noted, indent=2) + "\n")
+    print(json.dumps(noted, indent=2))
 
 
 if __name__ == "__main__":

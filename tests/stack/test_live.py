@@ -140,8 +140,8 @@ def test_what_an_alert_says_is_filled_in(run: Live) -> None:
     active = [alert for group in groups for rule in group["rules"] for alert in rule["alerts"]]
     assert active
     for alert in active:
-        told = " ".join(alert["annotations"].values())
-        assert not re.search(r"{{|<error|<no value>|%!", told), told
+        noted = " ".join(alert["annotations"].values())
+        assert not re.search(r"{{|<error|<no value>|%!", noted), noted
         if connector := alert["labels"].get("connector"):
             assert connector in alert["annotations"]["description"]
             assert f"var-connector={connector}" in alert["annotations"]["dashboard_url"]

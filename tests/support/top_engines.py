@@ -31,7 +31,7 @@ class Engines:
         self.names = names
         self.front = Front(*(metered(name) for name in names), engines=engines, names=list(names))
 
-    def tell(
+    def send(
         self,
         record: Callable[[Recorder], None] = lambda recorder: None,
         gauges: dict[tuple[Any, ...], int] | None = None,
@@ -62,7 +62,7 @@ class Vllm:
         config = engine_config(transfer_config("kvobs", [metered("of-vllm")]))
         self._logger = PrometheusStatLogger(config, list(range(engines)))  # it clears those of an earlier one
 
-    def tell(
+    def send(
         self, engine: int = 0, *, running: int = 0, waiting: int = 0, first_tokens_s: Sequence[float] = ()
     ) -> None:
         """Record a step of an engine."""

@@ -1,7 +1,7 @@
 """What a recording child answers: a function of the life, the child, the request and the number of the call.
 
 The scheduler's half and the workers' halves of a child know of each other only through its metadata, as real ones do.
-``Books`` is the test's own view of all of them: it tells which report is stray, and whose.
+``Books`` is the test's own view of all of them: it knows which report is stray, and whose.
 """
 
 from __future__ import annotations

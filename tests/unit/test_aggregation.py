@@ -26,7 +26,7 @@ from kvobs.aggregation import (
 from kvobs.state import rank_tally
 from kvobs.state.transfers import Stuck
 from tests.unit.routing.test_stock_faults import wrong_in_stock
-from tests.unit.state.test_rank_tally import RANKS, REQUESTS, Told
+from tests.unit.state.test_rank_tally import RANKS, REQUESTS, Noted
 
 STUCK_AFTER = 10
 
@@ -140,14 +140,14 @@ class Model:
     def __init__(self) -> None:
         self.expected = RANKS
         self.strangers = RANKS
-        self.told = {kind: {request: Told() for request in REQUESTS} for kind in ("load", "save")}
+        self.noted = {kind: {request: Noted() for request in REQUESTS} for kind in ("load", "save")}
         self.failed: dict[str, set[int]] = {}
         self.done: dict[str, set[str]] = {"load": set(), "save": set()}
         self.invalid: set[int] = set()
         self.opened: dict[tuple[str, str], float] = {}
         self.found: set[tuple[str, str]] = set()
 
-    def hear(self, spoken: list[tuple[int, dict[str, Any]]]) -> None:
+    def take_in(self, spoken: list[tuple[int, dict[str, Any]]]) -> None:
         """Take in what is said in one step, by (reporter, fields); up to each change of what is expected at once."""
         while spoken:
             first = spoken[0][1]["expected_finished_count"]
@@ -159,7 +159,7 @@ class Model:
             for kind, field in (("load", "finished_recving"), ("save", "finished_sending")):
                 for request in REQUESTS:
                     reporters: list[object] = [who for who, fields in part if request in fields[field]]
-                    if self.told[kind][request].count(reporters, self.expected):
+                    if self.noted[kind][request].count(reporters, self.expected):
                         self.done[kind].add(request)
                         self.close(kind, request)
             for who, fields in part:
@@ -173,7 +173,9 @@ class Model:
 
     def note_time(self, now: float) -> set[tuple[str, str]]:
         """Return (kind, request) of what is found to be stuck at this time."""
-        is_open = {(kind, r) for kind, requests in self.told.items() for r, told in requests.items() if told.heard}
+        is_open = {
+            (kind, r) for kind, requests in self.noted.items() for r, noted in requests.items() if noted.recorded
+        }
         is_open |= {("failure", request) for request in self.failed}
         self.opened = {key: self.opened.get(key, now) for key in is_open}
         self.found &= is_open
@@ -200,10 +202,10 @@ def test_the_scheduler_gets_what_the_model_predicts(steps: list[dict[str, Any]])
         if not any(outputs):
             assert answer is None
             continue
-        model.hear(salvaged + [(rank, fields) for rank, fields in enumerate(each["outputs"]) if fields is not None])
+        model.take_in(salvaged + [(rank, fields) for rank, fields in enumerate(each["outputs"]) if fields is not None])
         salvaged = []
         found = model.note_time(clock.now)
-        assert sorted((told.kind, told.request) for told in stuck) == sorted(found)
+        assert sorted((noted.kind, noted.request) for noted in stuck) == sorted(found)
         stuck.clear()
         assert answer is outputs[each["rank"]]
         if answer is None:
@@ -253,8 +255,8 @@ def test_what_comes_while_the_output_rank_has_nothing_is_passed_on_in_the_next_s
     assert (
         aggregator.aggregate([None, said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})]) is None
     )
-    told = result(aggregator, said(finished_recving={"r"}), said())
-    assert (told.finished_recving, told.failed_recving, told.invalid_block_ids) == ({"r"}, {"r"}, {7})
+    noted = result(aggregator, said(finished_recving={"r"}), said())
+    assert (noted.finished_recving, noted.failed_recving, noted.invalid_block_ids) == ({"r"}, {"r"}, {7})
 
 
 @wrong_in_stock(AssertionError, "finished again with each further rank: the scheduler asserts")
@@ -264,7 +266,7 @@ def test_a_load_that_one_report_completes_is_finished_once(router: str) -> None:
         result(aggregator, *(said(finished_recving={"r"} if rank == speaking else None) for rank in range(3)))
         for speaking in range(3)
     ]
-    assert [told.finished_recving for told in finished] == [{"r"}, None, None]
+    assert [noted.finished_recving for noted in finished] == [{"r"}, None, None]
 
 
 @wrong_in_stock(AssertionError, "a rank that reports twice stands for two")
@@ -278,10 +280,10 @@ def test_a_rank_counts_once(router: str) -> None:
 @wrong_in_stock(AssertionError, "the result's stats are also a worker's")
 def test_the_results_stats_are_nobody_elses(router: str) -> None:
     outputs = [said(kv_connector_stats=Counts(data={"n": [rank]})) for rank in range(3)]
-    told = result(build(router, 3), *outputs, rank=2)
-    assert told.kv_connector_stats.data == {"n": [0, 1, 2]}
+    noted = result(build(router, 3), *outputs, rank=2)
+    assert noted.kv_connector_stats.data == {"n": [0, 1, 2]}
     for output in outputs[:2]:
-        assert output.kv_connector_output.kv_connector_stats is not told.kv_connector_stats
+        assert output.kv_connector_output.kv_connector_stats is not noted.kv_connector_stats
 
 
 @wrong_in_stock(AssertionError, "stats of different types end the engine")
@@ -293,9 +295,9 @@ def test_stats_that_do_not_merge_cost_only_themselves(router: str) -> None:
         said(kv_connector_stats=Counts(data={})),  # a KeyError
         said(kv_connector_stats=Counts(data={"n": [3]})),
     ]
-    told = result(build(router, 1), *outputs)
-    assert told.kv_connector_stats.data == {"n": [0, 3]}
-    assert told.finished_sending == {"r"}
+    noted = result(build(router, 1), *outputs)
+    assert noted.kv_connector_stats.data == {"n": [0, 3]}
+    assert noted.finished_sending == {"r"}
     assert faults.take() == {"merge": 2}
 
 
@@ -305,8 +307,8 @@ def test_stats_that_do_not_merge_cost_only_themselves(router: str) -> None:
 def test_metadata_is_merged_by_its_own_rule_over_ranks_and_steps() -> None:
     aggregator = KVOutputAggregator(3)
     assert aggregator.aggregate([None, said(kv_connector_worker_meta=Meta(1)), None]) is None
-    told = result(aggregator, said(kv_connector_worker_meta=Meta(0)), None, said(kv_connector_worker_meta=Meta(2)))
-    assert told.kv_connector_worker_meta.ranks == (1, 0, 2)
+    noted = result(aggregator, said(kv_connector_worker_meta=Meta(0)), None, said(kv_connector_worker_meta=Meta(2)))
+    assert noted.kv_connector_worker_meta.ranks == (1, 0, 2)
 
 
 def test_metadata_that_does_not_merge_is_an_error() -> None:
@@ -318,9 +320,9 @@ def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step() -> Non
     aggregator = KVOutputAggregator(2)
     assert aggregator.aggregate([None, said(kv_cache_events=Events("a", "b"))]) is None
     assert aggregator.aggregate([None, said(kv_cache_events=Events("c"))]) is None
-    told = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
-    assert told.kv_cache_events.get_number_of_workers() == 2
-    assert sorted(told.kv_cache_events.of_all.get_common_events()) == ["a", "c"]
+    noted = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
+    assert noted.kv_cache_events.get_number_of_workers() == 2
+    assert sorted(noted.kv_cache_events.of_all.get_common_events()) == ["a", "c"]
     assert result(aggregator, said(), said()).kv_cache_events is None
 
 
@@ -337,17 +339,17 @@ def test_salvaged_outputs_join_the_next_step_without_their_events() -> None:
     )
     aggregator.ft_defer_kv_connector_outputs([None, salvaged])
     assert aggregator.aggregate([None, None]) is None
-    told = result(aggregator, said(finished_recving={"r"}), said(kv_cache_events=Events("b")))
-    assert told.finished_recving == {"r"}
-    assert told.kv_connector_stats.data == {"n": [1]}
-    assert told.kv_cache_events.get_all_events() == ["b"]
+    noted = result(aggregator, said(finished_recving={"r"}), said(kv_cache_events=Events("b")))
+    assert noted.finished_recving == {"r"}
+    assert noted.kv_connector_stats.data == {"n": [1]}
+    assert noted.kv_cache_events.get_all_events() == ["b"]
     assert result(aggregator, said(), said()).finished_recving is None
 
 
 def test_a_worker_may_say_how_many_reports_complete_what_comes_later() -> None:
     aggregator = KVOutputAggregator(2)
-    told = result(aggregator, said(finished_recving={"r"}), said(finished_recving={"q"}, expected_finished_count=1))
-    assert (told.finished_recving, told.expected_finished_count) == ({"q"}, 1)
+    noted = result(aggregator, said(finished_recving={"r"}), said(finished_recving={"q"}, expected_finished_count=1))
+    assert (noted.finished_recving, noted.expected_finished_count) == ({"q"}, 1)
     assert result(aggregator, said(), said(finished_recving={"r"})).finished_recving == {"r"}
 
 
@@ -381,9 +383,9 @@ def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
     result(aggregator, said(finished_recving={"r"}), said())
     for clock.now in (115, 605):
         result(aggregator, said(), said())
-    told = result(aggregator, said(), said(finished_recving={"r"}))
-    assert told.failed_recving == told.finished_recving == {"r"}
-    assert [told.kind for told in stuck] == ["load"], "the load is what is stuck"
+    noted = result(aggregator, said(), said(finished_recving={"r"}))
+    assert noted.failed_recving == noted.finished_recving == {"r"}
+    assert [noted.kind for noted in stuck] == ["load"], "the load is what is stuck"
 
 
 @pytest.mark.parametrize(("reporters", "missing"), [((0,), (1, 2)), ((1,), (0, 2)), ((2,), (0, 1)), ((0, 2), (1,))])
@@ -590,5 +592,5 @@ def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_scheduler_gets_can_be_pickled() -> None:
-    told = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
-    assert pickle.loads(pickle.dumps(told)) == told
+    noted = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
+    assert pickle.loads(pickle.dumps(noted)) == noted

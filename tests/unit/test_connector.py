@@ -131,17 +131,17 @@ def test_this_vllm_has_no_hook_that_kvobs_does_not_know() -> None:
 def test_a_hook_of_a_newer_vllm_reaches_the_children_and_is_named_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard = []
+    recorded = []
 
     def broadcast(self: Any, word: str) -> None:
         for child in self._connectors:
             child.hook_of_tomorrow(word)
 
-    monkeypatch.setattr(KVConnectorBase_V1, "hook_of_tomorrow", lambda self, word: heard.append(word), raising=False)
+    monkeypatch.setattr(KVConnectorBase_V1, "hook_of_tomorrow", lambda self, word: recorded.append(word), raising=False)
     monkeypatch.setattr(stock.MultiConnector, "hook_of_tomorrow", broadcast, raising=False)
     rig = Rig("kvobs", Script("a"), Script("b"))
     rig.connector.hook_of_tomorrow("hello")
-    assert heard == ["hello", "hello"]
+    assert recorded == ["hello", "hello"]
     assert "hooks that kvobs does not know: hook_of_tomorrow" in caplog.text
 
 

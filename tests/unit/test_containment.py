@@ -156,8 +156,8 @@ class Story:
         """Return the places whose faults are on /metrics, or will be."""
         self.rig.add("last")
         self._step(4)
-        told = self.engine.series("kvobs_internal_errors_total")
-        return {where for (where,) in told} | set(faults.take())
+        sent = self.engine.series("kvobs_internal_errors_total")
+        return {where for (where,) in sent} | set(faults.take())
 
 
 def _plain(detail: Any) -> str:

@@ -113,9 +113,9 @@ def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
         def wait_for_save(self) -> None:
             pass
 
-    heard: list[int] = []
+    recorded: list[int] = []
     child: Any = Bare()
-    child.wait_for_save = lambda: heard.append(1)
+    child.wait_for_save = lambda: recorded.append(1)
     assert not is_empty(child.wait_for_save)
 
 

@@ -16,5 +16,5 @@ def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture)
     for key, times in {"k{}": 128, "kind:{}": 128, "kind:{}:more": 128, "kind:{:0300}": 1}.items():
         log.forget()
         assert sum(log.once(key.format(i), logging.DEBUG, "again") for i in range(5000)) == times
-        assert log.once("other:1", logging.DEBUG, "heard")
+        assert log.once("other:1", logging.DEBUG, "recorded")
     assert max(len(key) for said in log._said.values() for key in said) <= 256

@@ -167,7 +167,7 @@ class Outer:
 LOOKED = Looked()
 
 
-def told(path: Any) -> Any:
+def noted(path: Any) -> Any:
     return rebuild({"a": {"n": 1}, "kvobs": {"v": VERSION, "children": {"a": path}}})["a"]
 
 
@@ -177,13 +177,13 @@ def told(path: Any) -> Any:
 )
 def test_what_is_no_connector_is_not_touched(name: str) -> None:
     Trap.used.clear()  # pytest looks into everything here
-    assert isinstance(told(f"{__name__}:{name}"), RawStats)
+    assert isinstance(noted(f"{__name__}:{name}"), RawStats)
     assert Trap.used == []
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "sys:modules", "subprocess:Popen", "os:path.join", ":"])
 def test_no_name_leads_out_of_the_connectors(path: str) -> None:
-    assert isinstance(told(path), RawStats)
+    assert isinstance(noted(path), RawStats)
 
 
 def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +191,13 @@ def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "not_configured_here.py").write_text(f"open({str(ran)!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     for path in ("not_configured_here:C", "not_configured_here.more:C", "antigravity:C"):
-        assert isinstance(told(path), RawStats)
+        assert isinstance(noted(path), RawStats)
     assert not ran.exists()
     assert not {"not_configured_here", "antigravity"} & set(sys.modules)
 
 
 def test_a_connector_that_is_imported_is_found_by_its_path_also_inside_another_class() -> None:
-    assert isinstance(told(class_path(Outer.Inner)), Stats)
+    assert isinstance(noted(class_path(Outer.Inner)), Stats)
 
 
 def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,16 +328,16 @@ def test_a_promised_save_is_a_span_with_one_for_each_rank(patch: pytest.MonkeyPa
 def params_of(engine: Traced, request: str, **add: Any) -> Any:
     """Return what the client gets at a request's end."""
     engine.rig.add(request, max_tokens=1, **add)
-    finish, told = engine.rig.connector.request_finished_all_groups, []
+    finish, noted = engine.rig.connector.request_finished_all_groups, []
 
     def listen(*args: Any) -> Any:
-        told.append(finish(*args))
-        return told[-1]
+        noted.append(finish(*args))
+        return noted[-1]
 
     engine.rig.connector.request_finished_all_groups = listen
     engine.step(2)
     engine.rig.connector.request_finished_all_groups = finish
-    ((_, params),) = told
+    ((_, params),) = noted
     return params
 
 

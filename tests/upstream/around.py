@@ -61,7 +61,7 @@ class GivenWithHma(Given, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any: ...
 
 
-class Told(KVConnectorBase_V1, SupportsHMA):
+class Noted(KVConnectorBase_V1, SupportsHMA):
     """The worker's side of the test's connector: reports what the test says."""
 
     output: KVConnectorOutput
@@ -113,8 +113,8 @@ class Routed:
         Given.given = connector
         given = "GivenWithHma" if isinstance(connector, SupportsHMA) else "Given"
         self.router = self._build(scheduler, module, KVConnectorRole.SCHEDULER, given)
-        self.worker = self._build(scheduler, module, KVConnectorRole.WORKER, "Told")
-        self.told: Told = self.worker._connectors[0]
+        self.worker = self._build(scheduler, module, KVConnectorRole.WORKER, "Noted")
+        self.noted: Noted = self.worker._connectors[0]
 
     @staticmethod
     def _build(scheduler: Any, module: str, role: KVConnectorRole, child: str) -> Any:
@@ -139,7 +139,7 @@ class Routed:
         meta = scheduled.kv_connector_metadata
         if meta is None:
             return result
-        self.told.output = result.kv_connector_output or KVConnectorOutput()
+        self.noted.output = result.kv_connector_output or KVConnectorOutput()
         worker = self.worker
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
@@ -155,7 +155,7 @@ class Routed:
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_cache_events=worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            expected_finished_count=self.told.output.expected_finished_count,
+            expected_finished_count=self.noted.output.expected_finished_count,
         )
         worker.clear_connector_metadata()
         return result

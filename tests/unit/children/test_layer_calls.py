@@ -213,15 +213,15 @@ def test_children_with_an_empty_hook_are_left_out() -> None:
         def wait_for_layer_load(self, layer_name: str) -> None:
             pass
 
-    heard: list[str] = []
+    recorded: list[str] = []
     recorder = Recorder(2)
     children = [
         Child(0, "quiet", Quiet(), recorder),
-        Child(1, "real", SimpleNamespace(wait_for_layer_load=heard.append), recorder),
+        Child(1, "real", SimpleNamespace(wait_for_layer_load=recorded.append), recorder),
     ]
     layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
     layers.fan_out("layer")
-    assert heard == ["layer"]
+    assert recorded == ["layer"]
     layers.close_step()
     assert list(layers.drain()) == [1]
 
@@ -290,8 +290,8 @@ def test_the_tracer_gets_slow_layers_and_all_in_one_or_each(
         fan.layers.drain()
     assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
     for noticed in tracer.noticed:
-        told = (*noticed[2:4], *noticed.more.values())
-        assert all(type(number) in (int, float) for number in told), "builtins only, for the wire"
+        noted = (*noticed[2:4], *noticed.more.values())
+        assert all(type(number) in (int, float) for number in noted), "builtins only, for the wire"
 
 
 @each_hook

@@ -147,36 +147,36 @@ def test_a_hook_about_a_request_has_it_first(name: str) -> None:
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_calls_about_a_request_and_no_others_are_activated_around_what_is_recorded(is_on: bool) -> None:
-    told: list[str] = []
+    noted: list[str] = []
 
     def activated(call: Any) -> Any:
         def active(*args: Any) -> Any:
-            told.append("begin")
+            noted.append("begin")
             try:
                 return call(*args)
             finally:
-                told.append("end")
+                noted.append("end")
 
         return active
 
     class Real:
         def __getattr__(self, name: str) -> Any:
             def hook(*args: Any) -> Any:
-                told.append(name)
+                noted.append(name)
                 return args
 
             return hook
 
     recorder = Recorder(1)
-    recorder.notice = lambda *args, **kwargs: told.append("recorded")  # type: ignore[method-assign]
+    recorder.notice = lambda *args, **kwargs: noted.append("recorded")  # type: ignore[method-assign]
     recorder.slow_ns = lambda hook: -1  # type: ignore[method-assign]
     child = Child(0, "real", Real(), recorder, activated=activated if is_on else None)
     for hook in HOOKS.values():
         if is_timed(hook):
-            told.clear()
+            noted.clear()
             assert getattr(child, hook.name)("subject", 1) == ("subject", 1)
             inner = [hook.name, "recorded"]
-            assert told == (["begin", *inner, "end"] if is_on and hook.name in ABOUT_A_REQUEST else inner)
+            assert noted == (["begin", *inner, "end"] if is_on and hook.name in ABOUT_A_REQUEST else inner)
 
 
 def test_an_empty_hook_needs_no_context() -> None:

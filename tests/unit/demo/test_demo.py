@@ -234,9 +234,13 @@ def test_the_load_stops_at_the_first_failure() -> None:
 
 def test_progress_counts_every_answer() -> None:
     """From 1 to the round's size, four times."""
-    heard: list[tuple[str, int, int]] = []
-    list(load.run_rounds(FakeServer(), 16, on_answer=lambda part, done, total: heard.append((part.title, done, total))))
-    assert heard == [(part.title, done, 4) for part in load.ROUNDS for done in (1, 2, 3, 4)]
+    recorded: list[tuple[str, int, int]] = []
+    list(
+        load.run_rounds(
+            FakeServer(), 16, on_answer=lambda part, done, total: recorded.append((part.title, done, total))
+        )
+    )
+    assert recorded == [(part.title, done, 4) for part in load.ROUNDS for done in (1, 2, 3, 4)]
 
 
 def test_an_answer_that_changes_between_rounds_is_found() -> None:

@@ -226,12 +226,12 @@ def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: P
 
 def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
     """Though both ignore the request to end."""
-    heard: list[tuple[float, str]] = []
-    server = stand_in(tmp_path, "hangs", timeout=1.0, on_progress=lambda *what: heard.append(what))
+    recorded: list[tuple[float, str]] = []
+    server = stand_in(tmp_path, "hangs", timeout=1.0, on_progress=lambda *what: recorded.append(what))
     with pytest.raises(ServerError, match=r"was not ready after 1 s\.") as error, server:
         pass
     assert "still thinking" in str(error.value)
-    assert heard[-1][1] == "still thinking"
+    assert recorded[-1][1] == "still thinking"
     assert processes_naming(str(tmp_path)) == []
 
 

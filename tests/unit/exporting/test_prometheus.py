@@ -76,9 +76,9 @@ def test_counts_become_counters_of_the_right_child_and_engine() -> None:
 
 def test_what_is_configured_and_running_is_said_before_anything_happens() -> None:
     front = Front(metered("a"), metered("b", "OtherMeteredConnector"), names=["one", "two"], load_policy="longest")
-    told = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
-    assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **told) == 1
-    assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **told) == 1
+    sent = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
+    assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **sent) == 1
+    assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **sent) == 1
     assert front.value("kvobs_build_info", None, version=kvobs.__version__, vllm_version=vllm.__version__) == 1
 
 
@@ -342,16 +342,16 @@ class RayMetrics:
     """Stands for ``ray.util.metrics``: the signatures are those of Ray 2.60, and what is observed is kept."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, float, dict[str, str]]] = []
+        self.sent: list[tuple[str, float, dict[str, str]]] = []
         self.boundaries: dict[str, list[float]] = {}
 
     def _metric(self, name: str, tag_keys: tuple[str, ...]) -> Any:
-        def tell(value: float, tags: dict[str, str]) -> None:
+        def report(value: float, tags: dict[str, str]) -> None:
             assert set(tags) == set(tag_keys)
             assert all(isinstance(tag, str) for tag in tags.values())
-            self.told.append((name, value, tags))
+            self.sent.append((name, value, tags))
 
-        return SimpleNamespace(_tag_keys=tag_keys, inc=tell, set=tell, observe=tell)
+        return SimpleNamespace(_tag_keys=tag_keys, inc=report, set=report, observe=report)
 
     def Counter(self, name: str, description: str = "", tag_keys: tuple[str, ...] = ()) -> Any:  # noqa: N802
         return self._metric(name, tag_keys)
@@ -379,13 +379,13 @@ def test_vllms_classes_in_front_of_ray_get_the_same_numbers(monkeypatch: pytest.
     recorder.set_gauge(0, slot(signals.IN_FLIGHT, "load"), 2)
     front.metrics.observe({"kvobs": KvobsStats.of(ONE, recorder.take()).to_dict(), "one": {"n": 4}})
 
-    def told(name: str) -> list[float]:
-        return [value for other, value, tags in ray.told if other == name and tags["connector"] == "one"]
+    def sent(name: str) -> list[float]:
+        return [value for other, value, tags in ray.sent if other == name and tags["connector"] == "one"]
 
-    assert told("kvobs_lookups_total") == [3]
-    assert told("kvobs_in_flight") == [2]
-    assert told("scripted_things") == [4]
-    assert sum(told("kvobs_load_duration_seconds")) == pytest.approx(0.005)
-    assert [0.001048576 < seconds <= 0.004194304 for seconds in told("kvobs_load_duration_seconds")] == [True, True]
+    assert sent("kvobs_lookups_total") == [3]
+    assert sent("kvobs_in_flight") == [2]
+    assert sent("scripted_things") == [4]
+    assert sum(sent("kvobs_load_duration_seconds")) == pytest.approx(0.005)
+    assert [0.001048576 < seconds <= 0.004194304 for seconds in sent("kvobs_load_duration_seconds")] == [True, True]
     assert ray.boundaries["kvobs_load_duration_seconds"] == signals.LOAD_DURATION.buckets
     assert faults.take() == {}

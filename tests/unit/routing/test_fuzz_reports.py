@@ -158,7 +158,7 @@ def test_ranks_of_other_configurations_are_refused_where_they_meet(mine: int, ot
 # --- what no worker of this engine can say: refused with a word about it, or without effect
 
 
-def hear(rig: Rig, output: KVConnectorOutput) -> None:
+def take_in(rig: Rig, output: KVConnectorOutput) -> None:
     """Let the scheduler's side refuse it, if it says what is wrong."""
     try:
         rig.connector.update_connector_output(output)
@@ -177,13 +177,13 @@ def test_metadata_of_too_few_or_many_children_is_refused_by_number(rig: Rig, par
 def test_a_rank_that_does_not_exist_completes_no_load(rig: Rig, rank: int) -> None:
     """Early, a load's blocks are read before they are filled."""
     for reporting in (0, rank):
-        hear(rig, meta(2, [Report(reporting, ReportKind.RECEIVED, "async", 0, 1)]))
+        take_in(rig, meta(2, [Report(reporting, ReportKind.RECEIVED, "async", 0, 1)]))
     assert rig.connector._side.ledger.load("async") is not None
 
 
 @pytest.mark.parametrize("kind", [0, 7, None])
 def test_what_is_no_kind_of_report_completes_no_load(rig: Rig, kind: Any) -> None:
-    hear(rig, meta(2, [Report(rank, kind, "async", 0, 1) for rank in range(RANKS)]))
+    take_in(rig, meta(2, [Report(rank, kind, "async", 0, 1) for rank in range(RANKS)]))
     assert rig.connector._side.ledger.load("async") is not None
 
 
@@ -195,14 +195,14 @@ def test_a_child_that_does_not_exist_is_no_other_child(
 ) -> None:
     recorder = rig.connector._side._collector._recorder
     recorder.take()
-    hear(rig, meta(2, [Report(0, kind, "nobody", child, 1)]))
+    take_in(rig, meta(2, [Report(0, kind, "nobody", child, 1)]))
     assert "ScriptedConnector" not in caplog.text
     assert all(0 <= place < PROCESS_WIDTH + 2 * CHILD_WIDTH for place in recorder._counts)
     assert faults.take() == {}
 
 
 def test_a_clients_id_is_one_short_line_of_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    hear(rig, meta(2, [Report(0, ReportKind.RECEIVED, "x\nINFO forged " + "x" * 10**6, 0, 1)]))
+    take_in(rig, meta(2, [Report(0, ReportKind.RECEIVED, "x\nINFO forged " + "x" * 10**6, 0, 1)]))
     (line,) = (line.getMessage() for line in caplog.records if "does not own" in line.getMessage())
     assert len(line) < 1000
     assert "\n" not in line
@@ -221,7 +221,7 @@ def isolated() -> tuple[Rig, Script, Script]:
 def test_a_failure_of_a_child_that_is_not_isolated_is_refused_or_without_effect(child: int) -> None:
     mine, _, _ = isolated()
     sent = MultiKVConnectorWorkerMetadata((None, None), [], frozenset({(child, 0)}))
-    hear(mine, KVConnectorOutput(kv_connector_worker_meta=sent))
+    take_in(mine, KVConnectorOutput(kv_connector_worker_meta=sent))
     assert not mine.connector._side.isolation.is_out(0)
 
 

@@ -935,8 +935,8 @@ def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> N
     rig = Rig("kvobs", connectors=[inner, child_config(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.run(2)
-    told = [payload for payload in rig.stats if "MultiConnector" in payload]
-    assert str(told).count("'n': 3") >= 1
+    noted = [payload for payload in rig.stats if "MultiConnector" in payload]
+    assert str(noted).count("'n': 3") >= 1
 
 
 def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:

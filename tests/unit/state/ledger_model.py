@@ -24,7 +24,7 @@ def report(kind: ReportKind, request: str, child: int, rank: int = 0) -> Report:
 
 
 @dataclass
-class Told:
+class Noted:
     """What the test itself knows of one live request: only what was said, nothing derived."""
 
     candidate: tuple[int, bool] | None = None
@@ -62,109 +62,109 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self.told: dict[str, Told] = {}
+        self.noted: dict[str, Noted] = {}
         self.stray = 0
 
     @rule(request=requests, candidate=st.none() | st.tuples(children, st.booleans()))
     def look_up(self, request: str, candidate: tuple[int, bool] | None) -> None:
-        told = self.told.setdefault(request, Told())
-        if told.finished:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
             return
         self.ledger.propose(request, candidate)
-        told.candidate = candidate
+        noted.candidate = candidate
 
     @rule(request=requests, tokens=st.sampled_from([0, 16]), expected=st.sampled_from([1, 2]))
     def allocate(self, request: str, tokens: int, expected: int) -> None:
-        told = self.told.get(request)
-        if told is None or told.finished or told.load is not None:
+        noted = self.noted.get(request)
+        if noted is None or noted.finished or noted.load is not None:
             return  # vLLM allocates for a load only after the one before is over
         load = self.ledger.admit(request, tokens, expected)
-        if tokens and told.candidate:
-            child, is_async = told.candidate
+        if tokens and noted.candidate:
+            child, is_async = noted.candidate
             assert load is not None
             assert (load.child, load.is_async, load.tokens) == (child, is_async, tokens)
-            told.load, told.arrived, told.failed, told.echo = (child, is_async, expected), set(), False, "none"
+            noted.load, noted.arrived, noted.failed, noted.echo = (child, is_async, expected), set(), False, "none"
         else:
             assert load is None
-        told.candidate = None
+        noted.candidate = None
 
     @rule(request=requests, child=children, rank=ranks, kind=st.sampled_from([ReportKind.RECEIVED, ReportKind.FAILED]))
     def report_load(self, request: str, child: int, rank: int, kind: ReportKind) -> None:
-        told = self.told.get(request)
+        noted = self.noted.get(request)
         stray = self.ledger.record(report(kind, request, child, rank))
-        owns = told is not None and told.load is not None and told.load[:2] == (child, True)
+        owns = noted is not None and noted.load is not None and noted.load[:2] == (child, True)
         assert (stray is None) == owns
-        if told is not None and owns and not told.load_is_over() and told.echo == "none":
-            told.arrived.add(rank)
-            told.failed |= kind is ReportKind.FAILED
+        if noted is not None and owns and not noted.load_is_over() and noted.echo == "none":
+            noted.arrived.add(rank)
+            noted.failed |= kind is ReportKind.FAILED
 
     @rule(request=requests, child=children, rank=ranks)
     def report_sync(self, request: str, child: int, rank: int) -> None:
         assert self.ledger.record(report(ReportKind.SYNC_DONE, request, child, rank)) is None
-        told = self.told.get(request)
-        if told is not None and told.load is not None and told.load[:2] == (child, False):
-            told.arrived.add(rank)
+        noted = self.noted.get(request)
+        if noted is not None and noted.load is not None and noted.load[:2] == (child, False):
+            noted.arrived.add(rank)
 
     @rule(request=requests, child=children, rank=ranks)
     def report_save(self, request: str, child: int, rank: int) -> None:
-        told = self.told.get(request)
+        noted = self.noted.get(request)
         stray = self.ledger.record(report(ReportKind.SAVED, request, child, rank))
-        if told is None or (told.finished and child not in told.promised):
+        if noted is None or (noted.finished and child not in noted.promised):
             assert stray is not None
-        if told is not None and (not told.finished or child in told.promised):
-            told.saved.setdefault(child, set()).add(rank)
+        if noted is not None and (not noted.finished or child in noted.promised):
+            noted.saved.setdefault(child, set()).add(rank)
 
     @rule(request=requests, child=children)
     def accept_tail(self, request: str, child: int) -> None:
-        told = self.told.setdefault(request, Told())
-        if told.finished:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
             return
         self.ledger.accept_tail(request, child)
         assert child in self.ledger.tails(request)
-        told.tails.add(child)
-        told.saved.pop(child, None)  # not about that block
+        noted.tails.add(child)
+        noted.saved.pop(child, None)  # not about that block
 
     @rule(request=requests, child=children)
     def add_load(self, request: str, child: int) -> None:
         """Let a child's scheduler side say that its load is in: that counts for all ranks."""
-        told = self.told.get(request)
-        if told is not None and told.load is not None and len(told.arrived) >= told.load[2]:
+        noted = self.noted.get(request)
+        if noted is not None and noted.load is not None and len(noted.arrived) >= noted.load[2]:
             return  # it has been shown so
         is_in = self.ledger.complete_load(request, child, 1)
-        if told is None or told.load is None or told.load[:2] != (child, True):
+        if noted is None or noted.load is None or noted.load[:2] != (child, True):
             assert is_in is None
             return
-        assert is_in is not told.failed
-        told.arrived.update(range(told.load[2]))
-        told.load_added = is_in is True
+        assert is_in is not noted.failed
+        noted.arrived.update(range(noted.load[2]))
+        noted.load_added = is_in is True
 
     @rule(request=requests, child=children)
     def add_save(self, request: str, child: int) -> None:
-        told = self.told.get(request)
+        noted = self.noted.get(request)
         are_in = self.ledger.complete_save(request, child, 1)
-        if told is None or not told.finished or child not in told.promised or child in told.done:
+        if noted is None or not noted.finished or child not in noted.promised or child in noted.done:
             assert are_in is None
             return
-        if not told.save_is_over(child):
-            told.saved.setdefault(child, set()).update(range(told.promised[child]))
-        told.given_up.add(child)
-        assert are_in is told.saves_are_over()
-        told.saves_added |= are_in
+        if not noted.save_is_over(child):
+            noted.saved.setdefault(child, set()).update(range(noted.promised[child]))
+        noted.given_up.add(child)
+        assert are_in is noted.saves_are_over()
+        noted.saves_added |= are_in
 
     @rule(request=requests, promises=st.dictionaries(children, st.sampled_from([1, 2])))
     def finish(self, request: str, promises: dict[int, int]) -> None:
-        told = self.told.setdefault(request, Told())
-        if told.finished:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
             return
-        promises = {**dict.fromkeys(told.tails, 2), **promises}
+        promises = {**dict.fromkeys(noted.tails, 2), **promises}
         finished = self.ledger.finish(request, promises.items())
-        told.finished, told.promised = True, promises
-        told.held = not told.saves_are_over()
-        told.awaited = told.held or (told.load is not None and told.load[1])
-        assert finished.holds == told.held
-        assert {f.child for f in finished.stray} == set(told.saved) - set(promises)
-        told.done = {c for c, n in promises.items() if len(told.saved.get(c, ())) >= n}
-        assert set(finished.early) == told.done
+        noted.finished, noted.promised = True, promises
+        noted.held = not noted.saves_are_over()
+        noted.awaited = noted.held or (noted.load is not None and noted.load[1])
+        assert finished.holds == noted.held
+        assert {f.child for f in finished.stray} == set(noted.saved) - set(promises)
+        noted.done = {c for c, n in promises.items() if len(noted.saved.get(c, ())) >= n}
+        assert set(finished.early) == noted.done
 
     @rule(withdraws=st.none() | st.tuples(requests, children))
     def settle(self, withdraws: tuple[str, int] | None = None) -> None:
@@ -184,92 +184,92 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self._echo()
         loads, saves = self.ledger.take_loads_in(), self.ledger.take_saves_in()
         for request in saves:
-            assert self.told[request].saves_are_over(), "handed out before all promises are met"
-        loads += [request for request, told in self.told.items() if told.load_added and request not in loads]
-        saves += [request for request, told in self.told.items() if told.saves_added and request not in saves]
+            assert self.noted[request].saves_are_over(), "handed out before all promises are met"
+        loads += [request for request, noted in self.noted.items() if noted.load_added and request not in loads]
+        saves += [request for request, noted in self.noted.items() if noted.saves_added and request not in saves]
         if withdraws is not None and withdraws[0] in saves:
             self._withdraw(*withdraws)
-            saves = [request for request in saves if self.told[request].saves_are_over()]
+            saves = [request for request in saves if self.noted[request].saves_are_over()]
         received.update(filter(self._close_load, loads))
         for request in saves:
-            told = self.told[request]
-            told.saves_added = False
+            noted = self.noted[request]
+            noted.saves_added = False
             closed = self.ledger.close_saves(request)
-            assert set(closed) <= set(told.promised)
-            told.done.update(told.promised)
-        for request, told in list(self.told.items()):
-            assert not (told.load is not None and told.load_is_over()), "a load that is in was not handed out"
-            if told.finished and told.load is None and told.done >= set(told.promised):
-                if told.awaited:
-                    (sent if told.held else received).add(request)
-                del self.told[request]
+            assert set(closed) <= set(noted.promised)
+            noted.done.update(noted.promised)
+        for request, noted in list(self.noted.items()):
+            assert not (noted.load is not None and noted.load_is_over()), "a load that is in was not handed out"
+            if noted.finished and noted.load is None and noted.done >= set(noted.promised):
+                if noted.awaited:
+                    (sent if noted.held else received).add(request)
+                del self.noted[request]
 
     def _echo(self) -> None:
         echoes = self.ledger.take_failures()
-        assert set(echoes) == {r for r, t in self.told.items() if t.load and t.failed and t.echo == "none" and _in(t)}
+        assert set(echoes) == {r for r, t in self.noted.items() if t.load and t.failed and t.echo == "none" and _in(t)}
         for request in echoes:
-            self.told[request].echo = "done"
+            self.noted[request].echo = "done"
             self.ledger.echoed(request)
 
     def _close_load(self, request: str) -> bool:
         """Close a load that is in; return whether vLLM goes on with its request."""
-        told = self.told[request]
-        assert told.load_is_over(), "closed before its owner finished on every rank"
+        noted = self.noted[request]
+        assert noted.load_is_over(), "closed before its owner finished on every rank"
         assert self.ledger.close_load(request) is not None
-        assert told.load is not None
-        child, is_async, _ = told.load
-        told.load, told.load_added = None, False
-        if is_async and told.finished and child in told.promised:
-            told.done.add(child)
-        return is_async and not told.finished
+        assert noted.load is not None
+        child, is_async, _ = noted.load
+        noted.load, noted.load_added = None, False
+        if is_async and noted.finished and child in noted.promised:
+            noted.done.add(child)
+        return is_async and not noted.finished
 
     def _withdraw(self, request: str, child: int) -> None:
         """Let a child say that its save is not in after all; ranks may report it again."""
-        told = self.told[request]
-        has_one = child in told.promised and child not in told.done and child not in told.given_up
+        noted = self.noted[request]
+        has_one = child in noted.promised and child not in noted.done and child not in noted.given_up
         assert self.ledger.reopen_save(request, child) is has_one
         if has_one:
-            told.saved[child] = set()
-            told.saves_added = False
+            noted.saved[child] = set()
+            noted.saves_added = False
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.noted)
     @rule()
     def everything_is_reported(self) -> None:
         """Let every open load and promise complete, end every request: nothing may be left."""
-        for request, told in list(self.told.items()):
-            if not told.finished:
+        for request, noted in list(self.noted.items()):
+            if not noted.finished:
                 self.finish(request, {})
-        for request, told in list(self.told.items()):
+        for request, noted in list(self.noted.items()):
             for rank in RANKS:
-                if told.load is not None and told.load[1]:
-                    self.report_load(request, told.load[0], rank, ReportKind.RECEIVED)
-                elif told.load is not None:
-                    self.report_sync(request, told.load[0], rank)
-                for child in told.promised:
+                if noted.load is not None and noted.load[1]:
+                    self.report_load(request, noted.load[0], rank, ReportKind.RECEIVED)
+                elif noted.load is not None:
+                    self.report_sync(request, noted.load[0], rank)
+                for child in noted.promised:
                     self.report_save(request, child, rank)
         self.settle()
-        assert self.told == {}
+        assert self.noted == {}
         assert len(self.ledger) == 0
 
     @invariant()
     def keeps_only_live_requests(self) -> None:
-        assert set(self.ledger) <= set(self.told)
+        assert set(self.ledger) <= set(self.noted)
 
     @invariant()
     def knows_what_some_ranks_have_reported_and_others_not(self) -> None:
         halves = {
-            ("load", told.load[0], request)
-            for request, told in self.told.items()
-            if told.load is not None and 0 < len(told.arrived) < told.load[2]
+            ("load", noted.load[0], request)
+            for request, noted in self.noted.items()
+            if noted.load is not None and 0 < len(noted.arrived) < noted.load[2]
         }
         halves |= {
             ("save", child, request)
-            for request, told in self.told.items()
-            for child, expected in told.promised.items()
-            if child not in told.done and 0 < len(told.saved.get(child, ())) < expected
+            for request, noted in self.noted.items()
+            for child, expected in noted.promised.items()
+            if child not in noted.done and 0 < len(noted.saved.get(child, ())) < expected
         }
         assert set(self.ledger.incomplete.since) == halves
 
 
-def _in(told: Told) -> bool:
-    return told.load is not None and len(told.arrived) >= told.load[2]
+def _in(noted: Noted) -> bool:
+    return noted.load is not None and len(noted.arrived) >= noted.load[2]

@@ -15,12 +15,12 @@ RANKS = 4
 REQUESTS = ("r0", "r1", "r2", "r3")
 
 
-class Told:
+class Noted:
     """What the test itself knows of one request."""
 
     def __init__(self) -> None:
         self.expected = 0
-        self.heard: set[object] = set()  # in the open round
+        self.recorded: set[object] = set()  # in the open round
         self.before: set[object] | None = None  # in the completed round that late reports may still belong to
 
     def count(self, reporters: list[object], expected: int) -> bool:
@@ -32,15 +32,15 @@ class Told:
             else:
                 late = False
             if not late:
-                self.expected = self.expected if self.heard else expected
+                self.expected = self.expected if self.recorded else expected
                 # With more reports expected than there are ranks, each report is one of its own.
-                self.heard.add(reporter if self.expected <= RANKS else object())
+                self.recorded.add(reporter if self.expected <= RANKS else object())
         if self.before is not None and len(self.before) >= RANKS:
             self.before = None
-        if not self.heard or len(self.heard) < self.expected:
+        if not self.recorded or len(self.recorded) < self.expected:
             return False
-        self.before = self.heard if len(self.heard) < RANKS else None
-        self.heard = set()
+        self.before = self.recorded if len(self.recorded) < RANKS else None
+        self.recorded = set()
         return True
 
 
@@ -58,7 +58,7 @@ said = st.lists(
 @given(said)
 def test_what_is_complete_is_what_the_model_says(steps: list[tuple[list[set[str]], set[str], int]]) -> None:
     tally = Tally()
-    model = {request: Told() for request in REQUESTS}
+    model = {request: Noted() for request in REQUESTS}
     for number, (by_rank, by_stranger, expected) in enumerate(steps):
         stranger = RANKS + number
         spoken = [(rank, requests) for rank, requests in enumerate([*by_rank]) if requests]
@@ -68,12 +68,14 @@ def test_what_is_complete_is_what_the_model_says(steps: list[tuple[list[set[str]
         reporters: dict[str, list[object]] = {
             request: [reporter for reporter, requests in spoken if request in requests] for request in REQUESTS
         }
-        assert finished == {request for request, told in model.items() if told.count(reporters[request], expected)}
+        assert finished == {request for request, noted in model.items() if noted.count(reporters[request], expected)}
         assert given_ == [(1 << reporter, requests) for reporter, requests in spoken], (
             "the workers' own sets are theirs"
         )
-    assert {request for request in REQUESTS if request in tally.open} == {r for r, told in model.items() if told.heard}
-    assert set(tally.completed) == {request for request, told in model.items() if told.before is not None}
+    assert {request for request in REQUESTS if request in tally.open} == {
+        r for r, noted in model.items() if noted.recorded
+    }
+    assert set(tally.completed) == {request for request, noted in model.items() if noted.before is not None}
 
 
 @given(st.permutations([(rank, request) for rank in range(RANKS) for request in REQUESTS]), st.data())

@@ -15,21 +15,21 @@ EVENTS = [name for name, value in vars(TransferListener).items() if inspect.isfu
 class Noting(TransferListener):
     """Notes each event under its own name."""
 
-    def __init__(self, name: str, told: list[Any]) -> None:
+    def __init__(self, name: str, noted: list[Any]) -> None:
         for event in EVENTS:
-            setattr(self, event, lambda *args, event=event, **more: told.append((name, event, args, more)))
+            setattr(self, event, lambda *args, event=event, **more: noted.append((name, event, args, more)))
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_reaches_each_listener_as_it_was_announced(event: str) -> None:
-    told: list[Any] = []
-    listeners = TransferListeners([Noting("one", told), Noting("two", told)])
+    noted: list[Any] = []
+    listeners = TransferListeners([Noting("one", noted), Noting("two", noted)])
     parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
     assert list(inspect.signature(getattr(TransferListeners, event)).parameters.values())[1:] == parameters
     args = tuple(object() for one in parameters if one.kind is not one.KEYWORD_ONLY)
     more = {one.name: object() for one in parameters if one.kind is one.KEYWORD_ONLY}
     getattr(listeners, event)(*args, **more)
-    assert told == [(name, event, args, more) for name in ("one", "two")]
+    assert noted == [(name, event, args, more) for name in ("one", "two")]
 
 
 def test_there_are_events_and_a_listener_need_not_record_any() -> None:

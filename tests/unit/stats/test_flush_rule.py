@@ -43,12 +43,12 @@ def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
     assert not rule.decide(5 * EVERY_NS, has_forward=True, has_finished=False)
 
 
-@pytest.mark.parametrize("tells", [False, True])
-def test_steps_longer_than_100_ms_all_flush(tells: bool) -> None:
+@pytest.mark.parametrize("reports", [False, True])
+def test_steps_longer_than_100_ms_all_flush(reports: bool) -> None:
     rule = FlushRule()
     for now in range(0, 10 * EVERY_NS, EVERY_NS + 1):
         assert rule.decide(now, has_forward=True, has_finished=False)
-        if tells:
+        if reports:
             rule.flushed()
 
 

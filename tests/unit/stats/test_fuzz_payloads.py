@@ -175,11 +175,11 @@ def test_a_payload_that_is_broken_anywhere_costs_no_other_one_anything(
     st.integers(1, 3),
 )
 def test_stats_of_another_version_of_a_child_reach_vllms_log_or_not_and_never_raise(
-    name: str, lasting: ApiServer, told: dict[Any, Any], times: int
+    name: str, lasting: ApiServer, noted: dict[Any, Any], times: int
 ) -> None:
     """NIXL's stats, for one, can't say whether they are empty when a key is missing."""
     for _ in range(times):
-        lasting.receive({name: told, "kvobs": good()["kvobs"]})
+        lasting.receive({name: noted, "kvobs": good()["kvobs"]})
     assert f"'lookups': {times}, 'hits': {times}" in lasting.write_log()
 
 

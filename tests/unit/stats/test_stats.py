@@ -103,11 +103,11 @@ def numbers_of(stats: MultiKVConnectorStats) -> Taken:
 class Telling:
     """A child's connector that has stats."""
 
-    def __init__(self, *told: KVConnectorStats | None) -> None:
-        self.told = list(told)
+    def __init__(self, *noted: KVConnectorStats | None) -> None:
+        self.noted = list(noted)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self.told.pop(0)
+        return self.noted.pop(0)
 
 
 def collector(*connectors: Any) -> tuple[Collector, Recorder]:
@@ -414,5 +414,5 @@ def test_stats_of_a_connector_whose_class_is_not_named_keep_their_name_for_the_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
-    told = MultiKVConnectorStats(data={"Stranger": Summed(data={"n": 1}), "kvobs": own()})
-    assert told.to_dict() == {"Stranger": {"n": 1}}
+    noted = MultiKVConnectorStats(data={"Stranger": Summed(data={"n": 1}), "kvobs": own()})
+    assert noted.to_dict() == {"Stranger": {"n": 1}}

@@ -24,7 +24,7 @@ HOOK = "wait_for_save"
 
 
 class Clock:
-    """Tells the times it is given."""
+    """Shows the times that it is given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: int) -> None:
         self.times = list(times)

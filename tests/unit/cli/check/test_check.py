@@ -544,5 +544,5 @@ def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
     ],
 )
 def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
-    told = [w.path for w in check(config_of(), Flags(otlp_traces_endpoint=endpoint), ask=None).warnings]
-    assert told == ([] if is_one else ["--otlp-traces-endpoint"])
+    noted = [w.path for w in check(config_of(), Flags(otlp_traces_endpoint=endpoint), ask=None).warnings]
+    assert noted == ([] if is_one else ["--otlp-traces-endpoint"])

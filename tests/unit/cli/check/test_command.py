@@ -72,10 +72,10 @@ def test_mistakes_are_printed_with_their_fix_and_end_with_status_1() -> None:
 
 
 def test_json_is_all_there_is_on_standard_output() -> None:
-    told = json.loads(run(BAD, "--json").stdout)
-    assert [mistake["path"] for mistake in told["mistakes"]] == ["kv_load_failure_policy", "kv_rol"]
-    assert [child["name"] for child in told["children"]] == ["OffloadingConnector", "NixlConnector"]
-    assert "wait_for_layer_load" in told["children"][0]["facts"]["empty_hooks"]
+    noted = json.loads(run(BAD, "--json").stdout)
+    assert [mistake["path"] for mistake in noted["mistakes"]] == ["kv_load_failure_policy", "kv_rol"]
+    assert [child["name"] for child in noted["children"]] == ["OffloadingConnector", "NixlConnector"]
+    assert "wait_for_layer_load" in noted["children"][0]["facts"]["empty_hooks"]
 
 
 def test_what_is_rewritten_is_all_there_is_and_passes() -> None:
@@ -107,8 +107,8 @@ def test_a_configuration_comes_from_anywhere(source: str, tmp_path: Path) -> Non
     path = tmp_path / "config.json"
     path.write_text(text)
     given = {"file": str(path), "stdin": "-", "argument": text}[source]
-    told = json.loads(run(given, "--json", stdin=text if source == "stdin" else None).stdout)
-    assert len(told["mistakes"]) == 2
+    noted = json.loads(run(given, "--json", stdin=text if source == "stdin" else None).stdout)
+    assert len(noted["mistakes"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -135,18 +135,18 @@ def test_the_options_of_vllm_are_read() -> None:
     pair = ("--disable-log-stats", "--otlp-traces-endpoint", "http://collector:4317")
     assert run(GOOD, *pair).exit_code == 1
     assert run(GOOD, *pair[:1]).exit_code == 0
-    told = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
-    assert told["tracing"] == "requests"
-    assert [warning["path"] for warning in told["warnings"]] == ["--api-server-count"]
+    noted = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
+    assert noted["tracing"] == "requests"
+    assert [warning["path"] for warning in noted["warnings"]] == ["--api-server-count"]
 
 
 def test_it_says_who_reads_from_whom() -> None:
     result = run(GOOD, "--tensor-parallel-size", "4", "--remote-tensor-parallel-size", "2", "--kv-heads", "8")
     assert "8 KV heads, no copies; 2 decode ranks to a prefill rank; blocks of 16 tokens." in result.stdout
-    told = json.loads(
+    noted = json.loads(
         run({**GOOD, "kv_role": "kv_producer"}, "--tp", "4", "--remote-tp", "2", "--mla", "--json").stdout
     )
-    assert (told["readers"]["prefill"]["tp_size"], told["readers"]["decode"]["tp_size"]) == (4, 2)
+    assert (noted["readers"]["prefill"]["tp_size"], noted["readers"]["decode"]["tp_size"]) == (4, 2)
 
 
 def test_engines_that_do_not_fit_end_with_status_1() -> None:
@@ -157,8 +157,8 @@ def test_engines_that_do_not_fit_end_with_status_1() -> None:
 
 def test_the_models_own_numbers_are_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
-    told = json.loads(run(GOOD, "--tp", "4", "--remote-tp", "2", "--model", str(tmp_path), "--json").stdout)
-    assert told["readers"]["prefill"]["ranks_per_head"] == 2
+    noted = json.loads(run(GOOD, "--tp", "4", "--remote-tp", "2", "--model", str(tmp_path), "--json").stdout)
+    assert noted["readers"]["prefill"]["ranks_per_head"] == 2
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_without_vllm_it_says_what_the_text_says_and_that_this_is_all() -> None:
     result = without_vllm(GOOD)
     assert result.returncode == 0, result.stderr
     assert "vLLM (not installed here)" in " ".join(result.stdout.split())
-    told = json.loads(without_vllm(BAD, "--json").stdout)
-    assert told["vllm"] is None
-    assert {mistake["path"] for mistake in told["mistakes"]} == {"kv_load_failure_policy", "kv_rol"}
-    assert [child["facts"] for child in told["children"]] == [None, None]
-    assert "vLLM is not installed here" in told["off"]["classes"]
+    noted = json.loads(without_vllm(BAD, "--json").stdout)
+    assert noted["vllm"] is None
+    assert {mistake["path"] for mistake in noted["mistakes"]} == {"kv_load_failure_policy", "kv_rol"}
+    assert [child["facts"] for child in noted["children"]] == [None, None]
+    assert "vLLM is not installed here" in noted["off"]["classes"]
 
 
 def test_rewriting_needs_no_vllm() -> None:
@@ -246,10 +246,10 @@ def test_what_needs_no_vllm_is_printed_before_it_is_imported(slow_vllm: dict[str
 
 def test_one_finding_is_one_line_in_a_pipe() -> None:
     result = CliRunner().invoke(cli.app, ["check", json.dumps(BAD)])
-    told = [line for line in result.stdout.splitlines() if line.startswith(("mistake: ", "warning: "))]
-    assert len(told) == 2
-    assert all("Fix: " in line and line.endswith(".") for line in told)
-    assert max(map(len, told)) > 200
+    noted = [line for line in result.stdout.splitlines() if line.startswith(("mistake: ", "warning: "))]
+    assert len(noted) == 2
+    assert all("Fix: " in line and line.endswith(".") for line in noted)
+    assert max(map(len, noted)) > 200
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_no_character_is_too_much_for_an_ascii_terminal() -> None:
 def test_the_options_beside_the_configuration_count() -> None:
     config = f"--kv-transfer-config '{json.dumps(GOOD)}'"
     line = f"vllm serve m --disable-log-stats --otlp-traces-endpoint http://c:4317 {config}"
-    told = json.loads(run(line, "--json").stdout)
-    assert [mistake["path"] for mistake in told["mistakes"]] == ["--disable-log-stats, --otlp-traces-endpoint"]
+    noted = json.loads(run(line, "--json").stdout)
+    assert [mistake["path"] for mistake in noted["mistakes"]] == ["--disable-log-stats, --otlp-traces-endpoint"]
     result = run(f"vllm serve m -tp four {config}")
     assert result.exit_code == 1
     assert "--tensor-parallel-size beside the configuration is not a whole number above 0" in result.stdout

@@ -262,9 +262,9 @@ def test_a_configuration_gets_the_right_verdict(kind: str) -> None:
         assert any(where == path and cure in fix for where, fix in found), found
     if config.get("kv_connector_module_path") != "kvobs" or config["kv_connector"] != "MultiConnector":
         warnings = [STOCK_OFF if config.get("kv_connector") == "MultiConnector" else OFF, *warnings]
-    told = [(finding.path, finding.fix) for finding in checked.warnings]
-    assert [path for path, _ in told] == [path for path, _ in warnings]
-    assert all(cure in fix for (_, fix), (_, cure) in zip(told, warnings, strict=True)), told
+    noted = [(finding.path, finding.fix) for finding in checked.warnings]
+    assert [path for path, _ in noted] == [path for path, _ in warnings]
+    assert all(cure in fix for (_, fix), (_, cure) in zip(noted, warnings, strict=True)), noted
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, mistakes, _) in CASES.items() if not mistakes])

@@ -116,19 +116,19 @@ def test_a_server_without_metrics_is_a_mistake(answer: tuple[int, str], says: st
 
 def test_lost_measurements_and_quarantines_are_warnings() -> None:
     with exporting(lambda _: None, {(0, QUARANTINED): 1}, [], ("cpu",)) as address:
-        told = [warning.found for warning in look([f"http://{address}/metrics"]).warnings]
-    assert any(says.startswith("kvobs_quarantined is 1: connectors are in quarantine") for says in told)
+        noted = [warning.found for warning in look([f"http://{address}/metrics"]).warnings]
+    assert any(says.startswith("kvobs_quarantined is 1: connectors are in quarantine") for says in noted)
     site = Site(lambda _: (200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n'))
     try:
-        told = [warning.found for warning in look([f"http://{site.address}/metrics"]).warnings]
+        noted = [warning.found for warning in look([f"http://{site.address}/metrics"]).warnings]
     finally:
         site.close()
-    assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in told)
+    assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in noted)
 
 
 def test_one_engine_at_two_addresses_is_doubled(exporter: str) -> None:
-    told = [warning.path for warning in look([exporter, exporter.replace("127.0.0.1", "localhost")]).warnings]
-    assert "--server" in told
+    noted = [warning.path for warning in look([exporter, exporter.replace("127.0.0.1", "localhost")]).warnings]
+    assert "--server" in noted
 
 
 def test_a_prometheus_that_has_it_all_is_fine(exporter: str, tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:
     assert result.exit_code == 0
     assert "connectors" in result.stdout
     assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning"
-    told = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
-    assert told["facts"][exporter]["connectors"] == "cpu, disk"
+    noted = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
+    assert noted["facts"][exporter]["connectors"] == "cpu, disk"
     assert CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"]).exit_code == 1
 
 

@@ -41,7 +41,7 @@ def busy(recorder: Recorder) -> None:
 @pytest.fixture
 def engines() -> Engines:
     made = Engines("cpu", "disk")
-    made.tell(busy)
+    made.send(busy)
     return made
 
 
@@ -201,7 +201,7 @@ def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
         shown.wait_for("since the servers' start", "100 %")
         shown.type("p")
         shown.wait_for("PAUSED")
-        engines.tell(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "miss"))
+        engines.send(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "miss"))
         shown.wait_for("PAUSED", "PAUSED")
         assert " 50 %" not in shown.text
         shown.type("p")
@@ -214,7 +214,7 @@ def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
 
 def test_rows_scroll_where_there_is_no_room_for_all() -> None:
     many = Engines(*(f"c{i:02}" for i in range(30)))
-    many.tell()
+    many.send()
     with serving(many) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
         shown.wait_for("c00", "1 to 14 of 30", "q quit")
         shown.type("j\x1b[B")
@@ -236,7 +236,7 @@ def test_rows_scroll_where_there_is_no_room_for_all() -> None:
 def test_a_filter_is_typed() -> None:
     """Its letters are no commands meanwhile."""
     several = Engines("quick", "slow", "disk")
-    several.tell()
+    several.send()
     with serving(several) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
         shown.wait_for("disk", "q quit")
         shown.type("/qx\x7fu")
@@ -293,7 +293,7 @@ def test_without_a_keyboard_it_just_refreshes(address: str) -> None:
 
 
 def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, address: str) -> None:
-    engines.tell(gauges={(0, signals.QUARANTINED): 1})
+    engines.send(gauges={(0, signals.QUARANTINED): 1})
     coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     for env, wanted in (({}, True), ({"NO_COLOR": "1"}, False)):
         with terminal(str(KVOBS), "top", address, *QUICK, **env) as shown:

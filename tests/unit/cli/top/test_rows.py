@@ -83,9 +83,9 @@ TEN = about(10)  # seconds, between two times as floats
 
 def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     engines = Engines("cpu", "disk")
-    engines.tell(busy, opened=[*RANKS, *ERRORS])
+    engines.send(busy, opened=[*RANKS, *ERRORS])
     before = engines.scrape(at_s=100)
-    engines.tell(busy, GAUGES, [*RANKS, *ERRORS])
+    engines.send(busy, GAUGES, [*RANKS, *ERRORS])
     server = server_row("here", before, engines.scrape(at_s=102, unix_s=1000))
     assert (server.address, server.error, server.model, server.seconds) == ("here", None, "tiny", 2)
     assert server.kvobs_version == kvobs.__version__
@@ -110,7 +110,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
 
 def test_the_first_scrape_says_what_happened_since_the_start() -> None:
     engines = Engines("cpu", "disk")
-    engines.tell(busy, opened=ERRORS)
+    engines.send(busy, opened=ERRORS)
     server = server_row("here", None, engines.scrape())
     assert server.seconds is None
     cpu, disk = server.children
@@ -120,7 +120,7 @@ def test_the_first_scrape_says_what_happened_since_the_start() -> None:
 
 def test_where_others_have_two_scrapes_one_scrape_has_gauges_only() -> None:
     engines = Engines("cpu", "disk")
-    engines.tell(busy, GAUGES)
+    engines.send(busy, GAUGES)
     cpu, disk = without_measures(server_row("here", None, engines.scrape(unix_s=1000))).children
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, disk.quarantined) == (2, 3, TEN, True)
     assert {cpu.lookups, cpu.hit_share, cpu.load_tokens, cpu.load_p50_s, cpu.stall_s, cpu.scheduler_s, cpu.errors} == {
@@ -131,17 +131,17 @@ def test_where_others_have_two_scrapes_one_scrape_has_gauges_only() -> None:
 def test_a_restarted_server_has_no_past() -> None:
     engines = Engines("cpu", "disk")
     for _ in range(3):
-        engines.tell(busy)
+        engines.send(busy)
     before = engines.scrape(at_s=0)
     again = Engines("cpu", "disk")
-    again.tell(busy)
+    again.send(busy)
     (cpu, _) = server_row("here", before, again.scrape(at_s=2)).children
     assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (4, 1024, about(0.020))
 
 
 def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
     engines = Engines("second", "first", engines=11)
-    engines.tell(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
+    engines.send(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
     children = server_row("here", None, engines.scrape()).children
     assert [(c.engine, c.connector) for c in children] == [(str(e), c) for e in range(11) for c in ("second", "first")]
     assert [c.load_tokens for c in children] == [0] * 21 + [7]
@@ -149,13 +149,13 @@ def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_c
 
 def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     engines = Engines("cpu", engines=2)
-    engines.tell()
+    engines.send()
     before = engines.scrape(at_s=0)
     for engine in (0, 1):
         own = engines.front.metrics
         own._observe_self(engine, {"apply": 30 * MS, "cut": 10 * MS})
     faults._counts["merge"] += 3
-    engines.tell(engine=1)
+    engines.send(engine=1)
     server = server_row("here", before, engines.scrape(at_s=2))
     assert 0.040 <= (server.telemetry_s or 0) < 0.4, "and what applying these numbers took"
     assert server.internal_errors == 3
@@ -165,11 +165,11 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
 def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
     """Of all its engines; requests are as they are now, the time to the first token is that of the period."""
     engines, vllm = Engines("cpu", engines=2), Vllm(engines=2)
-    engines.tell()
-    vllm.tell(0, running=7, waiting=9, first_tokens_s=[30.0] * 50)
+    engines.send()
+    vllm.send(0, running=7, waiting=9, first_tokens_s=[30.0] * 50)
     before = engines.scrape(at_s=0, vllm=vllm)
-    vllm.tell(0, running=3, waiting=2, first_tokens_s=[0.015] * 98)
-    vllm.tell(1, running=4, waiting=0, first_tokens_s=[0.3, 0.3])
+    vllm.send(0, running=3, waiting=2, first_tokens_s=[0.015] * 98)
+    vllm.send(1, running=4, waiting=0, first_tokens_s=[0.3, 0.3])
     server = server_row("here", before, after := engines.scrape(at_s=2, vllm=vllm))
     assert (server.running, server.waiting) == (7, 2)
     assert 0.01 < (server.ttft_p50_s or 0) < 0.02
@@ -182,10 +182,10 @@ def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
 
 def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
     engines, vllm = Engines("cpu"), Vllm()
-    engines.tell(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
-    vllm.tell(first_tokens_s=[0.015] * 9)
+    engines.send(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
+    vllm.send(first_tokens_s=[0.015] * 9)
     before, again = engines.scrape(vllm=vllm), Engines("cpu")
-    again.tell()
+    again.send()
     server = server_row("here", before, again.scrape(at_s=2, vllm=vllm))
     assert 0.01 < (server.ttft_p50_s or 0) < 0.02, "all since its start"
 
@@ -193,14 +193,14 @@ def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
 def test_without_vllms_own_metrics_nothing_is_said_of_requests() -> None:
     """As of an exporter."""
     engines = Engines("cpu")
-    engines.tell()
+    engines.send()
     server = server_row("here", None, engines.scrape())
     assert {server.running, server.waiting, server.ttft_p50_s, server.ttft_p99_s} == {None}
 
 
 def test_clocks_that_differ_make_nobody_younger_than_new() -> None:
     engines = Engines("cpu", "disk")
-    engines.tell(gauges=GAUGES)
+    engines.send(gauges=GAUGES)
     assert server_row("here", None, engines.scrape(unix_s=900)).children[0].oldest_s == 0
 
 
@@ -225,12 +225,12 @@ def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(
 def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
     said: Any = json.loads(json.dumps(as_dict(servers), allow_nan=False))
     assert said.keys() == {"servers"}
-    for server, told in zip(servers, said["servers"], strict=True):
-        assert told.keys() == {
+    for server, noted in zip(servers, said["servers"], strict=True):
+        assert noted.keys() == {
             "address", "error", "model", "vllm_version", "kvobs_version", "seconds", "telemetry_s_per_s",
             "internal_errors", "running", "waiting", "ttft_p50_s", "ttft_p99_s", "children",
         }  # fmt: skip
-        for child, of_child in zip(server.children, told["children"], strict=True):
+        for child, of_child in zip(server.children, noted["children"], strict=True):
             assert set(of_child) == {
                 "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
                 "load_tokens_per_s", "load_bytes_per_s", "unused_tokens_per_s",

@@ -17,9 +17,9 @@ from tests.support.top_engines import Engines, count
 
 def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
     engines = Engines("cpu", "disk", engines=2)
-    engines.tell(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
-    engines.tell(lambda recorder: count(recorder, 1, LOADS, 4, "sync", "failed"), engine=1)
-    engines.tell(lambda recorder: recorder.observe(1, LOAD_DURATION, 2**25, "async"), engine=1)
+    engines.send(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
+    engines.send(lambda recorder: count(recorder, 1, LOADS, 4, "sync", "failed"), engine=1)
+    engines.send(lambda recorder: recorder.observe(1, LOAD_DURATION, 2**25, "async"), engine=1)
     owners = by_owner(change(None, engines.scrape().values))
     assert owners.keys() == {(e, c) for e in "01" for c in ("", "cpu", "disk")}
     assert owners["0", "cpu"].total(LOADS) == 3
@@ -34,7 +34,7 @@ def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
 
 def test_what_is_no_number_is_not_there() -> None:
     engines = Engines("cpu")
-    engines.tell(gauges={(0, OLDEST_IN_FLIGHT, "load"): 0})
+    engines.send(gauges={(0, OLDEST_IN_FLIGHT, "load"): 0})
     assert "kvobs_oldest_in_flight_timestamp_seconds" in engines.text
     assert by_owner(engines.scrape().values)["0", "cpu"].values(OLDEST_IN_FLIGHT) == []
 

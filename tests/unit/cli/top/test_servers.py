@@ -65,7 +65,7 @@ def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str
 def test_an_exporter_shows_what_vllms_server_shows() -> None:
     """For the same numbers every field is the same; there are no series of vLLM there."""
     engines = Engines("cpu", "disk")
-    engines.tell(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
+    engines.send(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
     exporter = exporting(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS], names=("cpu", "disk"))
     with serving(engines) as address, exporter as other:
         theirs, ours = (fetch(url_of(one)) for one in (address, other))
@@ -80,8 +80,8 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
 
 def test_vllms_own_metrics_are_read_with_kvobss() -> None:
     engines, vllm = Engines("cpu"), Vllm()
-    engines.tell()
-    vllm.tell(running=3, waiting=2, first_tokens_s=[0.015])
+    engines.send()
+    vllm.send(running=3, waiting=2, first_tokens_s=[0.015])
     with answering(200, engines.text + vllm.text) as url:
         row = server_row("here", None, fetch(url))
     assert (row.running, row.waiting) == (3, 2)
@@ -97,7 +97,7 @@ def test_a_watched_server_may_go_and_come_back() -> None:
         first = watch.row(watch.reading, since_start=False)
         assert (first.address, first.error, first.seconds, first.children[0].loads) == (address, None, None, None)
         assert watch.row(watch.reading, since_start=True).children[0].loads == 0
-        engines.tell(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
+        engines.send(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
         scrape_all([watch])
         row = watch.row(watch.reading, since_start=False)
         assert row.seconds is not None
