@@ -147,9 +147,9 @@ def become(request: Request, imported: Imported, log: int) -> None:
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
     sys.argv[1:] = request.args
-    own = paths(imported.env)
-    others = [folder for folder in sys.path[1:] if folder not in own]
-    sys.path[:] = [request.folder, *paths(request.env), *others]
+    # An interpreter adds the folder of an installed package only where the PYTHONPATH does not have it.
+    first = [request.folder, *paths(request.env)]
+    sys.path[:] = [*first, *(folder for folder in sys.path[1:] if folder not in (*paths(imported.env), *first))]
     sys.dont_write_bytecode = bool(request.env.get("PYTHONDONTWRITEBYTECODE"))
     os.environ.clear()
     os.environ.update({**request.env, **imported.set_})
