@@ -36,7 +36,7 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
 
-test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; eight minutes
+test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; seven minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
 	$(BIN)/python -m pytest -rP -n 2 --dist loadgroup -m "connectors and not ray" tests/connectors/servers $(TESTS)
 
