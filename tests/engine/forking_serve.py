@@ -66,13 +66,12 @@ def bind() -> None:
     """Give a worker as many threads as cores, as OpenMP does when it is loaded into a spawned one.
 
     vLLM says which cores in the environment, only while it starts a worker. Threads that wait for each other on fewer
-    cores than they are burn twenty times the CPU time of the work they share. Ranks that are to share a core are bound
-    to it, and leave the others to everyone else; a worker alone is not, or it may wait for such ranks for minutes.
+    cores than they are burn twenty times the CPU time of the work they share, and so do ranks that wander. A worker
+    alone is not bound: beside ranks that spin on its core it may wait for minutes.
     """
     import torch
 
     if cores := re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")):
         torch.set_num_threads(len(cores))
-        ranks = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").split("|")
-        if len(set(ranks)) < len(ranks):
+        if "|" in os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""):  # several ranks
             os.sched_setaffinity(0, map(int, cores))
