@@ -77,8 +77,6 @@ class Isolation:
 
     def states(self) -> Mapping[int, IsolationState]:
         """Return the connectors' isolation states for the workers."""
-        if not self._states:
-            return {}
         return {index: IsolationState(state.epoch, state.is_out) for index, state in self._states.items()}
 
     def record_failures(self, broken: Iterable[tuple[int, int]]) -> None:

@@ -50,7 +50,7 @@ class Orders:
     @property
     def has_sync_loads(self) -> bool:
         """Whether the step waits for a load within it."""
-        return bool(self.loads) and not all(load.is_async for load in self.loads.values())
+        return any(not load.is_async for load in self.loads.values())
 
 
 class NextOrders:

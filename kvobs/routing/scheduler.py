@@ -286,7 +286,8 @@ class SchedulerSide:
         promised = promised | self.ledger.tails(request_id)
         promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
         finished = self.ledger.finish(request_id, promises, wall_ns(), request.num_computed_tokens)
-        self._next.orders.promised += [(index, request_id) for index in finished.promised]
+        if finished.promised:
+            self._next.orders.promised += [(index, request_id) for index in finished.promised]
         if finished.promised or finished.early:
             self._listener.promised(request_id, finished.promised, finished.early)
         self._offers.forget(request_id)

@@ -120,9 +120,8 @@ class WorkerSide:
                 self._began.pop((over.child, request), None)  # a rank need not report
             self._orphaned.discard(request)
             self._returned.discard(request)
-        if orders.loads:
-            self._loads.update(orders.loads)
-            self._returned.difference_update(orders.loads)
+        self._loads.update(orders.loads)
+        self._returned.difference_update(orders.loads)
         self._note_begin(orders)
         for save in orders.saved:  # some of them promised in this step, too
             self._began.pop(save, None)

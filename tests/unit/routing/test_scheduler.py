@@ -109,3 +109,12 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
     assert not set(unchosen) & set(names)
     rig.step()
     assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}
+
+
+def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
+    """They would be pickled for every worker."""
+    rig = Rig("kvobs", a)
+    rig.add("r", max_tokens=1)
+    rig.run(1)
+    assert not rig.scheduler.requests
+    assert rig.connector._side._next.made is None
