@@ -114,8 +114,7 @@ class LoadTimes:
         fixed, per_token = line
         found = 0.0
         for of, took in self._loads:
-            expected = max(_SHORTEST, fixed + of * per_token)
-            found += log1p(((max(expected, took) / min(expected, took) - 1) / _USUAL) ** 2)
+            found += log1p((_off(took, max(_SHORTEST, fixed + of * per_token)) / _USUAL) ** 2)
         return found
 
     def _improved(self, line: Line) -> Line:
@@ -133,8 +132,7 @@ class LoadTimes:
             for t, s, weight in loads:
                 expected = fixed + t * per_token
                 expected = max(expected, _SHORTEST)
-                off = (s / expected if s > expected else expected / s) - 1
-                share = weight / (expected * expected * (1 + (off / _USUAL) ** 2))
+                share = weight / (expected * expected * (1 + (_off(s, expected) / _USUAL) ** 2))
                 w, wt, wtt = w + share, wt + share * t, wtt + share * t * t
                 ws, wts = ws + share * s, wts + share * s * t
             spread = w * wtt - wt * wt
@@ -145,6 +143,11 @@ class LoadTimes:
             if fixed < 0:
                 fixed, per_token = 0.0, wts / wtt
         return fixed, per_token
+
+
+def _off(seconds: float, expected: float) -> float:
+    """Return how far a load is from what was expected, as a share: of the shorter time."""
+    return (seconds / expected if seconds > expected else expected / seconds) - 1
 
 
 def _middle(ascending: Sequence[T]) -> T:
