@@ -24,6 +24,7 @@ from prometheus_client.samples import Sample
 from kvobs.demo.model import NAME
 from kvobs.demo.processes import Process, end_group, exit_text
 from kvobs.demo.server_log import COLOUR, newest_message, root_cause
+from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
 FIRST_CORE = "KVOBS_DEMO_FIRST_CORE"
@@ -117,7 +118,7 @@ class Server:
         """Start the process, in a process group of its own: a Ctrl-C in the terminal reaches us, and only us."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvobs-"))
-        ours = {"KVOBS_DEMO_PARENT": str(os.getpid()), "TMPDIR": str(self.scratch)}
+        ours = {PARENT: str(os.getpid()), "TMPDIR": str(self.scratch)}
         env = environment(self.tensor_parallel) | dict(self.env) | ours
         with self.log.open("wb") as log:
             self.process = self.launched(log, env)

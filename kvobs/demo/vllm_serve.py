@@ -10,6 +10,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PARENT = "KVOBS_DEMO_PARENT"
+"""Environment variable with the process number of a server's starter."""
 
 
 def end_with_parent(parent: int) -> None:
@@ -34,6 +36,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if parent := os.environ.pop("KVOBS_DEMO_PARENT", None):
+    if parent := os.environ.pop(PARENT, None):
         end_with_parent(int(parent))
     main()

@@ -25,7 +25,8 @@ from threading import Lock
 from typing import IO
 
 from kvobs.demo.server import Server, ServerError, environment
-from tests.engine.server_template import OF_ONE_SERVER, PARENT, Request, without
+from kvobs.demo.vllm_serve import PARENT
+from tests.engine.server_template import OF_ONE_SERVER, Request
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
@@ -86,7 +87,7 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env=without(OF_ONE_SERVER, env) | {PARENT: str(os.getpid())},
+                env={name: env[name] for name in env if name not in OF_ONE_SERVER} | {PARENT: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )

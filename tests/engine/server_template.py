@@ -16,14 +16,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Self
 
-from kvobs.demo.vllm_serve import end_with_parent
+from kvobs.demo.vllm_serve import PARENT, end_with_parent
 
-PARENT = "KVOBS_DEMO_PARENT"
 LARGEST_REQUEST = 1 << 17
 BEFORE_PYTHON = ("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
 """What these variables begin with is read by the loader, by the interpreter or by a library as soon as it is loaded."""
@@ -171,11 +170,6 @@ def main(descriptor: str, name: str) -> None:
     if request is not None:
         end_with_parent(int(os.environ.pop(PARENT)))
         module.main()
-
-
-def without(names: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without these variables."""
-    return {name: value for name, value in env.items() if name not in names}
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,21 @@ def importing_tests() -> dict[str, str]:
 
 
 @contextmanager
-def serve(model: Path, folder: Path, config: dict[str, Any] | None, *args: str, **more: Any) -> Iterator[Server]:
-    """Run a server that can import the tests' connectors; a test that fails prints what the server said last."""
+def serve(
+    model: Path,
+    folder: Path,
+    config: dict[str, Any] | None,
+    *args: str,
+    launch: Sequence[str] | None = None,
+    **more: Any,
+) -> Iterator[Server]:
+    """Run a server that can import the tests' connectors; a test that fails prints what the server said last.
+
+    Without ``launch`` it is forked.
+    """
     env = {**importing_tests(), **more.pop("env", {})}
     shares = BOTH_RANKS_ON_ONE_CORE.items() <= env.items()
-    kind = Server if "launch" in more else ForkedServer
+    kind = ForkedServer if launch is None else partial(Server, launch=launch)
     with kind(model, folder / "server.log", config, args=args, env=env, **more) as server:
         try:
             with keeping_off(THE_CORE) if shares else nullcontext():

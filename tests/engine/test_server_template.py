@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +18,10 @@ import pytest
 
 from kvobs.demo.processes import Process, end_group, group_members
 from kvobs.demo.server import Server, ServerError
+from kvobs.demo.vllm_serve import PARENT
 from tests.engine.forked_server import PR_SET_CHILD_SUBREAPER, ROOT, ForkedProcess, ForkedServer, template
 from tests.engine.server_template import Imported, Request, modules_in
+from tests.engine.serving import eventually
 from tests.support import standing_in
 from tests.support.standing_in import READ_AT_IMPORT, SET_AT_IMPORT
 
@@ -45,13 +46,6 @@ def started(folder: Path, *doing: str, kind: str = "forked", **more: Any) -> Ite
         server.stop()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("variables", [{}, {"PYTHONDONTWRITEBYTECODE": "1", "OTEL_SERVICE_NAME": "kv"}])
 def test_a_forked_server_gets_what_a_spawned_one_gets(
     tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -69,7 +63,7 @@ def test_a_forked_server_gets_what_a_spawned_one_gets(
             with started(tmp_path, "report", kind=kind, env=env) as (process, server):
                 assert process.wait(WAIT_S) == 0, server.log.read_text()
                 report = json.loads(server.log.read_text().replace(str(server.scratch), "SCRATCH"))
-                report["environment"].pop("KVOBS_DEMO_PARENT", None)
+                report["environment"].pop(PARENT, None)
                 reports[kind] = report
     finally:
         os.sched_setaffinity(0, ours)
@@ -94,7 +88,7 @@ def test_its_exit_status_is_known(tmp_path: Path, kind: str, doing: str, code: i
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
 def test_so_is_the_signal_that_ended_it(tmp_path: Path, kind: str, number: signal.Signals) -> None:
     with started(tmp_path, "sleep", kind=kind) as (process, server):
-        wait_for(lambda: "asleep" in server.log.read_text())
+        assert eventually(lambda: "asleep" in server.log.read_text())
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
@@ -139,7 +133,7 @@ def test_nothing_is_left_when_the_starter_is_gone(tmp_path: Path, how: str) -> N
         if how == "it is killed":
             assert all(group_members(group) for group in groups)
             starter.kill()
-    wait_for(lambda: not any(group_members(group) for group in groups))
+    assert eventually(lambda: not any(group_members(group) for group in groups))
 
 
 # --- what can't be had by a fork

@@ -11,6 +11,8 @@ import tempfile
 import threading
 import time
 
+from kvobs.demo.vllm_serve import PARENT
+
 READ_AT_IMPORT = "STANDING_IN_READ"
 SET_AT_IMPORT = "STANDING_IN_SET"
 
@@ -76,6 +78,6 @@ def ignored() -> str:
 
 
 if __name__ == "__main__":
-    os.environ.pop("KVOBS_DEMO_PARENT")
+    os.environ.pop(PARENT)
     prepare()
     main()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,12 @@ class Kind:
     after_s: float
     """How long answers are looked at while the server is dead, the first seconds aside. Mooncake's lookups of a dead
     master take 4.4 s each: there have to be enough others for a 95th percentile."""
-    launch: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """How the engine is started, other than by a fork: LMCache does not start in a forked process."""
+    launch: Sequence[str] | None = None
+    """What starts the engine, if not a fork: LMCache does not start in a forked process."""
 
 
 LMCACHE = Kind(
-    "lmcache",
-    ("lmcache",),
-    lmcache_server,
-    lmcache_child,
-    lambda _store, _folder: {},
-    after_s=15,
-    launch={"launch": SPAWNING},
+    "lmcache", ("lmcache",), lmcache_server, lmcache_child, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
 )
 MOONCAKE = Kind("mooncake", ("mooncake",), mooncake_master, mooncake_store_child, mooncake_store_env, after_s=40)
 
@@ -98,7 +92,7 @@ def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child:
         if is_isolated:
             config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
         env = kind.env(store, folder) | with_packages(*kind.packages)
-        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, **kind.launch) as server:
+        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=kind.launch) as server:
             yield Served(kind, store, server, is_isolated)
 
 
