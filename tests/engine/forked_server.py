@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -135,19 +135,23 @@ def adopting() -> Iterator[None]:
 
 
 @cache
-def template(module: str) -> Template:
-    """Return this process's template for what a module serves; it ends with this process."""
-    made = Template(module, environment())
+def template(module: str, *variables: tuple[str, str]) -> Template:
+    """Return this process's template of a module, with variables that its imports see; it ends with this process."""
+    made = Template(module, environment() | dict(variables))
     atexit.register(made.end)
     return made
 
 
 @dataclass
 class ForkedServer(Server):
-    """A server like any other, but for the time that it takes to start."""
+    """A server like any other, but for the time that it takes to start.
+
+    ``imported_with`` are variables of its environment that its imports read.
+    """
 
     module: str = "tests.engine.forking_serve"
+    imported_with: Mapping[str, str] = field(default_factory=dict)
 
     def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
         """Return a process that serves what the module serves."""
-        return template(self.module).fork(self.command()[len(self.launch) :], env, log)
+        return template(self.module, *self.imported_with.items()).fork(self.command()[len(self.launch) :], env, log)

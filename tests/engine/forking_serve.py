@@ -52,6 +52,12 @@ def prepare() -> None:
 
 def main() -> None:
     """Serve as `kvobs.demo.vllm_serve` does."""
+    fork_processes()
+    vllm_serve.main()
+
+
+def fork_processes() -> None:
+    """Have vLLM fork its own processes."""
     from vllm.utils import system_utils
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
@@ -59,7 +65,6 @@ def main() -> None:
     for module in (system_utils, coordinator, utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=bind)
-    vllm_serve.main()
 
 
 def bind() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from kvobs.demo.processes import kill_group
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.demo.server import environment
+from kvobs.demo.vllm_serve import PARENT
+from tests.engine.forked_server import template
 from tests.engine.serving import importing_tests, serve
 
 pytestmark = pytest.mark.engine
@@ -41,11 +43,15 @@ def test_a_server_without_stats_warns_once(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_core_process", [True, False])
 def test_offline_use_warns_once(model: Path, tmp_path: Path, has_core_process: bool) -> None:
     """There stat logging is off by default, in EngineCore's own process and within that of the user."""
-    script = tmp_path / "offline.py"
+    script, log = tmp_path / "offline.py", tmp_path / "offline.log"
     script.write_text(OFFLINE)
     config = json.dumps(multi_connector(host_memory(), files(tmp_path / "disk")))
     env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
-    command = [sys.executable, str(script), str(model), config]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(warnings(done.stdout + done.stderr)) == 1
+    with log.open("wb") as out:
+        command = [str(script), str(model), config]
+        run = template("tests.engine.forking_offline").fork(command, env | {PARENT: str(os.getpid())}, out)
+        try:
+            assert run.wait(300) == 0, log.read_text()
+        finally:
+            kill_group(run.pid)
+    assert len(warnings(log.read_text())) == 1
