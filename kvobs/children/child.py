@@ -6,20 +6,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from kvobs import host
 from kvobs.children.gate import Gate
 from kvobs.children.specs import ChildSpec
 from kvobs.children.unbuilt import Unbuilt
 from kvobs.config import PATH
-from kvobs.hooks import HOOKS, Cadence, Combine, is_empty
+from kvobs.hooks import HOOKS, Cadence, Combine, Hook, is_empty
 from kvobs.log import line, log
 from kvobs.signals import is_timed
 from kvobs.telemetry.recorder import Call, Recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Hooks of vLLM's base class that call another hook, which a connector may implement.
+CALLS_ANOTHER = {"get_transfer_results"}
 
 
 class Child:
@@ -54,7 +59,7 @@ class Child:
         call: Call = getattr(self.connector, name)
         if hook.combine is Combine.CHAIN:
             call = partial(_drained, call)
-        if self.does(name):
+        if self.does(name) and not self._is_inherited(hook):
             call = self._recorder.timed(self.index, name, call)
             if self._activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self._activated(call)
@@ -71,6 +76,13 @@ class Child:
     def does(self, hook: str) -> bool:
         """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""
         return not is_empty(getattr(self.connector, hook))
+
+    def _is_inherited(self, hook: Hook) -> bool:
+        """Return whether vLLM's own line answers a hook of each step: timing it would cost more than it takes."""
+        if hook.cadence is not Cadence.STEP or hook.name in CALLS_ANOTHER:
+            return False
+        own = getattr(getattr(self.connector, hook.name), "__func__", None)
+        return own is not None and own is getattr(KVConnectorBase_V1, hook.name, None)
 
 
 def _drained(call: Call, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
