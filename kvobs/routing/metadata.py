@@ -13,6 +13,7 @@ from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
@@ -87,12 +88,12 @@ class Isolated(NamedTuple):
     """Finished requests that were hidden, by child."""
 
 
-@dataclass
+@dataclass(init=False)
 class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     """The scheduler's metadata for the workers, for one step.
 
     ``metadata`` holds the children's own, by position. ``extra_async_saves`` is vLLM's count of promised saves: kvobs
-    counts on the scheduler's side, and leaves it empty. Most steps have no orders: they would cost all steps to pickle.
+    counts on the scheduler's side, and leaves it empty. What has its default is not pickled: in most steps all else.
     """
 
     orders: Orders | None = None
@@ -100,6 +101,10 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     flush: bool = False  # whether the workers send their numbers in this step
     trace: TraceContext | None = None  # the step's own trace, if every call is traced
     isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
+
+    def __init__(self, metadata: tuple[KVConnectorMetadata, ...], **others: Any) -> None:
+        self.metadata = metadata
+        self.__dict__.update(others)
 
 
 @dataclass

@@ -199,22 +199,24 @@ class SchedulerSide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
             metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
-        orders = None
+        step = MultiKVConnectorMetadata(metadata)
+        has_sync_loads = False
         if self._next.made is not None or self.ledger.failures:  # calls would cost more, in each step
-            orders = self._next.take()
-            orders.failed = self.ledger.take_failures()
+            step.orders = self._next.take()
+            step.orders.failed = self.ledger.take_failures()
+            has_sync_loads = step.orders.has_sync_loads
         now_ns = wall_ns()
-        self._gains.step_begun(scheduler_output, now_ns, loads=orders is not None and orders.has_sync_loads)
-        has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        self._gains.step_begun(scheduler_output, now_ns, loads=has_sync_loads)
         finished = scheduler_output.finished_req_ids
-        return MultiKVConnectorMetadata(
-            metadata=metadata,
-            orders=orders,
-            has_forward=has_forward,
-            flush=self._decide_flush(now_ns, has_forward, bool(finished)),
-            trace=trace,
-            isolated=Isolated(self.isolation.states(), self._hidden_ends(finished)) if self._may_hide else None,
-        )
+        if not (has_forward := scheduler_output.total_num_scheduled_tokens > 0):
+            step.has_forward = False
+        if self._decide_flush(now_ns, has_forward, bool(finished)):
+            step.flush = True
+        if trace is not None:
+            step.trace = trace
+        if self._may_hide:
+            step.isolated = Isolated(self.isolation.states(), self._hidden_ends(finished))
+        return step
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
         """Build a child's metadata from its view of the step."""

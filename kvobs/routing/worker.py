@@ -79,6 +79,7 @@ class WorkerSide:
         self._failed_syncs: set[str] = set()
         self._gates = WorkerGates(children) if any(child.gate is not None for child in children) else None
         self._unknown: dict[str, Any] = {}
+        self._handling_preemptions = [child for child in children if child.does("handle_preemptions")]
         self._with_events = [child for child in children if child.does("get_kv_connector_kv_cache_events")]
 
     # Before the forward
@@ -89,8 +90,8 @@ class WorkerSide:
             raise _alien(meta)
         if self._gates is not None:
             self._gates.begin_step(meta)
-        for child, own in zip(self.children, meta.metadata, strict=True):
-            child.handle_preemptions(own)
+        for child in self._handling_preemptions:
+            child.handle_preemptions(meta.metadata[child.index])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         meta = connector_metadata

@@ -107,7 +107,7 @@ def test_calls(patch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
             assert engine.value("kvobs_call_duration_seconds_sum", name, hook=hook) > 0
     assert engine.value("kvobs_call_duration_seconds_count", "one", hook="request_finished_all_groups") == 1
     # What comes after the flush comes with the next one: of the last step on each rank.
-    late = engine.value("kvobs_call_duration_seconds_count", "one", hook="clear_connector_metadata")
+    late = engine.value("kvobs_call_duration_seconds_count", "one", hook="build_connector_worker_meta")
     assert late == engine.value("kvobs_call_duration_seconds_count", "one", hook="bind_connector_metadata") - 2
     empty = {key[1] for key in engine.series("kvobs_call_duration_seconds_count")} & {"finish_forward", "other"}
     assert empty == {"other"}, "a hook that is empty in all is not called; those called once share a label"
