@@ -293,6 +293,8 @@ def _first(child: int, signal: Signal, *values: str) -> int:
 def _bucketed(signal: Signal, durations: Durations) -> list[int]:
     """Return how many of the durations fall into each bucket of a histogram, and above the last bound."""
     bounds = _bounds_ns(signal)
+    if durations.max(initial=0) <= bounds[0]:  # as most; the search takes six times as long
+        return [len(durations), *[0] * len(bounds)]
     counts: list[int] = np.bincount(np.searchsorted(bounds, durations), minlength=len(bounds) + 1).tolist()
     return counts
 

@@ -75,11 +75,12 @@ def jumping(is_on: Callable[[], bool]) -> Callable[[], int]:
     return lambda: perf_counter_ns() + (next(jumps) if is_on() else 0)
 
 
-def replace_clock(clock: Callable[[], int]) -> None:
+def replace_clock(clock: Callable[[], int], replace: Callable[[object, str, Any], None] = setattr) -> None:
     """Have all of kvobs that is imported read this clock."""
+    readings = {"perf_counter_ns": clock, "perf_counter": lambda: clock() / 1e9}
     for name, module in list(sys.modules.items()):
-        if name.startswith("kvobs.") and hasattr(module, "perf_counter_ns"):
-            module.perf_counter_ns = clock  # type: ignore[attr-defined]
+        for kind in readings.keys() & vars(module).keys() if name.startswith("kvobs.") else ():
+            replace(module, kind, readings[kind])
 
 
 class Writes:

@@ -23,7 +23,7 @@ from kvobs.telemetry.taken import nothing
 from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.engine import seams
-from tests.engine.sabotage import Breaker, Writes, jumping
+from tests.engine.sabotage import Breaker, Writes, jumping, replace_clock
 from tests.unit.test_observed import NAMES
 from tests.unit.test_traced import SAMPLED, Traced
 
@@ -251,10 +251,7 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch, exp
         readings += 1
         return True
 
-    clock = jumping(is_on)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kvobs.") and hasattr(module, "perf_counter_ns"):
-            monkeypatch.setattr(module, "perf_counter_ns", clock)
+    replace_clock(jumping(is_on), monkeypatch.setattr)
     assert Story(monkeypatch).happen() == expected
     assert readings > 1000
 

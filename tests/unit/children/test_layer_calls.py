@@ -40,6 +40,7 @@ class Fan:
         self.takes: list[int] = []
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.raises: dict[int, BaseException] = {}
+        patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
         for module in ("children.layer_calls", "telemetry.recorder"):
             patch.setattr(f"kvobs.{module}.perf_counter_ns", lambda: self.now)
         journal = Journal()
@@ -124,7 +125,7 @@ def test_time_is_cut_between_children_and_steps_exactly(
     assert drained == expected
     assert fan.sums() == ([sum(column) for column in zip(*expected, strict=True)] or [0, 0, 0])
     assert fan.counts() == [sum(len(layers) for layers in plan)] * 3
-    assert fan.layers._stamps == []
+    assert len(fan.layers._buffer) == 0
 
 
 def test_a_running_step_is_left_for_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ class Step:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *hooks: tuple[str, ...]) -> None:
         self.now = 0
-        monkeypatch.setattr("kvobs.children.layer_calls.perf_counter_ns", lambda: self.now)
+        monkeypatch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
         self.recorder = Recorder(len(hooks))
         children = [
             Child(i, f"c{i}", SimpleNamespace(**{hook: self._take if hook in has else NOTHING for hook in LAYER_HOOKS}),
