@@ -50,8 +50,8 @@ class LayerCalls:
         self._journal = telemetry.journal
         self._tracer = telemetry.tracer
         self._flight = telemetry.flight
-        # Seconds are read and stored in three quarters of the time of ns; exact to 4 ns when the machine has
-        # been up for a year. The flight recorder has only integers.
+        # Seconds are read and stored in three quarters of the time that ns take, and are exact to 4 ns when the machine
+        # has been up for a year. The flight recorder has only integers.
         self._clock = _Clock(perf_counter, "d") if self._flight is None else _Clock(perf_counter_ns, "q")
         self._row = Struct(f"{len(self.children) + 1}{self._clock.code}")
         self._buffer = bytearray()  # the rows since the last drain
@@ -121,7 +121,7 @@ class LayerCalls:
 
     def _rows(self, first: int, end: int | None = None) -> Durations:
         """Return what lies between two places of the buffer, in ns: a row for each fan-out."""
-        readings = np.frombuffer(bytes(self._buffer[first:end]), self._clock.code)
+        readings = np.frombuffer(self._buffer[first:end], self._clock.code)
         return self._ns(readings.reshape(-1, len(self.children) + 1))
 
     def spent_in_step(self) -> dict[int, int]:
