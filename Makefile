@@ -8,10 +8,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PREVIEW := dashboards/preview/node_modules/.package-lock.json
-DEMO_TEST := tests/engine/test_demo.py::test_the_demo_shows_both_connectors_loading
 
-# Two files of tests at a time: an engine mostly waits for one core, when it starts and when it is asked.
+# Two files of tests at a time: an engine mostly waits for one core, when it starts and when it is asked. Of the others
+# one more than there are cores: some wait for processes and clocks. In the order of the folders, so that the demo, which
+# is one test in its file, does not come last.
 SIDE_BY_SIDE := -n 2 --dist loadfile
+SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-loadscope-reorder
 
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
@@ -27,11 +29,10 @@ demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what
 	@$(BIN)/kvobs demo $(DEMO)
 
 test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's own router, and the demo on a real engine
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not engine and not contract and not connectors" tests $(TESTS)
-	$(BIN)/python -m pytest $(DEMO_TEST)
+	$(BIN)/python -m pytest $(SHARED) -m "demo or not (engine or contract or connectors)" tests $(TESTS)
 
 test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and those under other vLLM versions
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not slow and not connectors" --deselect $(DEMO_TEST) tests $(TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not (demo or slow or connectors)" tests $(TESTS)
 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)

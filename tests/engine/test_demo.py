@@ -105,6 +105,7 @@ def test_a_port_in_use_is_named_and_nothing_starts() -> None:
     assert "log" not in output
 
 
+@pytest.mark.demo
 def test_the_demo_shows_both_connectors_loading() -> None:
     """From nothing to the report in one command; nothing is left of it afterwards, the folder included."""
     with demo("--requests", "32") as run:
