@@ -35,7 +35,7 @@ class Stalls:
     def last_load_ns(self) -> dict[int, int]:
         """Return the time of the running step's last layer wait, in ns since the epoch, by child with layer hooks."""
         layers = self._loads.layers
-        return {child.index: layers.last_ns for child in layers.children}
+        return dict.fromkeys([child.index for child in layers.children], layers.last_ns)
 
     def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
         """End a step; if a synchronous load was due, return the time of each child's loads within it, in ns.
