@@ -168,7 +168,8 @@ def main(descriptor: str, name: str) -> None:
         gc.freeze()
         request = become_server(channel, imported)
     if request is not None:
-        end_with_parent(int(os.environ.pop(PARENT)))
+        os.environ.pop(PARENT, None)
+        end_with_parent(request.parent)
         module.main()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from kvobs.demo.processes import kill_group
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.demo.server import environment
-from kvobs.demo.vllm_serve import PARENT
 from tests.engine.forked_server import template
 from tests.engine.serving import importing_tests, serve
 
@@ -49,7 +47,7 @@ def test_offline_use_warns_once(model: Path, tmp_path: Path, has_core_process: b
     env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
     with log.open("wb") as out:
         command = [str(script), str(model), config]
-        run = template("tests.engine.forking_offline").fork(command, env | {PARENT: str(os.getpid())}, out)
+        run = template("tests.engine.forking_offline").fork(command, env, out)
         try:
             assert run.wait(300) == 0, log.read_text()
         finally:
