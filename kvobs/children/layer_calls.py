@@ -6,10 +6,10 @@ of a fan-out are stored together, in one piece of memory. Counting in bulk costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from struct import Struct
-from time import perf_counter, perf_counter_ns
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,6 @@ TAKES_KEYWORDS = {"save_kv_layer"}
 NOTICED_AT_MOST = AT_MOST  # calls passed to the tracer at a time: as many spans as a flush takes
 
 
-class _Clock(NamedTuple):
-    """How time is read between layers."""
-
-    read: Callable[[], float]
-    code: str
-    """The type of its readings in memory, as ``struct`` and NumPy name it."""
-
-
 class LayerCalls:
     """The calls of one layer hook into the children that implement it.
 
@@ -51,9 +43,8 @@ class LayerCalls:
         self._tracer = telemetry.tracer
         self._flight = telemetry.flight
         # Seconds are read and stored in three quarters of the time that ns take, and are exact to 4 ns when the machine
-        # has been up for a year. The flight recorder has only integers.
-        self._clock = _Clock(perf_counter, "d") if self._flight is None else _Clock(perf_counter_ns, "q")
-        self._row = Struct(f"{self._width}{self._clock.code}")
+        # has been up for a year.
+        self._row = Struct(f"{self._width}d")
         self._buffer = bytearray()  # the rows since the last drain
         self._first = 0  # where the running step begins in it
         self._steps: list[int] = []  # number of rows of each ended step with calls
@@ -77,8 +68,8 @@ class LayerCalls:
         numbers = range(len(self.children))
         bound = "".join(f", c{i}=c{i}" for i in numbers)
         # The child that is being called, for the flight recorder.
-        marks = [f"        words[{at}] = t{i}\n" for i, at in enumerate(self._live)] or [""] * self._width
-        bound += ", words=words" if self._live else ""
+        marks = [f"        times[{at}] = t{i}\n" for i, at in enumerate(self._live)] or [""] * self._width
+        bound += ", times=times" if self._live else ""
         calls = "".join(f"        c{i}({names})\n        t{i + 1} = clock()\n{marks[i + 1]}" for i in numbers)
         row = ", ".join(f"t{i}" for i in range(self._width))
         source = (
@@ -90,12 +81,12 @@ class LayerCalls:
             source = f"def {self.hook}({names}{keywords}):\n    pass\n"
         scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
-            "clock": self._clock.read,
+            "clock": perf_counter,
             "buffer": self._buffer,
             "pack": self._row.pack,
             "general": self._general,
             "failed": self._failed,
-            "words": self._flight.words if self._flight is not None else None,
+            "times": self._flight.layer_times if self._flight is not None else None,
         }
         exec(compile(source, f"<kvobs: {self.hook}>", "exec"), scope)
         fan_out: Call = scope[self.hook]
@@ -109,9 +100,9 @@ class LayerCalls:
         """Count the calls of a fan-out that a child's exception ended: the completed ones and the failed one."""
         try:
             if self._flight is not None:
-                self._flight.words[self._live[-1]] = perf_counter_ns()
+                self._flight.layer_times[self._live[-1]] = perf_counter()
             readings = [scope[f"t{i}"] for i in range(len(self.children)) if f"t{i}" in scope]
-            stamps = self._ns(np.array([*readings, self._clock.read()])).tolist()
+            stamps = _ns(np.array([*readings, perf_counter()])).tolist()
             for child, begin, end in zip(self.children, stamps, stamps[1:-1], strict=False):
                 self._recorder.add_call(child.index, self.hook, end - begin)
             failed = self.children[len(readings) - 1]
@@ -119,13 +110,9 @@ class LayerCalls:
         except Exception:
             faults.contain("record")
 
-    def _ns(self, readings: npt.NDArray[Any]) -> Durations:
-        return np.rint(readings * 1e9).astype(np.int64) if self._clock.code == "d" else readings
-
     def _rows(self, first: int, end: int | None = None) -> Durations:
         """Return what lies between two places of the buffer, in ns: a row for each fan-out."""
-        readings = np.frombuffer(self._buffer[first:end], self._clock.code)
-        return self._ns(readings.reshape(-1, self._width))
+        return _ns(np.frombuffer(self._buffer[first:end]).reshape(-1, self._width))
 
     def spent_in_step(self) -> dict[int, int]:
         """Return each child's time in the running step, in ns."""
@@ -209,3 +196,7 @@ class LayerCalls:
         took = int(starts[-1] + spent[-1] - starts[0])
         start = int(starts[0]) + WALL_OFFSET
         return CallEvent(child.index, self.hook, start, took, is_slow=False, subject=subject, more=more, is_many=True)
+
+
+def _ns(seconds: npt.NDArray[np.float64]) -> Durations:
+    return np.rint(seconds * 1e9).astype(np.int64)

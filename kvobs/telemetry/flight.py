@@ -141,9 +141,9 @@ class Flight(TransferListener):
     # Layers
 
     @property
-    def words(self) -> memoryview:
-        """The buffer for the times of layer hooks, at the offsets of ``live_words``."""
-        return self._ring.words
+    def layer_times(self) -> memoryview[float]:
+        """The buffer for the times of layer hooks in seconds, at the offsets of ``live_words``."""
+        return self._ring.floats
 
     def live_words(self, hook: str, children: Iterable[int]) -> list[int]:
         """Return the offsets of the start of each child's last call, and of the end of the last one."""

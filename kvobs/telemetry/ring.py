@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"KVOBSRNG"
-VERSION = 2
-READABLE = (1, VERSION)
-"""Format 1 has no records of what lookups found."""
+VERSION = 3
+READABLE = (1, 2, VERSION)
+"""Format 1 has no records of what lookups found; up to 2 layer hooks wrote their times as ns, since then as seconds."""
 _HEAD = struct.Struct("<8sIIII")  # magic, version, length of the JSON, live words, records
 _WORD = 8
 
@@ -47,13 +47,14 @@ class Ring:
         live: number of words that are written in place.
 
     ``memory``, ``words``, ``first``, ``room`` and ``numbers`` are for callers that inline ``add``. Word ``live`` + n of
-    ``words`` is the n-th live word.
+    ``words`` is the n-th live word, and of ``floats`` the same one as a float.
     """
 
     def __init__(self, memory: Any, about: Mapping[str, Any], live: int = 0) -> None:
         text = json.dumps(about).encode()
         self.memory = memory
         self.words = memoryview(memory).cast("q")
+        self.floats = memoryview(memory).cast("d")
         self.live = -(-(_HEAD.size + len(text)) // _WORD)
         self.first = self.live + live
         self.room = (len(self.words) - self.first) // WIDTH
@@ -82,8 +83,9 @@ class Ring:
 class Snapshot:
     """The content of a ring when it was read: its records in the order of their begin."""
 
+    version: int
     about: dict[str, Any]
-    live: list[int]
+    live: npt.NDArray[np.int64]
     records: Records
 
 
@@ -120,4 +122,4 @@ def read(memory: Any) -> Snapshot | None:
     whole = (ours == same).all(axis=1) & (numbers > 0) & (numbers == ours[:, END])
     whole &= numbers % room == np.arange(room)
     records = ours[whole]
-    return Snapshot(about, after[:live].tolist(), records[records[:, NUMBER].argsort()])
+    return Snapshot(version, about, after[:live], records[records[:, NUMBER].argsort()])

@@ -41,8 +41,7 @@ class Fan:
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.raises: dict[int, BaseException] = {}
         patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
-        for module in ("children.layer_calls", "telemetry.recorder"):
-            patch.setattr(f"kvobs.{module}.perf_counter_ns", lambda: self.now)
+        patch.setattr("kvobs.telemetry.recorder.perf_counter_ns", lambda: self.now)
         journal = Journal()
         self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
         connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]

@@ -346,7 +346,7 @@ def test_without_the_option_nothing_is_written_and_no_call_is_wrapped(
     for side in (rig.connector._side, rig.workers[0]._side):
         assert side.children[0].wait_for_save.__qualname__ == "Recorder.timed.<locals>.recorded"
     assert rig.workers[0]._side._flight is None
-    assert "words" not in rig.workers[0].wait_for_layer_load.__code__.co_varnames
+    assert "times" not in rig.workers[0].wait_for_layer_load.__code__.co_varnames
 
 
 @pytest.mark.parametrize("problem", ["no parent", "a file", "others' folder", "full disk"])

@@ -45,7 +45,7 @@ def test_the_last_records_are_there_in_their_order(room: int, records: list[tupl
     assert rows(memory) == numbered[-room:]
     snapshot = read(memory)
     assert snapshot is not None
-    assert (snapshot.about, snapshot.live) == (ABOUT, list(range(1, live + 1)))
+    assert (snapshot.about, snapshot.live.tolist()) == (ABOUT, list(range(1, live + 1)))
 
 
 @given(st.integers(2, 9), written, st.integers(0, RECORD.size))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import OPEN, UNREPORTED
-from kvobs.telemetry.flight import OWN, What, pack
+from kvobs.telemetry.flight import LAYER_HOOKS, OWN, What, pack
 from kvobs.telemetry.ring import Ring
 from tests.support.recordings import recorded
 
@@ -25,6 +26,16 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "x.ring").symlink_to("/etc/hostname")
     with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
         recordings.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "times"), [(2, struct.pack("<3q", 1500, 2500, 2000)), (3, struct.pack("<3d", 1.5e-6, 2.5e-6, 2e-6))]
+)
+def test_the_layer_hook_that_had_not_ended_is_there_in_each_format(version: int, times: bytes) -> None:
+    """Its child's last call began after the last end."""
+    process = recorded(layer_times=times, version=version)
+    (one,) = process.open
+    assert (process.track_name(one.track), one.start, one.end) == (f"two: {LAYER_HOOKS[0]}", EPOCH + 2500, None)
 
 
 LOAD, LOADED = pack(What.LOAD_BEGUN, 1, n=64), pack(What.LOAD_ENDED, 1)
