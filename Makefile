@@ -1,6 +1,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
+# Without kept bytecode each of the tests' processes compiles kvobs and all tests for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The Python that makes .venv: 3.11 or newer.
 PYTHON ?= python3

@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import sys
+from typing import TYPE_CHECKING
 
 # `make test &` in a script: a shell has such a command ignore Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,8 +23,10 @@ import pytest
 from hypothesis import settings
 
 from kvobs import faults, log
-from kvobs.testing import Script
-from kvobs.testing.scripted import SCRIPTS
+
+# With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
+if TYPE_CHECKING:
+    from kvobs.testing import Script
 
 # They assert for several tests.
 pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings", "tests.unit.state.ledger_model")
@@ -35,7 +39,8 @@ def _clean_slate() -> None:
     """Let each test get every notice, and write its own scripts."""
     log.forget()
     faults.take()
-    SCRIPTS.clear()
+    if scripted := sys.modules.get("kvobs.testing.scripted"):
+        scripted.SCRIPTS.clear()
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)
 
 
@@ -46,10 +51,14 @@ def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def a() -> Script:
+def a() -> "Script":
+    from kvobs.testing import Script
+
     return Script("a")
 
 
 @pytest.fixture
-def b() -> Script:
+def b() -> "Script":
+    from kvobs.testing import Script
+
     return Script("b")
