@@ -3,6 +3,7 @@
 Beside the child (or engine, or target) that a scene is about there is always a healthy one, which must stay quiet.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +13,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-import yaml
 
 from dashboards.alerts import ALERTS, CHILD, alerts, rule_groups
 from dashboards.fleet_alerts import FLEET
@@ -141,7 +141,8 @@ def test_a_scene_that_should_fire_and_does_not_is_found(tmp_path: Path) -> None:
 
 def test_without_any_kvobs_only_that_is_said(tmp_path: Path) -> None:
     other = {'up{job="node"}': UP}
-    passes([case(other, quietly(name, quiet_from(0))) for name in BY_NAME if name != "KvobsJobMissing"], tmp_path)
+    quiet = [one for name in BY_NAME if name != "KvobsJobMissing" for one in quietly(name, quiet_from(0))]
+    passes([case(other, quiet)], tmp_path)
     passes([case(other, [], {"20m": {"": 1}}, "KvobsJobMissing")], tmp_path)
 
 
@@ -258,18 +259,22 @@ def passes(tests: list[dict[str, Any]], folder: Path, name: str = "") -> None:
 
 
 def run(tests: list[dict[str, Any]], folder: Path, name: str = "") -> subprocess.CompletedProcess[str]:
-    """Run promtool with the alert of this name only, if there is one: it is quicker."""
+    """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
     recording, alerting = rule_groups()["groups"]
-    alerting["rules"] = [rule for rule in alerting["rules"] if name in ("", rule["alert"])]
-    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": [recording, alerting]}))
+    if name:
+        alerting["rules"] = [rule for rule in alerting["rules"] if rule["alert"] == name]
+        (alert,) = alerting["rules"]
+        recording["rules"] = [rule for rule in recording["rules"] if rule["record"] in alert["expr"]]
+    # JSON is YAML, and written in a tenth of the time.
+    (folder / "rules.json").write_text(json.dumps({"groups": [recording, alerting]}))
     content = {
-        "rule_files": ["rules.yml"],
+        "rule_files": ["rules.json"],
         "evaluation_interval": "1m",
         "group_eval_order": ["kvobs.recording", "kvobs.alerts"],  # else any: alerts would see this step, or the last
         "tests": tests,
     }
-    (folder / "tests.yml").write_text(yaml.safe_dump(content))
+    (folder / "tests.json").write_text(json.dumps(content))
     promtool = shutil.which("promtool")
     assert promtool, "promtool is missing: run `make promtool`"
-    command = [promtool, "test", "rules", str(folder / "tests.yml")]
+    command = [promtool, "test", "rules", str(folder / "tests.json")]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
