@@ -44,6 +44,15 @@ def _clean_slate() -> None:
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Side by side, the threads that share a copy wait for each other longer than the copy takes."""
+    if worker:
+        import torch
+
+        torch.set_num_threads(1)
+
+
 @pytest.fixture
 def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contain kvobs's own faults; under pytest they are raised on."""

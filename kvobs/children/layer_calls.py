@@ -116,7 +116,7 @@ class LayerCalls:
 
     def spent_in_step(self) -> dict[int, int]:
         """Return each child's time in the running step, in ns."""
-        sums = np.diff(self._rows(self._first)).sum(axis=0).tolist()
+        sums = _spent(self._rows(self._first))
         return {child.index: spent for child, spent in zip(self.children, sums, strict=True)}
 
     @property
@@ -139,7 +139,7 @@ class LayerCalls:
 
     def _note_in(self, flight: Flight, rows: Durations) -> None:
         """Write one flight record for the step's calls into each child."""
-        starts, ends, took = rows[0].tolist(), rows[-1].tolist(), (rows[:, 1:] - rows[:, :-1]).sum(axis=0).tolist()
+        starts, ends, took = rows[0].tolist(), rows[-1].tolist(), _spent(rows)
         for i, child in enumerate(self.children):
             flight.layers(child.index, self.hook, start=starts[i], end=ends[i + 1], calls=len(rows), took=took[i])
 
@@ -196,6 +196,12 @@ class LayerCalls:
         took = int(starts[-1] + spent[-1] - starts[0])
         start = int(starts[0]) + WALL_OFFSET
         return CallEvent(child.index, self.hook, start, took, is_slow=False, subject=subject, more=more, is_many=True)
+
+
+def _spent(rows: Durations) -> list[int]:
+    """Return the sum of each child's times."""
+    spent: list[int] = (rows[:, 1:] - rows[:, :-1]).sum(axis=0).tolist()
+    return spent
 
 
 def _ns(seconds: npt.NDArray[np.float64]) -> Durations:

@@ -1,33 +1,22 @@
-"""Run the example of ``docs/testing.md``, and a load on two ranks, with the vLLM on the path; print the result as JSON.
+"""Run the example of ``docs/testing.md``, and a load on two ranks, with the vLLM on the path."""
 
-::
-
-    PYTHONPATH=<folder of a version>:. python -m tests.contract.example
-"""
-
-import json
-import tempfile
 from pathlib import Path
+from typing import Any
 
+from kvobs.testing import Rig, Script
 from tests.support.example import TESTS, imported
 
-from .probe import only_json_on_stdout
 
-
-def main() -> None:
-    with only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-example-") as scratch:
-        import vllm
-
-        with imported(Path(scratch)) as example:
-            for name in TESTS:
-                getattr(example, name)()
-        json.dump({"vllm": vllm.__version__, "passed": TESTS, "statuses": statuses()}, out)
+def run(scratch: Path) -> dict[str, Any]:
+    """Return which tests of the example passed, and the states of the load's request."""
+    with imported(scratch) as example:
+        for name in TESTS:
+            getattr(example, name)()
+    return {"passed": TESTS, "statuses": statuses()}
 
 
 def statuses() -> list[str]:
     """Return the states of a request whose load ends on one rank, then on the other, and is then saved by both."""
-    from kvobs.testing import Rig, Script
-
     script = Script("a", offers={"r": (32, True)}, promises={"r"})
     rig = Rig("kvobs", script, ranks=2)
     rig.add("r")
@@ -42,7 +31,3 @@ def statuses() -> list[str]:
     rig.run(2)
     assert rig.held_blocks == 0
     return [*seen, rig.status("r")]
-
-
-if __name__ == "__main__":
-    main()

@@ -30,16 +30,18 @@ def main() -> None:
 
 
 def today(scratch: Path) -> dict[str, Any]:
-    """Report the host's hooks, and how two kinds of children do under kvobs in both roles."""
+    """Report the host's hooks and its classes' surface, and how children do under kvobs in both roles."""
     import vllm
 
-    from . import drive, members
+    from . import drive, example, members, surface
 
     return {
         "vllm": vllm.__version__,
         "hooks": members.hooks(),
         "recording": attempt(lambda: drive.drive(drive.Pair(scratch, drive.recording_children()))),
         "example": attempt(lambda: drive.drive(drive.Pair(scratch, drive.example_children(scratch), hma=False))),
+        "surface": attempt(lambda: surface.compared(scratch)),
+        "testing": attempt(lambda: example.run(scratch)),
     }
 
 

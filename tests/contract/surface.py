@@ -1,22 +1,14 @@
-"""Print, as one JSON object, where kvobs's public surface is not that of the vLLM on the path.
-
-Runs in a process of its own, because a process imports one vLLM only::
-
-    PYTHONPATH=<folder of a version>:. python -m tests.contract.surface
-"""
+"""Compare kvobs's public surface with that of the vLLM on the path: members, and answers to the same questions."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import vllm
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -30,7 +22,6 @@ from kvobs.routing import metadata
 from kvobs.stats import stats
 
 from . import drive, members, surface_children
-from .probe import only_json_on_stdout
 
 OURS = {
     "MultiConnector": kvobs.MultiConnector,
@@ -45,27 +36,23 @@ Answers = dict[str, Any]
 Sizes = tuple[int, int, int, int, int, bool]
 
 
-def main() -> None:
-    with only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-surface-") as scratch:
-        base = drive.Pair(Path(scratch), drive.recording_children()).config
-        json.dump(
-            {
-                "vllm": vllm.__version__,
-                "not subclasses": [name for name, ours in OURS.items() if not issubclass(ours, getattr(stock, name))],
-                "members": {
-                    "MultiConnector": _compared(stock.MultiConnector, kvobs.MultiConnector),
-                    "MultiKVConnectorPromMetrics": _compared(
-                        stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics
-                    ),
-                    "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregation.KVOutputAggregator),
-                    "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
-                },
-                "children": _report(_children(base)),
-                "topology": _report(_topologies()),
-                "aggregator": aggregation.obstacle(),
-            },
-            out,
-        )
+def compared(scratch: Path) -> dict[str, Any]:
+    """Return where kvobs's public surface is not that of the vLLM on the path."""
+    base = drive.Pair(scratch, drive.recording_children()).config
+    return {
+        "not subclasses": [name for name, ours in OURS.items() if not issubclass(ours, getattr(stock, name))],
+        "members": {
+            "MultiConnector": _compared(stock.MultiConnector, kvobs.MultiConnector),
+            "MultiKVConnectorPromMetrics": _compared(
+                stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics
+            ),
+            "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregation.KVOutputAggregator),
+            "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
+        },
+        "children": _report(_children(base)),
+        "topology": _report(_topologies()),
+        "aggregator": aggregation.obstacle(),
+    }
 
 
 def _compared(theirs: type, ours: type) -> dict[str, list[str]]:
@@ -238,7 +225,3 @@ def _of_topology(cls: Any, rank: int, sizes: Sizes) -> Answers:
         if hasattr(utils.TransferTopology, name):
             calls[name] = lambda name=name: getattr(made, name)(remote_tp, remote_dcp)  # type: ignore[misc]
     return {what: _answer(call) for what, call in calls.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""Every vLLM version in the contract: its hooks are known, and kvobs's MultiConnector builds and routes in both roles.
+"""Every vLLM version in the contract: its hooks are known, kvobs's MultiConnector builds and routes in both roles, its
+public surface is that of vLLM's own classes, and ``kvobs.testing`` runs.
 
 Each version is probed once, in a process of its own (see ``probe``); the tests read what it reported.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvobs.hooks import HOOKS, INHERITED, Side
+from tests.support.example import TESTS
 
 from . import hosts
 
@@ -34,14 +36,22 @@ NOT_ON_CALL = {
 }
 """Hooks whose call on the wrapper does not become the same call on the children, and why."""
 
+MORE = {
+    "MultiConnector": {"aggregation"},  # what kvobs's aggregator asks of the connector
+    "KVOutputAggregator": {"ft_defer_kv_connector_outputs"},  # vLLM's since 0.33
+    "TransferTopology": {"dcp_size", "dcp_rank", "dcp_source_ranks", "dcp_consumer_count"}  # vLLM's since 0.32
+    | {"cross_layers_blocks", "virtually_split_kv_in_blocks"},  # vLLM's until 0.30
+}
+"""What kvobs's classes have and some version's have not."""
+
 Report = dict[str, Any]
 
 
-def probe(version: str, *arguments: str, module: str = "probe") -> Report:
-    """Run the probe, or another module beside it, under ``version``, fetching it first where it is not there."""
+def probe(version: str, *arguments: str) -> Report:
+    """Run the probe under ``version``, fetching it first where it is not there."""
     folder = hosts.prepare([version])[version]
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.contract.{module}", *arguments],
+        [sys.executable, "-m", "tests.contract.probe", *arguments],
         cwd=REPOSITORY,
         env=hosts.environment(folder, REPOSITORY),
         capture_output=True,
@@ -73,8 +83,19 @@ def report(request: pytest.FixtureRequest, probes: dict[str, Future[Report]]) ->
 @pytest.fixture
 def routed(report: Report) -> Report:
     """What became of a pair of recording children: the first loads, the second saves."""
-    assert "error" not in report["recording"], report["recording"]["error"]
-    found: Report = report["recording"]
+    return part(report, "recording")
+
+
+@pytest.fixture
+def surface(report: Report) -> Report:
+    """Where kvobs's classes differ from those of this version."""
+    return part(report, "surface")
+
+
+def part(report: Report, name: str) -> Report:
+    """Return a part of a report; a part that raised is a failure."""
+    found: Report = report[name]
+    assert "error" not in found, found["error"]
     return found
 
 
@@ -197,12 +218,41 @@ def test_the_class_answers_for_its_children(report: Report, routed: Report) -> N
 
 
 def test_two_example_connectors_build_and_run_in_both_roles(report: Report) -> None:
-    assert "error" not in report["example"], report["example"]["error"]
-    answers = {call["hook"]: call["answer"] for call in report["example"]["calls"]}
+    answers = {call["hook"]: call["answer"] for call in part(report, "example")["calls"]}
     assert answers["get_num_new_matched_tokens"] == [0, False]
     assert answers["request_finished_all_groups"] == [False, None]
     assert answers["build_connector_meta"] == "MultiKVConnectorMetadata"
     assert answers["reset_cache"] is True
+
+
+def test_every_class_is_a_subclass_of_vllms(surface: Report) -> None:
+    assert surface["not subclasses"] == []
+
+
+def test_the_classes_have_the_same_public_members(surface: Report) -> None:
+    for name, found in surface["members"].items():
+        assert found["missing"] == [], name
+        assert set(found["more"]) <= MORE.get(name, set()), name
+
+
+def test_children_of_every_kind_give_the_same_answers_through_both_routers(surface: Report) -> None:
+    assert surface["children"]["compared"] > 1000
+    assert surface["children"]["differ"] == []
+
+
+def test_topologies_give_the_same_answers(surface: Report) -> None:
+    assert surface["topology"]["compared"] > 5000
+    assert surface["topology"]["differ"] == []
+
+
+def test_vllms_aggregator_has_nothing_that_kvobss_would_inherit(surface: Report) -> None:
+    assert surface["aggregator"] is None
+
+
+def test_the_testing_pages_example_and_a_load_on_two_ranks_run(report: Report) -> None:
+    waits = "WAITING_FOR_REMOTE_KVS"
+    statuses = [waits, waits, "FINISHED_LENGTH_CAPPED", "gone"]
+    assert part(report, "testing") == {"passed": TESTS, "statuses": statuses}
 
 
 class TestAHookOfTomorrow:

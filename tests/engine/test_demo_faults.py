@@ -18,6 +18,7 @@ from kvobs.demo.faulty_connector import SLOW_RANK, SLOW_S
 from kvobs.demo.run import Demo
 from kvobs.demo.scenarios import FAULTS
 from kvobs.demo.server import Server
+from tests.engine.forked_server import ForkedServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -67,6 +68,7 @@ def run(fault: str) -> tuple[dict[str, report.ConnectorTotals], Seen]:
 @pytest.fixture(autouse=True)
 def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
+    monkeypatch.setattr("kvobs.demo.run.Server", ForkedServer)
 
 
 def test_a_slow_child_is_named() -> None:

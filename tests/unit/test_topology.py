@@ -388,7 +388,7 @@ def test_vllm_refuses_the_same_sizes() -> None:
 
 
 def test_the_class_of_newer_vllms_refuses_itself_as_remote_and_forgets_engines() -> None:
-    """Its answers are compared with vLLM's under every version: tests/contract/test_surface.py."""
+    """Its answers are compared with vLLM's under every version: tests/contract/test_hosts.py."""
     made = ours.TransferTopology(1, 4, 16, "decode", False, False, 8, [])
     assert made.handshake_target_ranks(2) == [0]
     info = EngineTransferInfo(
