@@ -162,6 +162,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="With the option isolate, a connector in quarantine does not see new requests, and no longer sees "
         "those it knew as scheduled.",
         why="It would end or delay the engine, or save under block tables that a failed call left incomplete.",
-        test="tests/unit/routing/test_isolation.py::test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more",
+        test="tests/unit/routing/test_isolation_requests.py::test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more",
     ),
 )

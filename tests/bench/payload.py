@@ -23,8 +23,8 @@ from kvobs.testing import Script
 from tests.bench.calls import CHILDREN
 from tests.bench.report import Budget, Line, Part
 from tests.bench.yardstick import slowness
+from tests.support.front import Front
 from tests.support.rig import child_config
-from tests.unit.exporting.test_prometheus import Front
 
 RANKS = 8
 ROUNDS = 200

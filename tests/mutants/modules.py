@@ -33,11 +33,14 @@ WIDE = (
     "tests/unit/exporting",
     "tests/unit/exporter/test_totals.py",
     "tests/unit/test_aggregation.py",
+    "tests/unit/test_aggregation_installed.py",
     "tests/unit/test_connector.py",
     "tests/unit/test_faults.py",
     "tests/unit/test_observed.py",
+    "tests/unit/test_observed_loads.py",
     "tests/unit/test_signals.py",
     "tests/unit/test_traced.py",
+    "tests/unit/test_traced_calls.py",
 )
 """The tests that a fault must survive: unit tests of what the core does. With more tests it could only be found."""
 

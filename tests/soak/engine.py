@@ -17,9 +17,9 @@ from kvobs.testing import Rig
 from tests.soak.children import LEDGERS
 from tests.soak.ledger import STUCK_AFTER, Ledger, Series
 from tests.soak.plans import Orders, draw, never, silent
+from tests.support.front import Front
+from tests.support.observed import BYTES_PER_TOKEN
 from tests.support.rig import assert_nothing_is_left
-from tests.unit.exporting.test_prometheus import Front
-from tests.unit.test_observed import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     import pytest

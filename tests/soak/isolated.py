@@ -18,8 +18,8 @@ import pytest
 from kvobs.testing import BLOCK, Script
 from tests.soak import memory
 from tests.soak.report import Result
+from tests.support.best_effort import KV, OF_SCHEDULER, OF_WORKER, SYNC, Isolating
 from tests.support.rig import assert_nothing_is_left
-from tests.unit.routing.test_isolation import KV, OF_SCHEDULER, OF_WORKER, SYNC, Engine
 
 AT_ONCE = 40
 """Requests of one storm; after it the engine goes idle."""
@@ -37,7 +37,7 @@ class Storm:
         for child in self.children:
             child.calls = deque(maxlen=0)  # type: ignore[assignment]
         options = {"other_class": "BestEffortConnector", "isolate": ["best", "other"], "lag": lag}
-        self.engine = Engine(patch, *self.children, **options)  # type: ignore[arg-type]
+        self.engine = Isolating(patch, *self.children, **options)  # type: ignore[arg-type]
         self.faults: Counter[str] = Counter()
         self.added = 0
         self.ends: Counter[str] = Counter()  # of this storm's requests

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
@@ -181,3 +182,26 @@ class Events:
 
     def clear_events(self) -> None:
         self.events = []
+
+
+class LayerwiseConnector(ScriptedConnector):
+    """Has hooks of each layer, and so on: what scripted ones have not."""
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("layerwise"))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return self._kv_transfer_config.is_kv_consumer
+
+    def get_handshake_metadata(self) -> None:
+        self._note("get_handshake_metadata")
+
+
+class BrokenConnector(KVConnectorBase_V1):
+    """Can't say whether it needs piecewise graphs."""
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        raise LookupError("no such thing")

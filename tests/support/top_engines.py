@@ -21,7 +21,7 @@ from kvobs.stats.hello import Connector, Engine
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.taken import Taken
 from kvobs.testing import engine_config, transfer_config
-from tests.unit.exporting.test_prometheus import Front, metered, own
+from tests.support.front import Front, metered, own
 
 
 class Engines:

@@ -9,104 +9,28 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from vllm.distributed.kv_events import KVConnectorKVEvents, KVEventAggregator
-from vllm.distributed.kv_transfer.kv_connector import utils as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.executor import abstract as executors
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
-from kvobs import aggregation, faults, host
+from kvobs import aggregation, faults
 from kvobs.aggregation import (
-    Aggregation,
     KVOutputAggregator,
-    install,
-    obstacle,
 )
 from kvobs.state import rank_tally
 from kvobs.state.transfers import Stuck
-from tests.unit.routing.test_stock_faults import wrong_in_stock
-from tests.unit.state.test_rank_tally import RANKS, REQUESTS, Noted
-
-STUCK_AFTER = 10
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Counts(KVConnectorStats):
-    """Stats that extend lists, as NIXL's."""
-
-    def aggregate(self, other: KVConnectorStats) -> Counts:
-        self.data["n"] += other.data["n"]
-        return self
-
-
-class OtherCounts(KVConnectorStats):
-    """Stats of another type."""
-
-
-class Meta(KVConnectorWorkerMetadata):
-    """Worker metadata: who contributed."""
-
-    def __init__(self, *ranks: int) -> None:
-        self.ranks = ranks
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Meta:
-        return Meta(*self.ranks, *other.ranks)
-
-
-class Events(KVConnectorKVEvents):
-    """Events, held as LMCache's connector holds them."""
-
-    def __init__(self, *events: str) -> None:
-        self.of_all = KVEventAggregator(1)
-        self.of_all.add_events(list(events))
-
-    def add_events(self, events: list[Any]) -> None:
-        self.of_all.add_events(events)
-
-    def aggregate(self) -> Events:
-        return self
-
-    def increment_workers(self, count: int = 1) -> None:
-        self.of_all.increment_workers(count)
-
-    def get_all_events(self) -> list[Any]:
-        return self.of_all.get_all_events()
-
-    def get_number_of_workers(self) -> int:
-        return self.of_all.get_number_of_workers()
-
-    def clear_events(self) -> None:
-        self.of_all.clear_events()
-
-
-def said(**fields: Any) -> ModelRunnerOutput:
-    """Return a worker's output."""
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**fields))
-
-
-def silent() -> ModelRunnerOutput:
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={})
-
-
-def result(aggregator: Any, *outputs: ModelRunnerOutput | None, rank: int = 0) -> KVConnectorOutput:
-    """Return what the scheduler gets."""
-    output = aggregator.aggregate(list(outputs), rank)
-    assert output is outputs[rank]
-    assert output is not None
-    return output.kv_connector_output
-
-
-def build(router: str, expected: int) -> Any:
-    return {"kvobs": KVOutputAggregator, "stock": stock.KVOutputAggregator}[router](expected)
+from tests.support.stock import wrong_in_stock
+from tests.support.tally_model import RANKS, REQUESTS, Noted
+from tests.support.worker_outputs import (
+    STUCK_AFTER,
+    Clock,
+    Counts,
+    Events,
+    Meta,
+    OtherCounts,
+    build,
+    result,
+    said,
+    silent,
+)
 
 
 def memory_of(aggregator: Any) -> int:
@@ -435,135 +359,10 @@ def test_a_callback_that_raises_is_contained() -> None:
     assert faults.take() == {"record": 1}
 
 
-# In vLLM
-
-
 @pytest.mark.parametrize("expected", [0, -1, 1.5, None])
 def test_an_expected_number_that_is_none_is_refused(expected: Any) -> None:
     with pytest.raises(ValueError, match=r"expected_finished_count is .*, must be"):
         KVOutputAggregator(expected)
-
-
-class Executor:
-    """As much of vLLM's executor as it takes to make an aggregator."""
-
-    parallel_config = SimpleNamespace(world_size=4)
-    kv_output_aggregator: Any = None
-
-    def aggregator_for(self, connector: Any) -> Any:
-        executors.Executor.init_kv_output_aggregator(self, connector)
-        return self.kv_output_aggregator
-
-
-def connector(**attributes: Any) -> Any:
-    return SimpleNamespace(get_finished_count=lambda: None, **attributes)
-
-
-@pytest.fixture
-def _vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put vLLM's class back after the test."""
-    monkeypatch.setattr(executors, "KVOutputAggregator", stock.KVOutputAggregator)
-
-
-def ignore(_: Stuck) -> None:
-    pass
-
-
-ASKS = connector(aggregation=Aggregation(stuck_after_s=5, on_stuck=ignore))
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
-    for _ in range(2):
-        install()
-    ours = Executor().aggregator_for(ASKS)
-    assert type(ours) is KVOutputAggregator
-    assert (ours._expected_finished_count, ours._stuck_after_s, ours._on_stuck) == (4, 5, ignore)
-    for other in (connector(), connector(aggregation=None)):
-        theirs = Executor().aggregator_for(other)
-        assert type(theirs) is stock.KVOutputAggregator
-        assert theirs._expected_finished_count == 4
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_connectors_own_number_of_reports_is_taken() -> None:
-    install()
-    asks = SimpleNamespace(get_finished_count=lambda: 2, aggregation=ASKS.aggregation)
-    assert Executor().aggregator_for(asks)._expected_finished_count == 2
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_vllm_whose_workers_say_more_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert host.unknown_output_fields() == []
-    newer = {*host.output_fields(), "lost_blocks"}
-    monkeypatch.setattr(host, "output_fields", lambda: newer)
-    assert host.unknown_output_fields() == ["lost_blocks"]
-    for _ in range(2):
-        install()
-    assert type(Executor().aggregator_for(ASKS)) is stock.KVOutputAggregator
-    assert type(KVOutputAggregator.from_connector(ASKS, 4)) is stock.KVOutputAggregator
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "lost_blocks" in line
-
-
-def tomorrows_method(self: Any) -> int:
-    """As a newer vLLM's aggregator could have it: it reads the class's own books."""
-    return len(self._recv_remaining_count)
-
-
-def tomorrows_aggregate(self: Any, outputs: Any, output_rank: int = 0, *, deadline: float | None = None) -> None:
-    """As a newer vLLM's executors could call it."""
-
-
-@pytest.mark.usefixtures("_vllms_own")
-@pytest.mark.parametrize(
-    ("name", "member", "said_so"),
-    [
-        ("pending", tomorrows_method, "it has members that kvobs does not know: pending"),
-        ("is_idle", property(tomorrows_method), "it has members that kvobs does not know: is_idle"),
-        ("quorum", 3, "it has members that kvobs does not know: quorum"),
-        ("aggregate", tomorrows_aggregate, "its methods have parameters that kvobs does not know: aggregate(deadline)"),
-    ],
-)
-def test_a_vllm_whose_aggregator_can_do_more_keeps_its_own(
-    name: str, member: Any, said_so: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert obstacle() is None
-    monkeypatch.setattr(stock.KVOutputAggregator, name, member, raising=False)
-    for _ in range(2):
-        install()
-    assert executors.KVOutputAggregator is stock.KVOutputAggregator
-    assert type(KVOutputAggregator.from_connector(ASKS, 4)) is stock.KVOutputAggregator
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"kvobs's aggregator is not used, vLLM's KVOutputAggregator is: {said_so}"
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stock.KVOutputAggregator.__init__
-
-    def more(self: Any, expected_finished_count: int) -> None:
-        real(self, expected_finished_count)
-        self.history = []
-
-    monkeypatch.setattr(stock.KVOutputAggregator, "__init__", more)
-    assert host.unknown_aggregator_members(stock.KVOutputAggregator) == ["history"]
-    assert host.unknown_aggregator_parameters(stock.KVOutputAggregator, KVOutputAggregator) == []
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_somebody_elses_aggregator_stays_in_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Theirs(stock.KVOutputAggregator):
-        """Of another plugin."""
-
-    monkeypatch.setattr(executors, "KVOutputAggregator", Theirs)
-    install()
-    assert executors.KVOutputAggregator is Theirs
-    assert "has another one, tests.unit.test_aggregation" in caplog.text
 
 
 @pytest.mark.parametrize("router", ["kvobs", "stock"])
@@ -573,16 +372,6 @@ def test_what_is_missing_can_be_looked_up_inside(router: str) -> None:
     assert dict(aggregator._send_remaining_count) == {"s": 2}
     assert dict(aggregator._recv_remaining_count) == {"r": 1}
     assert len(aggregator._send_remaining_count) == 1
-
-
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_vllm_that_looks_elsewhere_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(executors, "KVOutputAggregator")
-    install()
-    assert not hasattr(executors, "KVOutputAggregator")
-    assert len(caplog.records) == 1
 
 
 def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

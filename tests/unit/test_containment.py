@@ -24,8 +24,8 @@ from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.engine import seams
 from tests.engine.sabotage import Breaker, Writes, jumping, replace_clock
-from tests.unit.test_observed import NAMES
-from tests.unit.test_traced import SAMPLED, Traced
+from tests.support.observed import NAMES
+from tests.support.traced import SAMPLED, Traced
 
 pytestmark = pytest.mark.usefixtures("in_production")
 

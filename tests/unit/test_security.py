@@ -32,9 +32,9 @@ from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.trace_context import MalformedContextError, as_otel, into_params, of_headers, of_params, parse
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import SAMPLED, no_otel_variables, record
+from tests.support.front import Front
 from tests.support.rig import child_config
 from tests.support.scripted import MeteredConnector, Stats
-from tests.unit.exporting.test_prometheus import Front
 
 PACKAGE = Path(kvobs.__file__).parent
 SECRET = "s3cr3t-" + "0123456789" * 3

@@ -14,6 +14,7 @@ from hypothesis import given
 from kvobs import signals, spans
 from kvobs.spans import ATTRIBUTES, SPANS, Reason, Record, Span
 from tests.support.contexts import SAMPLED, json_values, record
+from tests.support.span_records import records
 
 # --- the table
 
@@ -53,23 +54,6 @@ def test_what_is_slow_or_failed_is_urgent_also_after_the_wire(reason: Reason) ->
 
 
 # --- over the wire
-
-ids = st.integers(1, 2**64 - 1).map(lambda n: f"{n:016x}")
-times = st.integers(0, 2**63 - 1)
-values = st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
-records: st.SearchStrategy[Record] = st.builds(
-    Record,
-    name=st.sampled_from(sorted(SPANS)),
-    trace_id=st.integers(1, 2**128 - 1).map(lambda n: f"{n:032x}"),
-    span_id=ids,
-    parent_id=st.just("") | ids,
-    start_ns=times,
-    end_ns=times,
-    reason=st.sampled_from(list(Reason)),
-    attributes=st.dictionaries(st.sampled_from(sorted(ATTRIBUTES)), values),
-    observed_ns=times,
-    links=st.lists(st.just(SAMPLED.traceparent), max_size=3).map(tuple),
-)
 
 
 @given(records)

@@ -19,8 +19,8 @@ from kvobs.signals import LOAD_DURATION, Kind, place, slot
 from kvobs.stats.payload import KvobsStats
 from kvobs.telemetry.taken import Taken
 from tests.support.contexts import record
+from tests.support.front import Front, metered
 from tests.support.payloads import CONNECTORS, engine, numbers
-from tests.unit.exporting.test_prometheus import Front, metered
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

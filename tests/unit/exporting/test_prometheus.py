@@ -13,7 +13,6 @@ import vllm
 from hypothesis import given
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.utils import floatToGoString
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics import ray_wrappers
@@ -26,38 +25,8 @@ from kvobs.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, TA
 from kvobs.stats.payload import KvobsStats
 from kvobs.stats.wire import VERSION
 from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.taken import Taken
-from kvobs.testing import Script, engine_config, transfer_config
-from tests.support.rig import child_config
-
-LABELS = {"model_name": "tiny", "engine": "0"}
-
-
-class Front:
-    """The API server's side: kvobs's metrics in a registry of its own."""
-
-    def __init__(self, *connectors: dict[str, Any], engines: int = 1, types: Any = None, **kvobs: Any) -> None:
-        self.registry = CollectorRegistry()
-        config = engine_config(transfer_config("kvobs", list(connectors), kvobs))
-        cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        chosen: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
-        values: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(engines)}
-        self.metrics: MultiKVConnectorPromMetrics = cls.build_prom_metrics(config, chosen, list(LABELS), values)
-
-    def value(self, name: str, connector: str | None, **labels: str) -> float | None:
-        of_child = {} if connector is None else {"connector": connector}
-        return self.registry.get_sample_value(name, {**LABELS, **of_child, **labels})
-
-
-def metered(tag: str, cls: str = "MeteredConnector", **more: Any) -> dict[str, Any]:
-    return child_config(Script(tag), cls, **more)
-
-
-def own(
-    counts: dict[int, int], children: dict[str, str], gauges: dict[int, int] | None = None, opened: Any = None
-) -> dict[str, Any]:
-    return KvobsStats.of(children, Taken(counts, opened or [], gauges or {})).data
-
+from kvobs.testing import engine_config, transfer_config
+from tests.support.front import LABELS, Front, metered, own
 
 HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
 ONE = {"one": "m:C"}

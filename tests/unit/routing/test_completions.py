@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvobs.routing.completions import Completions
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config
-from tests.unit.routing.test_scheduler import Life, actions
+from tests.support.scheduler_life import Life, actions
 
 KINDS = ("ScriptedConnector", "UnwatchingConnector")
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
 from tests.support.rig import assert_nothing_is_left, child_config, counted
-from tests.unit.routing.test_stock_faults import wrong_in_stock
+from tests.support.stock import wrong_in_stock
 
 KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)

@@ -17,8 +17,8 @@ from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
 from kvobs.telemetry.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.observed import KV, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left
-from tests.unit.test_observed import KV, SYNC, Engine
 
 MS = 1_000_000
 STEP_S, TOKEN_S = 5e-3, 1e-4
@@ -171,7 +171,7 @@ def test_an_engine_computes_what_it_would_load_more_slowly(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Asked always, discarded where it does not pay: every connector gets the blocks, with 0 tokens."""
-    engine = Engine(monkeypatch, a, b, ranks=1, load_policy="fastest")
+    engine = Observed(monkeypatch, a, b, ranks=1, load_policy="fastest")
     engine.token_s = 0.005
     for i in range(40):
         engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)

@@ -16,15 +16,10 @@ from kvobs.children.configured import read_specs
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
 from tests.support.rig import Blocks, assert_nothing_is_left, child_config, counted
 from tests.support.scripted import Events, Handshake, Stats
+from tests.support.stock import wrong_in_stock
 
 KV = (2 * BLOCK, True)  # an offer of two blocks, loaded in the background
 SYNC = (2 * BLOCK, False)
-
-
-def wrong_in_stock(raises: type[Exception], reason: str) -> pytest.MarkDecorator:
-    """Run for kvobs and for stock, where the test must fail in this way."""
-    stock = pytest.param("stock", marks=pytest.mark.xfail(raises=raises, reason=reason, strict=True))
-    return pytest.mark.parametrize("router", ["kvobs", stock])
 
 
 def build_prom(router: str, registry: CollectorRegistry, *connectors: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.taken import Taken, nothing
 from kvobs.testing import transfer_config
 from tests.support.contexts import near_misses, no_otel_variables, record
-from tests.unit.exporting.test_prometheus import Front, metered
+from tests.support.front import Front, metered
 
 HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
 CHILDREN = {"one": "tests.support.scripted:MeteredConnector", "two": "tests.support.scripted:MeteredConnector"}

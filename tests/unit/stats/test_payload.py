@@ -21,7 +21,7 @@ from kvobs.stats.wire import VERSION
 from kvobs.telemetry.journal import Group
 from kvobs.telemetry.taken import Taken, nothing
 from tests.support.contexts import json_values, record
-from tests.unit.test_spans import records
+from tests.support.span_records import records
 
 CHILDREN = {"a": "m:C", "b": "m:C"}
 counts = st.dictionaries(st.integers(0, PROCESS_WIDTH + 2 * CHILD_WIDTH - 1), st.integers(1, 10**15), max_size=8)

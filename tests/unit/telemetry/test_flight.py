@@ -16,6 +16,7 @@ from kvobs.options import TimelineOptions
 from kvobs.telemetry import flight, ring_files
 from kvobs.telemetry.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
+from tests.support.recording_rigs import by_name, recording_rig, served
 from tests.support.rig import child_config
 
 SECRET = "s3cr3t-" + "0123456789" * 3
@@ -31,35 +32,8 @@ def scripts(a: Script, b: Script) -> tuple[Script, Script]:
     return a, b
 
 
-def recording_rig(folder: Path, *scripts: Script, options: dict[str, Any] | None = None, **more: Any) -> Rig:
-    timeline = {"dir": str(folder), "mib": 1}
-    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline, **(options or {})}
-    return Rig("kvobs", *scripts, **more)
-
-
-def by_name(folder: Path) -> dict[str, Process]:
-    return {process.name: process for process in recordings.load(folder)}
-
-
 def called(process: Process, child: int) -> list[str]:
     return [one.name for one in process.slices if one.track == child + 1]
-
-
-def served(folder: Path, a: Script, b: Script) -> Rig:
-    """An async load by one, a save by the other, a sync load, on two ranks."""
-    rig = recording_rig(folder, a, b, ranks=2)
-    a.offers |= {"load": (2 * BLOCK, True), "sync": (BLOCK, False), "bad": (BLOCK, True)}
-    b.promises.add("save")
-    for name in ("load", "save", "sync", "bad"):
-        rig.add(name)
-    rig.run(2)
-    a.say(0, received="load", failed="bad")
-    a.say(1, received="load bad")
-    rig.run(2)
-    for rank in range(2):
-        b.say(rank, saved="save")
-    rig.run(4)
-    return rig
 
 
 @pytest.mark.parametrize("what", What)

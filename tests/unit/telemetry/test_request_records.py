@@ -14,7 +14,7 @@ from kvobs.state.compute_cost import ComputeCost
 from kvobs.telemetry.flight import OWN, What
 from kvobs.telemetry.request_records import ASYNC, CHOSEN, CROWDED, UNANSWERED, RequestRecords
 from kvobs.testing import BLOCK, Rig, Script
-from tests.unit.telemetry.test_flight import by_name, recording_rig
+from tests.support.recording_rigs import Known, by_name, recording_rig
 
 PROMPT = 4 * BLOCK + 1
 
@@ -135,16 +135,6 @@ def test_what_a_request_waited_is_recorded_for_both_kinds_of_loads(folder: Path,
     rig.run(4)
     assert sorted((one.child, one.n) for one in found(folder, What.WAITED)) == [(0, BLOCK), (0, 2 * BLOCK)]
     assert all(one.spent > 0 for one in found(folder, What.WAITED) if one.n == BLOCK)
-
-
-class Known(ComputeCost):
-    """Computing takes 1 ms a token and 1 us a token before it."""
-
-    def __init__(self) -> None:
-        super().__init__(2048)
-
-    def predict(self, tokens: int, context: int = 0) -> float | None:
-        return tokens * 1e-3 + context * 1e-6
 
 
 def test_what_computing_takes_is_that_of_the_tokens_which_are_left(folder: Path, a: Script, b: Script) -> None:

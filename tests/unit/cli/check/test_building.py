@@ -10,7 +10,7 @@ from hypothesis import given
 
 from kvobs.cli.check import building
 from kvobs.config import PATH
-from tests.unit.cli.check.test_check import config_of, start
+from tests.support.configurations import config_of, start
 
 GIB = 1 << 30
 TIERING = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": GIB}

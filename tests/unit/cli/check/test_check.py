@@ -2,117 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
-from rich.console import Console
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.v1.engine.output_processor import OutputProcessor
 
 import kvobs
 from kvobs.children import known
 from kvobs.cli.check import port
-from kvobs.cli.check.check import Checked, Flags, check
-from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
+from kvobs.cli.check.check import Flags, check
 from kvobs.cli.check.rewrite import Router
-from kvobs.config import PATH, ConfigError, read
+from kvobs.config import PATH
 from kvobs.connector import get_kv_connector_cache_layout
-from kvobs.findings import Finding
 from kvobs.host import RUST_FRONTEND
-from kvobs.options import Options
 from kvobs.plugin import VARIABLE
-from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config
+from kvobs.testing import engine_config
 from kvobs.topology import Engine
+from tests.support.configurations import TWO, config_of, layerwise, scripted, start, starts
 from tests.support.contexts import no_otel_variables
-from tests.support.rig import child_config
-
-TWO = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("DecodeBenchConnector", "ExampleConnector")]
-NOT_A_CLASS = len
-
-
-class LayerwiseConnector(ScriptedConnector):
-    """Has hooks of each layer, and so on: what scripted ones have not."""
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("layerwise"))
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return self._kv_transfer_config.is_kv_consumer
-
-    def get_handshake_metadata(self) -> None:
-        self._note("get_handshake_metadata")
-
-
-class BrokenConnector(KVConnectorBase_V1):
-    """Can't say whether it needs piecewise graphs."""
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        raise LookupError("no such thing")
-
-
-def config_of(connectors: Any = TWO, kvobs: Any = None, **more: Any) -> dict[str, Any]:
-    extra = {"connectors": connectors} | ({} if kvobs is None else {"kvobs": kvobs})
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "kvobs",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-        **more,
-    }
-
-
-def start(config: Mapping[str, Any]) -> list[Any]:
-    """Build what vLLM builds of a configuration, in its order; return both sides."""
-    transfer = KVTransferConfig(**copy.deepcopy(dict(config)))
-    cls = KVConnectorFactory.get_connector_class(transfer)
-    vllm = engine_config(transfer)
-    vllm.scheduler_config.disable_hybrid_kv_cache_manager = not KVConnectorFactory.supports_hma_config(transfer)
-    get_kv_connector_cache_layout(vllm)
-    return [cls(vllm, role, cache_config()) for role in KVConnectorRole]
-
-
-def starts(config: Mapping[str, Any]) -> bool:
-    try:
-        start(config)
-    except Exception:
-        return False
-    return True
-
-
-HERE = __name__
-
-
-def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
-    module = (
-        "tests.unit.cli.check.test_check"
-        if cls in ("LayerwiseConnector", "BrokenConnector")
-        else "tests.support.scripted"
-    )
-    return child_config(Script(cls), cls, **{"kv_connector_module_path": module, **more})
-
-
-def paths(checked: Checked) -> list[str]:
-    return [finding.path.removeprefix(f"{PATH}.") for finding in checked.mistakes]
-
 
 # --- what is built is what was said
-
-
-def layerwise(role: str, **more: Any) -> dict[str, Any]:
-    return scripted("LayerwiseConnector", kv_role=role, **more)
 
 
 def isolated() -> dict[str, Any]:
@@ -189,194 +104,6 @@ def test_the_library_behind_a_class_of_vllm_is_named(monkeypatch: pytest.MonkeyP
     (mistake,) = check(config).mistakes
     assert mistake.says == "found 'NixlConnector', which needs 'nixl', which is not installed here"
     assert mistake.fix == "install it: pip install nixl"
-
-
-# --- a mistake ends the start, and nothing else does
-
-BAD: dict[str, tuple[Any, list[str]]] = {
-    "no role": (config_of([{"kv_connector": "ExampleConnector"}]), ["connectors[0].kv_role"]),
-    "wrong role": (config_of([{**TWO[0], "kv_role": "both"}]), ["connectors[0].kv_role"]),
-    "no role on top": ({**config_of(), "kv_role": None}, ["kv_role"]),
-    "misspelt key": (config_of([{**TWO[0], "kv_rol": 1}]), ["connectors[0].kv_rol"]),
-    "misspelt key on top": (config_of(connectors=TWO, kv_load_policy="first"), ["kv_load_policy"]),
-    "wrong port": (config_of([TWO[0], {**TWO[1], "kv_port": "high"}]), ["connectors[1].kv_port"]),
-    "unknown class": (config_of([{**TWO[0], "kv_connector": "NixlConector"}]), ["connectors[0].kv_connector"]),
-    "no module": (config_of([{**TWO[0], "kv_connector_module_path": "no.such"}]), ["connectors[0].kv_connector"]),
-    "empty module": (config_of([{**TWO[0], "kv_connector_module_path": ""}]), ["connectors[0].kv_connector"]),
-    "no class": (config_of([{**TWO[0], "kv_connector_module_path": "json"}]), ["connectors[0].kv_connector"]),
-    "a function": (
-        config_of([{**TWO[0], "kv_connector": "NOT_A_CLASS", "kv_connector_module_path": HERE}]),
-        ["connectors[0].kv_connector"],
-    ),
-    "another class": (
-        config_of([{**TWO[0], "kv_connector": "Script", "kv_connector_module_path": "kvobs.testing"}]),
-        ["connectors[0].kv_connector"],
-    ),
-    "broken class": (
-        config_of(
-            [
-                {
-                    **TWO[0],
-                    "kv_connector": "BrokenConnector",
-                    "kv_connector_module_path": HERE,
-                }
-            ]
-        ),
-        ["connectors[0].kv_connector"],
-    ),
-    "no library": (config_of([{**TWO[0], "kv_connector": "LMCacheConnectorV1"}]), ["connectors[0].kv_connector"]),
-    "no library for a worker": (
-        config_of([{**TWO[0], "kv_connector": "MooncakeConnector"}]),
-        ["connectors[0].kv_connector"],
-    ),
-    "no connectors": (config_of([]), ["connectors"]),
-    "no extra": ({key: value for key, value in config_of().items() if key != PATH}, ["connectors"]),
-    "extra is a list": (config_of() | {PATH: []}, [PATH]),
-    "connector is text": (config_of(["ExampleConnector", TWO[0]]), ["connectors[0]"]),
-    "isolated, policy fail": (
-        config_of([scripted()], {"isolate": ["ScriptedConnector"]}),
-        ["kv_load_failure_policy"],
-    ),
-    "isolated, hands KV over": (
-        config_of(
-            [scripted(), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}],
-            {"isolate": ["NixlConnector"]},
-            kv_load_failure_policy="recompute",
-        ),
-        ["kvobs.isolate"],
-    ),
-    "isolated, producer": (
-        config_of([layerwise("kv_producer")], {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute"),
-        ["kvobs.isolate"],
-    ),
-    "kvobs within kvobs": (
-        config_of(
-            [
-                scripted(),
-                {
-                    "kv_connector": "MultiConnector",
-                    "kv_connector_module_path": "kvobs",
-                    "kv_role": "kv_both",
-                    PATH: {"connectors": [scripted()]},
-                },
-            ]
-        ),
-        ["connectors[1].kv_connector"],
-    ),
-    "isolated, unknown": (
-        config_of(kvobs={"isolate": ["nixl"]}, kv_load_failure_policy="recompute"),
-        ["kvobs.isolate[0]"],
-    ),
-    "kvobs under another name": (config_of() | {"kv_connector": "Multi"}, ["kv_connector"]),
-    "policy": (config_of(kv_load_failure_policy="recomputed"), ["kv_load_failure_policy"]),
-    "no name at all": ({"kv_role": "kv_both"}, ["kv_connector"]),
-    "single, wrong role": ({"kv_connector": "ExampleConnector", "kv_role": "both"}, ["kv_role"]),
-    "single, no role": ({"kv_connector": "ExampleConnector"}, ["kv_role"]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*MooncakeConnectorWorker.__del__")  # that of one that was not built to its end
-@pytest.mark.parametrize("kind", BAD)
-def test_a_mistake_is_found_where_it_is_and_ends_the_start(kind: str) -> None:
-    config, where = BAD[kind]
-    Script("ScriptedConnector")
-    checked = check(config)
-    assert paths(checked) == where
-    assert all(finding.says and finding.fix for finding in checked.mistakes)
-    with pytest.raises(Exception):  # noqa: B017, PT011 whatever vLLM raises
-        start(config)
-
-
-def test_layouts_that_differ_are_a_mistake() -> None:
-    config = config_of([scripted("HndConnector"), scripted("NhdConnector")])
-    checked = check(config)
-    assert paths(checked) == ["connectors"]
-    assert "HndConnector needs HND, NhdConnector needs NHD" in checked.mistakes[0].says
-    assert not starts(config)
-
-
-def test_all_mistakes_are_found_in_one_run() -> None:
-    """Of the top level, the options, and each child, whose class is looked at though its role is wrong."""
-    bad = [{"kv_connector": "NixlConector", "kv_role": "both"}, {**TWO[1], "x": 1}, 7]
-    checked = check(config_of(bad, {"load_policy": "best", "nmaes": []}, kv_prot=1), Flags(True, "http://x"))
-    assert paths(checked) == [
-        "kv_prot",
-        "connectors[2]",
-        "kvobs.load_policy",
-        "kvobs.nmaes",
-        "connectors[0].kv_role",
-        "connectors[0].kv_connector",
-        "connectors[1].x",
-        "--disable-log-stats, --otlp-traces-endpoint",
-    ]
-    fixes = [finding.fix for finding in checked.mistakes]
-    assert (fixes[0], fixes[3], fixes[5]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-    | st.sampled_from(["first", "longest", "calls", "ExampleConnector", "kvobs", "vllm", "recompute"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["level", "dir", "x"]), inner),
-    max_leaves=3,
-)  # fmt: skip
-
-
-@given(st.dictionaries(st.sampled_from([*Options.model_fields, "nmaes", "a: b"]), VALUES, max_size=4))
-def test_every_option_that_is_refused_is_reported_and_no_other(options: dict[str, Any]) -> None:
-    """The two children may be isolated, or reset: nothing is wrong with them but what the options say."""
-    refused: tuple[Finding, ...] = ()
-    try:
-        read({"connectors": TWO, "kvobs": options})
-    except ConfigError as error:
-        refused = error.mistakes
-    checked = check(config_of(kvobs=options, kv_load_failure_policy="recompute"))
-    assert checked.mistakes == list(refused)
-
-
-@given(st.data())
-def test_the_check_finds_a_mistake_exactly_where_the_start_fails(data: st.DataObject) -> None:
-    """Over configurations with some key or other changed, at the top level, in a child, or in the options."""
-    config = copy.deepcopy(config_of(kvobs={"names": ["a", "b"]}, kv_load_failure_policy="recompute"))
-    extra = config[PATH]
-    for _ in range(data.draw(st.integers(0, 2))):
-        place = data.draw(st.sampled_from([config, *extra["connectors"], extra["kvobs"]]))
-        keys = [
-            "kv_role",
-            "kv_port",
-            "kv_buffer_device",
-            "engine_id",
-            "kv_load_failure_policy",
-            "isolate",
-            "names",
-            "x",
-        ]
-        place[data.draw(st.sampled_from(keys))] = data.draw(
-            VALUES | st.sampled_from(["kv_both", "kv_consumer", ["b"], ["a", "b"], "1", "fail"])
-        )
-    assert (check(config).mistakes == []) == starts(config)
-
-
-KEYS = st.sampled_from(["kv_connector", "kv_connector_module_path", "kv_role", "names", "isolate", "tracing", "x"])
-SOME_CLASS = st.sampled_from(["NixlConnector", "x", 1])
-ENTRY = st.fixed_dictionaries({}, optional={"kv_connector": SOME_CLASS, "kv_role": st.just("kv_both") | st.integers()})
-ANYTHING = st.one_of(
-    st.sampled_from([None, True, 1, 0.5, "", "x", "kvobs", "kv_both", [], {}, [1], {"x": 1}]),
-    st.fixed_dictionaries({}, optional={"connectors": st.integers() | st.lists(ENTRY | st.integers(), max_size=2)}),
-    st.fixed_dictionaries({
-        "connectors": st.lists(ENTRY, max_size=2), "kvobs": st.integers() | st.dictionaries(KEYS, VALUES, max_size=2)
-    }),
-)  # fmt: skip
-CONNECTORS = ["MultiConnector", "ExampleConnector", None, 1]
-
-
-@given(st.dictionaries(KEYS | st.just(PATH), ANYTHING, max_size=4), st.sampled_from(CONNECTORS))
-def test_whatever_is_given_it_has_an_answer(config: dict[str, Any], connector: Any) -> None:
-    """And that can be printed, and sent as JSON."""
-    checked = check({**config, "kv_connector": connector})
-    json.dumps(as_dict(checked))
-    parts = [lay_out_text(checked), lay_out_classes(checked), *lines(checked.warnings, checked.mistakes)]
-    Console(file=io.StringIO()).print(*parts)
-    assert checked.mistakes or starts({**config, "kv_connector": connector})
 
 
 # --- what does not end the start, and is worth a word

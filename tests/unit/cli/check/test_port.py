@@ -13,7 +13,7 @@ from kvobs.cli.check import port
 from kvobs.cli.check.check import check
 from kvobs.config import EXPORTER_VARIABLE, PATH
 from kvobs.options import ExporterOptions
-from tests.unit.cli.check.test_check import config_of
+from tests.support.configurations import config_of
 
 
 @pytest.fixture

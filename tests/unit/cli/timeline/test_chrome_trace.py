@@ -15,8 +15,8 @@ from kvobs.cli.timeline.recordings import Process
 from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
 from kvobs.telemetry.ring import OPEN
 from kvobs.testing import Script
+from tests.support.recording_rigs import served
 from tests.support.recordings import recorded
-from tests.unit.telemetry.test_flight import served
 
 Event = dict[str, Any]
 

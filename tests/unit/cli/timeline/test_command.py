@@ -15,8 +15,8 @@ from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
 from kvobs.telemetry import ring
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.recording_rigs import recording_rig
 from tests.support.recordings import run
-from tests.unit.telemetry.test_flight import recording_rig
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])

@@ -10,8 +10,8 @@ from kvobs.cli.timeline.requests import Passage, as_dict, lines, passages
 from kvobs.cli.timeline.transfers import join
 from kvobs.telemetry.flight import OUTCOMES, OWN, What, pack
 from kvobs.testing import Script
+from tests.support.recording_rigs import served
 from tests.support.recordings import recorded
-from tests.unit.telemetry.test_flight import served
 
 US = 1000
 MS = 1000 * US

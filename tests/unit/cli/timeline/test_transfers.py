@@ -11,8 +11,8 @@ from kvobs.cli.timeline.recordings import UNREPORTED
 from kvobs.cli.timeline.transfers import Joined, join
 from kvobs.telemetry.flight import OWN, What, pack
 from kvobs.testing import Script
+from tests.support.recording_rigs import served
 from tests.support.recordings import recorded
-from tests.unit.telemetry.test_flight import served
 
 EPOCH = 10**18
 LOAD, LOADED = pack(What.LOAD_BEGUN, 0, n=64), pack(What.LOAD_ENDED, 0)

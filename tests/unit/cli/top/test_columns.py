@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 from kvobs.cli.top.columns import LEFT_OUT, OF_SERVERS, SORTS, columns, fit
 from kvobs.cli.top.rows import ConnectorRow, Server
-from tests.unit.cli.top.test_rows import CHILDREN, SERVERS
+from tests.support.top_rows import CHILDREN, SERVERS
 
 
 @pytest.mark.parametrize("since_start", [True, False])

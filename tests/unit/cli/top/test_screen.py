@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from kvobs.cli.top.columns import SORTS
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.cli.top.screen import View, picture, visible
-from tests.unit.cli.top.test_rows import SERVERS
+from tests.support.top_rows import SERVERS
 
 VIEWS = st.builds(
     View, st.sampled_from(SORTS), st.booleans(), st.booleans(), st.just("the last 2 s"), st.just(""), st.integers(0, 40)

@@ -12,7 +12,7 @@ from kvobs.cli.top.servers import Watch, fetch, scrape_all, url_of
 from kvobs.cli.web import NoAnswerError
 from kvobs.signals import LOADS
 from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
-from tests.unit.cli.top.test_rows import ERRORS, GAUGES, RANKS, busy
+from tests.support.top_rows import ERRORS, GAUGES, RANKS, busy
 
 
 @pytest.mark.parametrize(

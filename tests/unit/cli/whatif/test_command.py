@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from kvobs.cli import commands as cli
 from kvobs.cli.whatif.command import POLICIES
 from kvobs.testing import BLOCK, Rig, Script
-from tests.unit.telemetry.test_flight import recording_rig
-from tests.unit.telemetry.test_request_records import Known
+from tests.support.recording_rigs import Known, recording_rig
 
 
 def run(*arguments: object, columns: int = 80) -> tuple[int, str]:

@@ -16,9 +16,8 @@ from kvobs.options import Options
 from kvobs.state.lookup import NOBODY
 from kvobs.telemetry.flight import OWN, What, pack
 from kvobs.testing import BLOCK, Script
+from tests.support.recording_rigs import Known, recording_rig
 from tests.support.recordings import recorded
-from tests.unit.telemetry.test_flight import recording_rig
-from tests.unit.telemetry.test_request_records import Known
 
 PROMPT = 4 * BLOCK + 1
 

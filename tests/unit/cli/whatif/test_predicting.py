@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvobs.telemetry.flight import OWN
-from tests.unit.cli.whatif.test_comparison import PROMPT, both, compared, computing_ms, load_ms, lookup
+from tests.support.past_lookups import PROMPT, both, compared, computing_ms, load_ms, lookup
 
 
 def test_it_chooses_the_connector_with_which_a_request_resumes_first() -> None:

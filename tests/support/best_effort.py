@@ -1,0 +1,77 @@
+"""A real scheduler and two ranks whose first child is isolated; time is the test's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.rig import child_config
+
+if TYPE_CHECKING:
+    import pytest
+
+S = 10**9
+KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
+FAILURE = ConnectionError("store is gone")
+PER_REQUEST = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished")
+OF_SCHEDULER = (*PER_REQUEST, "build_connector_meta", "update_connector_output", "take_events")
+OF_WORKER = (
+    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
+    *("wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_stats"),
+    *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "clear_connector_metadata"),
+)
+
+
+class Isolating:
+    """A rig whose first child is isolated, and its clock."""
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        best: Script,
+        other: Script,
+        *,
+        other_class: str = "ScriptedConnector",
+        lag: int = 0,
+        **more: Any,
+    ) -> None:
+        self.now_ns = 1_700_000_000 * S
+        for module in ("scheduler", "completions", "worker", "open_transfers", "isolation", "output_view"):
+            patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
+        connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
+        kvobs = {"names": ["best", "other"], "isolate": ["best"], **more}
+        self.rig = Rig("kvobs", connectors=connectors, ranks=2, kvobs=kvobs, policy="recompute", lag=lag)
+        self.side = self.rig.connector._side
+
+    def step(self, steps: int = 1, seconds: float = 0.01) -> None:
+        for _ in range(steps):
+            self.now_ns += int(seconds * S)
+            self.rig.step()
+
+    def run_to_end(self, *requests: str) -> None:
+        for _ in range(60):
+            if all(self.rig.status(request) == "gone" for request in requests):
+                return
+            self.step()
+        raise AssertionError({request: self.rig.status(request) for request in requests})
+
+    @property
+    def is_out(self) -> bool:
+        return bool(self.side.isolation.is_out(0))
+
+    @property
+    def epoch(self) -> int:
+        return int(self.side.isolation.states()[0].epoch)
+
+
+def named(script: Script, request: str) -> list[tuple[str, Any]]:
+    """Return the calls of a child in which a request is named, by itself or in what it was shown."""
+
+    def names(detail: Any) -> bool:
+        if isinstance(detail, str):
+            return detail == request
+        if isinstance(detail, dict):
+            return any(map(names, detail.values()))
+        return isinstance(detail, tuple | list | set | frozenset) and any(map(names, detail))
+
+    return [(hook, detail) for hook, detail in script.calls if names(detail)]

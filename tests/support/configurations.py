@@ -1,0 +1,60 @@
+"""Configurations, and what vLLM builds of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvobs.cli.check.check import Checked
+from kvobs.config import PATH
+from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.testing import Script, cache_config, engine_config
+from tests.support.rig import child_config
+
+TWO = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("DecodeBenchConnector", "ExampleConnector")]
+
+
+def config_of(connectors: Any = TWO, kvobs: Any = None, **more: Any) -> dict[str, Any]:
+    extra = {"connectors": connectors} | ({} if kvobs is None else {"kvobs": kvobs})
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": "kvobs",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+        **more,
+    }
+
+
+def start(config: Mapping[str, Any]) -> list[Any]:
+    """Build what vLLM builds of a configuration, in its order; return both sides."""
+    transfer = KVTransferConfig(**copy.deepcopy(dict(config)))
+    cls = KVConnectorFactory.get_connector_class(transfer)
+    vllm = engine_config(transfer)
+    vllm.scheduler_config.disable_hybrid_kv_cache_manager = not KVConnectorFactory.supports_hma_config(transfer)
+    get_kv_connector_cache_layout(vllm)
+    return [cls(vllm, role, cache_config()) for role in KVConnectorRole]
+
+
+def starts(config: Mapping[str, Any]) -> bool:
+    try:
+        start(config)
+    except Exception:
+        return False
+    return True
+
+
+def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
+    return child_config(Script(cls), cls, **more)
+
+
+def paths(checked: Checked) -> list[str]:
+    return [finding.path.removeprefix(f"{PATH}.") for finding in checked.mistakes]
+
+
+def layerwise(role: str, **more: Any) -> dict[str, Any]:
+    return scripted("LayerwiseConnector", kv_role=role, **more)

@@ -1,0 +1,65 @@
+"""What makes spans of records, with a clock and a memory of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvobs.exporting.span_export import SpanCutter
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+MODEL = {"gen_ai.request.model": "tiny"}
+
+
+class Cutter:
+    """A cutter, where its spans go, what it said was lost, and its clock."""
+
+    def __init__(self, exporter: SpanExporter | None = None) -> None:
+        self.memory = InMemorySpanExporter()
+        self.lost: dict[str, int] = {}
+        self.now = 100.0
+        self.cutter = SpanCutter(exporter or self.memory, MODEL, self._drop, lambda: self.now)
+
+    def _drop(self, where: str, n: int) -> None:
+        self.lost[where] = self.lost.get(where, 0) + n
+
+    def cut(self, *groups: Sequence[Any], engine: int = 0) -> int:
+        return len(self.cutter.cut(groups, engine))
+
+    def again(self) -> None:
+        """Forget what was, and give the rate time to recover."""
+        self.send()
+        self.memory.clear()
+        self.lost.clear()
+        self.now += 3600
+
+    def send(self) -> None:
+        self.cutter._processor.force_flush()
+
+    def sent(self) -> list[ReadableSpan]:
+        self.send()
+        return list(self.memory.get_finished_spans())
+
+
+Make = Callable[..., Cutter]
+
+
+class Hanging(SpanExporter):
+    """Stands for a collector that does not answer before ``may_go`` is set."""
+
+    def __init__(self) -> None:
+        self.is_called, self.may_go = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.is_called.set()
+        self.may_go.wait(30)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self.may_go.wait(30)

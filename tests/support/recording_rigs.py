@@ -1,0 +1,48 @@
+"""Rigs that record, and what they have recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvobs.cli.timeline import recordings
+from kvobs.cli.timeline.recordings import Process
+from kvobs.state.compute_cost import ComputeCost
+from kvobs.testing import BLOCK, Rig, Script
+
+
+def recording_rig(folder: Path, *scripts: Script, options: dict[str, Any] | None = None, **more: Any) -> Rig:
+    timeline = {"dir": str(folder), "mib": 1}
+    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline, **(options or {})}
+    return Rig("kvobs", *scripts, **more)
+
+
+def by_name(folder: Path) -> dict[str, Process]:
+    return {process.name: process for process in recordings.load(folder)}
+
+
+def served(folder: Path, a: Script, b: Script) -> Rig:
+    """An async load by one, a save by the other, a sync load, on two ranks."""
+    rig = recording_rig(folder, a, b, ranks=2)
+    a.offers |= {"load": (2 * BLOCK, True), "sync": (BLOCK, False), "bad": (BLOCK, True)}
+    b.promises.add("save")
+    for name in ("load", "save", "sync", "bad"):
+        rig.add(name)
+    rig.run(2)
+    a.say(0, received="load", failed="bad")
+    a.say(1, received="load bad")
+    rig.run(2)
+    for rank in range(2):
+        b.say(rank, saved="save")
+    rig.run(4)
+    return rig
+
+
+class Known(ComputeCost):
+    """Computing takes 1 ms a token and 1 us a token before it."""
+
+    def __init__(self) -> None:
+        super().__init__(2048)
+
+    def predict(self, tokens: int, context: int = 0) -> float | None:
+        return tokens * 1e-3 + context * 1e-6

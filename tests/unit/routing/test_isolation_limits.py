@@ -1,0 +1,207 @@
+"""What can't be isolated, synchronous loads, and best-effort connectors that can't be built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvobs.config import ConfigError
+from kvobs.testing import BLOCK, ROUTERS, Rig, Script
+from tests.support.best_effort import FAILURE, KV, SYNC, Isolating
+from tests.support.rig import assert_nothing_is_left, child_config, counted
+
+# --- what can't be isolated
+
+
+@pytest.mark.parametrize(
+    ("policy", "isolate", "more", "says"),
+    [
+        ("fail", "best", {}, "kv_load_failure_policy: found 'fail', .* allowed: 'recompute'"),
+        ("recompute", "bset", {}, r"isolate\[0\]: found 'bset', allowed: 'best', 'other'"),
+        ("recompute", "best", {"kv_role": "kv_producer"}, "'best' .* has kv_role kv_producer"),
+    ],
+)
+def test_the_limits_of_isolation_are_errors_at_the_start(
+    policy: str, isolate: str, more: dict[str, Any], says: str
+) -> None:
+    best, other = Script("best"), Script("other")
+    connectors = [child_config(best, **more), child_config(other)]
+    with pytest.raises(ConfigError, match=says):
+        Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": [isolate]}, policy=policy)
+    assert best.calls == other.calls == [], "before anything is built"
+
+
+@pytest.mark.parametrize(
+    ("connector", "why"),
+    [
+        ({"kv_connector": "NixlConnector"}, "hands KV over to another engine"),
+        ({"kv_connector": "MooncakeConnector"}, "hands KV over to another engine"),
+        ({"kv_connector": "MultiConnector", "kv_connector_module_path": ROUTERS["stock"]}, "is a MultiConnector"),
+    ],
+)
+def test_a_connector_that_can_not_be_left_out_is_refused_and_named(connector: dict[str, str], why: str) -> None:
+    entry = {
+        **connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [child_config(Script("x"))]},
+    }
+    connectors = [entry, child_config(Script("other"))]
+    with pytest.raises(ConfigError, match=rf"isolate: found 'best' \(\w+\), which can.t be isolated: it {why}"):
+        Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": ["best"]})
+
+
+def test_the_operator_decides_who_is_best_effort(a: Script) -> None:
+    """N9: that a class does not set ``requires_kv_delivery`` is no reason against it."""
+    rig = Rig("kvobs", connectors=[child_config(a)], kvobs={"names": ["best"], "isolate": ["best"]})
+    assert rig.workers[0].requires_kv_delivery is True
+
+
+@pytest.mark.parametrize("hook", ["has_pending_push_work", "has_pending_block_frees"])
+def test_what_a_child_waits_for_while_it_is_out_is_still_waited_for(engine: Isolating, a: Script, hook: str) -> None:
+    """Its open transfers hold blocks, whether it takes part or not."""
+    ask = getattr(engine.rig.connector, hook)
+    a.answers[hook] = True
+    assert ask()
+    a.raises[hook] = FAILURE
+    assert not ask()
+    assert engine.is_out
+    a.raises.clear()
+    assert ask()
+
+
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_nobody_waits_for_the_answer_of_a_child_that_is_out(
+    policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """It had said "not yet", and would have had a minute to say more."""
+    engine = Isolating(monkeypatch, a, b, load_policy=policy, lookup_timeout_ms=60_000)
+    a.offers["r"], b.offers["r"] = (None, False), KV
+    engine.rig.add("r", max_tokens=1)
+    engine.step(2)
+    assert engine.rig.status("r") == "WAITING"
+    a.raises["take_events"] = FAILURE
+    engine.step()
+    engine.step()
+    assert engine.rig.status("r") == "WAITING_FOR_REMOTE_KVS"
+    for rank in (0, 1):
+        b.say(rank, received="r")
+    engine.run_to_end("r")
+    assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
+
+
+def test_the_longest_offer_that_is_synchronous_and_isolated_loses(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    engine = Isolating(monkeypatch, a, b, load_policy="longest")
+    a.offers["r"], b.offers["r"] = (4 * BLOCK, False), KV
+    engine.rig.add("r", max_tokens=1)
+    engine.step(2)
+    for rank in (0, 1):
+        b.say(rank, received="r")
+    engine.run_to_end("r")
+    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 2 * BLOCK
+    assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
+
+
+# --- N9: synchronous loads, alone or beside connectors that do not save
+
+
+class Lone:
+    """An engine whose only saving connector is isolated and offers synchronous loads, like LMCache V1."""
+
+    def __init__(self, a: Script, *others: dict[str, Any]) -> None:
+        connectors = [child_config(a, "BestEffortConnector"), *others]
+        self.rig = Rig("kvobs", connectors=connectors, kvobs={"names": ["best"], "isolate": ["best"]})
+        a.offers["r"] = [SYNC, (0, False)]
+        self.request = self.rig.add("r", max_tokens=3)
+
+
+@pytest.mark.parametrize("has_consumer", [False, True])
+def test_a_synchronous_hit_is_used_where_no_other_connector_saves(a: Script, b: Script, has_consumer: bool) -> None:
+    lone = Lone(a, *([child_config(b, kv_role="kv_consumer")] if has_consumer else []))
+    lone.rig.step()
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK]
+    lone.rig.run(4)
+    assert counted(lone.rig, "kvobs_loads_total", 0, "sync", "ok") == 1
+    assert_nothing_is_left(lone.rig)
+
+
+@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_layer_load"])
+def test_a_synchronous_load_that_raises_is_recomputed_and_nothing_is_saved_in_its_step(a: Script, hook: str) -> None:
+    lone = Lone(a)
+    a.raises[hook] = FAILURE
+    lone.rig.step()
+    assert lone.rig.output is not None
+    assert lone.rig.output.invalid_block_ids == set(a.called("update_state_after_alloc")[0][2][0][:2])
+    assert lone.request.num_computed_tokens == 0
+    if hook == "start_load_kv":
+        assert a.called("save_kv_layer") == []
+    assert a.called("wait_for_save") == []
+    a.raises.clear()
+    lone.rig.run(5)
+    assert lone.rig.status("r") == "gone"
+    assert list(lone.request.output_token_ids) == [7, 7, 7]
+    assert counted(lone.rig, "kvobs_loads_total", 0, "sync", "failed") == 1
+    assert counted(lone.rig, "kvobs_failed_sync_loads_total", 0) == 1
+    assert_nothing_is_left(lone.rig)
+
+
+@pytest.mark.parametrize("hook", ["build_connector_meta", "bind_connector_metadata"])
+def test_a_synchronous_load_that_was_not_ordered_is_recomputed(a: Script, hook: str) -> None:
+    lone = Lone(a)
+    a.raises[hook] = FAILURE
+    lone.rig.step()
+    assert lone.request.num_computed_tokens == 0
+    assert a.called("start_load_kv") == a.called("wait_for_save") == []
+    lone.rig.run(5)
+    assert list(lone.request.output_token_ids) == [7, 7, 7]
+    assert_nothing_is_left(lone.rig)
+
+
+# --- what can't be built
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker 0", "worker 1", "everywhere"])
+def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
+    where: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    built: list[str] = []
+
+    def refuse(hook: str, role: Any) -> None:
+        if hook == "__init__":
+            built.append("scheduler" if role.name == "SCHEDULER" else f"worker {sum('worker' in b for b in built)}")
+            if where in (built[-1], "everywhere"):
+                raise FAILURE
+
+    a.on_call = refuse
+    engine = Isolating(monkeypatch, a, b)
+    assert "connector 'best' can't be built (ConnectionError: store is gone)" in caplog.text
+    a.offers["early"] = b.offers["r"] = KV
+    engine.rig.add("early", max_tokens=2)
+    engine.step(2)
+    for rank in (0, 1):
+        a.say(rank, received="early")
+    engine.run_to_end("early")
+    assert engine.is_out
+    before = len(a.called("get_num_new_matched_tokens"))
+    engine.step(3, seconds=1000)
+    assert engine.is_out
+    engine.rig.add("r", max_tokens=2)
+    engine.step(2)
+    for rank in (0, 1):
+        b.say(rank, received="r")
+    engine.run_to_end("r")
+    assert len(a.called("get_num_new_matched_tokens")) == before
+    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 0
+    assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
+    assert_nothing_is_left(engine.rig)
+
+
+def test_a_child_that_is_not_isolated_and_can_not_be_built_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    b.raises["__init__"] = FAILURE
+    with pytest.raises(ConnectionError, match="store is gone"):
+        Isolating(monkeypatch, a, b)
+    assert len(a.called("shutdown")) == 1

@@ -1,0 +1,144 @@
+"""How long a best-effort connector is out, and what happens to requests and transfers meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvobs.testing import BLOCK, Script
+from tests.support.best_effort import FAILURE, KV, SYNC, Isolating, S
+from tests.support.rig import counted
+
+
+def test_a_quarantine_is_twice_as_long_each_time_that_its_trial_fails(engine: Isolating, a: Script) -> None:
+    engine.rig.add("r", max_tokens=10_000 // 64)
+    lasted: list[int] = []
+    for _ in range(8):
+        a.raises["wait_for_save"] = FAILURE
+        engine.step(2)
+        assert engine.is_out
+        began = engine.now_ns
+        a.raises.clear()
+        while engine.is_out:
+            engine.step(seconds=0.25)
+        lasted.append(round((engine.now_ns - began) / S))
+    assert lasted == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Script) -> None:
+    engine.rig.add("r", max_tokens=20)
+    a.raises["save_kv_layer"] = FAILURE
+    engine.step(3)
+    assert engine.epoch == 1
+    assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
+
+
+def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_next(
+    engine: Isolating, a: Script
+) -> None:
+    """LMCache reports a promised save when it is given the request there."""
+    engine.rig.add("r", max_tokens=1)
+    engine.rig.add("longer", max_tokens=8)
+    engine.step()
+    a.raises["build_connector_meta"] = FAILURE
+    engine.step()
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == []
+    a.raises.clear()
+    engine.step(2)
+    assert [given for given in a.called("get_transfer_results") if "r" in given] == [{"r"}, {"r"}], "once on each rank"
+
+
+def test_the_log_says_that_it_failed_on_a_worker(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.raises["save_kv_layer"] = FAILURE
+    engine.rig.add("r", max_tokens=2)
+    engine.step(2)
+    assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
+def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
+    engine: Isolating, a: Script, seconds: float, is_known: bool
+) -> None:
+    """An idle engine has no steps: its next request may be the first to arrive."""
+    a.raises["take_events"] = FAILURE
+    engine.rig.add("first", max_tokens=1)
+    engine.run_to_end("first")
+    assert engine.is_out
+    a.raises.clear()
+    engine.now_ns += int(seconds * S)
+    engine.rig.add("second", max_tokens=1)
+    assert engine.is_out is not is_known
+    assert a.called("on_new_request") == (["first", "second"] if is_known else ["first"])
+
+
+def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Isolating, a: Script) -> None:
+    """N4, of any child: vLLM would load it again at once, and again; but the lookup cleans the child's books."""
+    a.offers["r"] = KV
+    engine.rig.add("r", max_tokens=1)
+    engine.step(2)
+    for rank in (0, 1):
+        a.say(rank, failed="r")
+    engine.run_to_end("r")
+    assert len(a.called("get_num_new_matched_tokens")) == 2
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK, 0]
+    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
+    assert not engine.is_out, "a failed load is no failed call"
+
+
+def test_a_synchronous_offer_is_unused(
+    engine: Isolating, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.offers["r"], b.offers["r"] = (3 * BLOCK, False), SYNC
+    engine.rig.add("r", max_tokens=1)
+    engine.run_to_end("r")
+    assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
+    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
+    assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
+    assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
+
+
+def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+    a.raises["start_load_kv"] = FAILURE
+    engine.rig.add("r", max_tokens=3)
+    with caplog.at_level("INFO"):
+        engine.step(2)
+        a.raises.clear()
+        engine.step(seconds=1.1)
+        assert "connector 'best' is enabled again on probation" in caplog.text
+        engine.step(3, seconds=1)
+        assert "connector 'best' has recovered" in caplog.text
+    assert a.called("reset_cache") == []
+
+
+def test_a_child_that_failed_at_its_start_is_out_for_good(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.raises["set_host_xfer_buffer_ops"] = FAILURE
+    engine.rig.workers[1].set_host_xfer_buffer_ops(print)
+    engine.rig.add("r", max_tokens=2)
+    engine.run_to_end("r")
+    assert engine.is_out
+    engine.step(3, seconds=1000)
+    assert engine.is_out
+    assert "new requests are served without it until a restart" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_out"), [("set_xfer_handshake_metadata", True), ("reset_cache", False), ("get_finished_count", False)]
+)
+def test_a_child_is_out_for_good_after_a_failure_in_a_scheduler_hook_that_is_not_called_again(
+    engine: Isolating, a: Script, hook: str, is_out: bool
+) -> None:
+    a.raises[hook] = FAILURE
+    getattr(engine.rig.connector, hook)(*([{}] if is_out else []))
+    assert engine.is_out
+    engine.step(3, seconds=1000)
+    assert engine.is_out is is_out
+
+
+def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: Script) -> None:
+    b.raises["start_load_kv"] = FAILURE
+    engine.rig.add("r")
+    with pytest.raises(ConnectionError, match="store is gone"):
+        engine.step()

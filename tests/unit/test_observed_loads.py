@@ -1,0 +1,237 @@
+"""What loads count, from the event that causes it to the number that Prometheus reads: see ``test_observed``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvobs.testing import BLOCK, Script
+from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed
+
+
+def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """Allocated in step 1, received by rank 0 in step 2, by rank 1, whose clock is 50 ms ahead, in step 4.
+
+    It is sent after the next step, which has the request's forward: nothing stands between a load and its first token.
+    """
+    a.offers["r"] = KV
+    engine = Observed(monkeypatch, a, b)
+    engine.rig.add("r")
+    engine.step()
+    started = engine.now
+    assert engine.value("kvobs_in_flight", kind="load") == 1
+    assert engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load") == pytest.approx(started)
+    assert engine.value("kvobs_held_tokens", kind="load") == 2 * BLOCK
+    a.say(0, received="r")
+    engine.step(2)
+    assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 0
+    assert engine.value("kvobs_in_flight", kind="load") == 1
+    a.say(1, received="r")
+    engine.rank_s = {1: 0.05}
+    engine.step()
+    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 0
+    engine.step()
+    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
+    assert engine.value("kvobs_load_tokens_total") == 2 * BLOCK
+    assert engine.value("kvobs_load_bytes_total") == 2 * BLOCK * BYTES_PER_TOKEN * 2
+    assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 1
+    assert engine.value("kvobs_load_duration_seconds_sum", mode="async") == pytest.approx(3 * STEP_S + 0.05)
+    assert engine.value("kvobs_rank_skew_seconds_sum", kind="load") == pytest.approx(2 * STEP_S + 0.05)
+    assert engine.series("kvobs_slowest_rank_total") == {("one", "1"): 1}
+    assert engine.value("kvobs_in_flight", kind="load") == 0
+    assert engine.value("kvobs_held_tokens", kind="load") == 0
+    assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load"))
+    assert engine.value("kvobs_load_resume_delay_seconds_count") == 1
+    assert engine.value("kvobs_load_resume_delay_seconds_sum") == pytest.approx(STEP_S)
+    assert {child for child, *_ in engine.series("kvobs_load_duration_seconds_count")} == {"one"}
+
+
+def test_a_sync_load_takes_what_its_child_took_of_the_step_on_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    b.offers["r"] = SYNC
+    engine = Observed(monkeypatch, a, b)
+    engine.rig.add("r", max_tokens=1)
+    engine.step()
+    took = [worker._side._load_ns[1] / 1e9 for worker in engine.rig.workers]
+    assert engine.value("kvobs_loads_total", "two", mode="sync", outcome="ok") == 1
+    assert engine.value("kvobs_load_duration_seconds_sum", "two", mode="sync") == pytest.approx(max(took))
+    assert engine.value("kvobs_rank_skew_seconds_sum", "two", kind="load") == pytest.approx(max(took) - min(took))
+    assert engine.series("kvobs_slowest_rank_total") == {("two", str(took.index(max(took)))): 1}
+    calls = sum(
+        engine.value("kvobs_call_duration_seconds_sum", "two", hook=hook)
+        for hook in ("start_load_kv", "wait_for_layer_load")
+    )
+    assert sum(took) == pytest.approx(calls)
+
+
+def test_what_loads_save_and_how_long_is_waited_for_them(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """Each token is computed in 5 ms: 32 tokens in 160 ms. The first load takes two steps, the second none."""
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    engine.token_s = 0.005
+    for i in range(40):
+        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
+        engine.step()
+    for kind in ("prefill", "decode"):
+        assert (engine.value("kvobs_step_seconds_total", None, kind=kind) > 0) == (kind == "prefill")
+    error = engine.value("kvobs_step_estimate_error_seconds_total", None, kind="prefill")
+    assert error < 0.05 * engine.value("kvobs_step_seconds_total", None, kind="prefill")
+    a.offers["slow"], b.offers["quick"] = KV, SYNC
+    for request in ("slow", "quick"):
+        engine.rig.add(request)
+        engine.step()
+    a.say(0, received="slow")
+    engine.step(4)
+    for child in NAMES:
+        assert engine.value("kvobs_prefill_saved_seconds_total", child) == pytest.approx(0.16, rel=0.05), child
+    loaded = engine.value("kvobs_load_duration_seconds_sum", mode="async")
+    resumed = loaded + engine.value("kvobs_load_resume_delay_seconds_sum")
+    assert engine.value("kvobs_load_waited_seconds_total") == pytest.approx(resumed, abs=3 * engine.token_s)
+    quick = engine.value("kvobs_load_duration_seconds_sum", "two", mode="sync")
+    assert engine.value("kvobs_load_waited_seconds_total", "two") == pytest.approx(quick)
+    assert engine.series("kvobs_loads_slower_than_computing_total") == {("one",): 1}
+
+
+def test_stalls_are_what_the_steps_calls_took(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = [SYNC, (0, False)]
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    engine.rig.add("r", max_tokens=3)
+    engine.step()
+    first = engine.value("kvobs_call_duration_seconds_sum", "two", hook="start_load_kv")
+    engine.step(2)
+
+    def spent(child: str, *hooks: str) -> float:
+        return sum(engine.value("kvobs_call_duration_seconds_sum", child, hook=hook) for hook in hooks)
+
+    # The sync load's step waits for start_load_kv of both children; later steps call it after the forward's launch.
+    for child in NAMES:
+        assert engine.value("kvobs_load_stall_seconds_count", child) == 3
+        assert engine.value("kvobs_save_stall_seconds_count", child) == 3
+        saved = spent(child, "save_kv_layer", "wait_for_save")
+        assert engine.value("kvobs_save_stall_seconds_sum", child) == pytest.approx(saved)
+    waited = spent("two", "wait_for_layer_load") + first
+    assert engine.value("kvobs_load_stall_seconds_sum", "two") == pytest.approx(waited)
+
+
+def test_steps_without_a_forward_have_no_load_stall(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    engine.step(3)
+    assert engine.value("kvobs_load_stall_seconds_count") == 0
+    assert engine.value("kvobs_save_stall_seconds_count") == 0, "wait_for_save is called, and nothing waits for it"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_load(policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = [KV, (0, False)]
+    engine = Observed(monkeypatch, a, b, policy=policy)
+    engine.rig.add("r")
+    engine.step()
+    a.say(0, failed="r")
+    a.say(1, received="r")
+    engine.step(2)
+    assert engine.value("kvobs_loads_total", mode="async", outcome="failed") == 1
+    assert engine.value("kvobs_recomputed_tokens_total") == 2 * BLOCK
+    assert engine.value("kvobs_load_tokens_total") == engine.value("kvobs_load_bytes_total") == 0
+    assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 0
+    assert engine.value("kvobs_in_flight", kind="load") == 0
+
+
+def test_a_load_with_a_hole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """What vLLM computes again is what kvobs says."""
+    a.offers["r"] = (3 * BLOCK, True)
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    request = engine.rig.add("r")
+    engine.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    a.say(0, received="r")
+    engine.step()
+    lost = 3 * BLOCK - request.num_computed_tokens
+    assert engine.value("kvobs_recomputed_tokens_total") == lost == 2 * BLOCK
+
+
+def test_a_failed_sync_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = [SYNC, (0, False)]
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    request = engine.rig.add("r")
+    step = engine.rig.scheduler.schedule
+    engine.rig.scheduler.schedule = lambda: _with_a_bad_block(step(), a)
+    engine.step()
+    lost = 2 * BLOCK - request.num_computed_tokens
+    assert engine.value("kvobs_recomputed_tokens_total") == lost == BLOCK
+    assert engine.value("kvobs_failed_sync_loads_total") == 1
+    assert engine.value("kvobs_loads_total", mode="sync", outcome="failed") == 1
+
+
+def _with_a_bad_block(scheduled: Any, script: Script) -> Any:
+    script.bad_blocks[0] = {script.called("update_state_after_alloc")[0][2][0][1]}
+    return scheduled
+
+
+def test_two_sync_loads_that_fail_in_one_step_are_two(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"], a.offers["q"] = [SYNC, (0, False)], [SYNC, (0, False)]
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    for request in ("r", "q"):
+        engine.rig.add(request)
+    schedule = engine.rig.scheduler.schedule
+
+    def spoiling() -> Any:
+        scheduled = schedule()
+        if not a.bad_blocks:
+            a.bad_blocks[0] = {blocks[0][0] for _, tokens, blocks in a.called("update_state_after_alloc") if tokens}
+        return scheduled
+
+    engine.rig.scheduler.schedule = spoiling
+    engine.step()
+    assert engine.value("kvobs_loads_total", mode="sync", outcome="failed") == 2
+    assert engine.value("kvobs_failed_sync_loads_total") == 2
+
+
+def test_a_load_that_fails_by_block_here_and_as_a_whole_there_is_recomputed_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    a.offers["r"] = [(3 * BLOCK, True), (0, False)]
+    engine = Observed(monkeypatch, a, b)
+    request = engine.rig.add("r")
+    engine.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][2]}
+    a.say(0, received="r")
+    a.say(1, failed="r")
+    engine.step()
+    assert request.num_computed_tokens == 0
+    engine.step()
+    assert engine.value("kvobs_recomputed_tokens_total") == 3 * BLOCK
+
+
+def test_a_load_whose_blocks_fail_has_failed_where_that_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """With failure policy "fail" vLLM ends the request in the step of the report, before kvobs gets it."""
+    a.offers["r"] = (3 * BLOCK, True)
+    engine = Observed(monkeypatch, a, b, policy="fail")
+    engine.rig.add("r")
+    engine.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    a.say(0, received="r")
+    engine.step()
+    a.say(1, received="r")
+    engine.step(2)
+    assert engine.rig.status("r") == "gone"
+    assert engine.series("kvobs_loads_total") == {("one", "async", "failed"): 1}
+    assert engine.value("kvobs_recomputed_tokens_total") == 3 * BLOCK
+
+
+def test_an_aborted_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    engine.rig.add("r")
+    engine.step()
+    engine.rig.abort("r")
+    engine.step()
+    assert engine.value("kvobs_in_flight", kind="load") == 1, "vLLM holds the blocks until the load is in"
+    a.say(0, received="r")
+    engine.step()
+    assert engine.series("kvobs_loads_total") == {("one", "async", "aborted"): 1}
+    assert engine.value("kvobs_in_flight", kind="load") == 0
+    assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 0

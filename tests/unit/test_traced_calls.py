@@ -1,0 +1,193 @@
+"""Spans of calls, exemplars, and children that trace themselves: see ``test_traced``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import StatusCode
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from kvobs.testing import Script
+from tests.support.observed import KV, STEP_S, SYNC, Observed
+from tests.support.rig import child_config
+from tests.support.traced import (
+    CLIENT_SPAN,
+    CLIENT_TRACE,
+    NOT_SAMPLED,
+    SAMPLED,
+    Traced,
+    attributes,
+    ids,
+    load,
+    params_of,
+)
+
+# --- calls
+
+
+def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"start_load_kv": 1e-6})
+    load(engine, trace_headers=SAMPLED)
+    whole, calls = engine.span("kv.load one"), engine.spans("kv.call start_load_kv")
+    assert {attributes(span)["sampling.reason"] for span in calls} == {"slow"}
+    below = [span for span in calls if ids(span)[0] == CLIENT_TRACE]
+    assert [(ids(span)[2], attributes(span)["rank"]) for span in below] == [(ids(whole)[1], 0), (ids(whole)[1], 1)]
+    assert {attributes(span)["connector"] for span in below} == {"one"}
+    assert len({ids(span)[0] for span in calls}) == len(calls) - 1, "any other is a trace of its own"
+
+
+def test_a_slow_lookup_is_seen_with_the_lookups_it_is_part_of(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"get_num_new_matched_tokens": 1e-6})
+    engine.rig.add("r", trace_headers=NOT_SAMPLED)
+    engine.step(3)
+    lookup, calls = engine.span("kv.lookup"), engine.spans("kv.call get_num_new_matched_tokens")
+    assert attributes(lookup)["sampling.reason"] == "slow"
+    assert [ids(span)[2] for span in calls] == [ids(lookup)[1]] * 2
+    assert [attributes(span)["connector"] for span in calls] == ["one", "two"]
+
+
+def test_a_failed_call_is_seen(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    b.raises["on_new_request"] = TimeoutError("no answer")
+    engine = Traced(monkeypatch, a, b, ranks=1)
+    with pytest.raises(TimeoutError):
+        engine.rig.add("r", trace_headers=NOT_SAMPLED)
+    b.raises.clear()
+    engine.rig.add("q")
+    engine.step(2)
+    call = engine.span("kv.call on_new_request")
+    assert ids(call)[::2] == (CLIENT_TRACE, CLIENT_SPAN)
+    assert (call.attributes or {})["error.type"] == "TimeoutError"
+    assert call.status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
+def test_what_an_isolated_child_raised_is_seen(
+    hook: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """It shows in a number and a line of the log only."""
+    for entry in ("tests.support.observed.child_config", "kvobs.testing.rig.entry_of"):
+        monkeypatch.setattr(entry, partial(child_config, cls="BestEffortConnector"))
+    engine = Traced(monkeypatch, a, b, ranks=1, isolate=["two"])
+    b.raises[hook] = TimeoutError("no answer")
+    engine.rig.add("r", max_tokens=2)
+    engine.step(3)
+    calls = engine.spans(f"kv.call {hook}")
+    assert len(calls) == len(b.called(hook)), "it goes on being called, and raises each time"
+    for call in calls:
+        assert (call.attributes or {})["error.type"] == "TimeoutError"
+        assert attributes(call)["connector"] == "two"
+        assert attributes(call)["sampling.reason"] == "error"
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_with_level_calls_every_call_is_a_span(
+    layers: bool, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    a.offers["r"] = SYNC
+    engine = Traced(monkeypatch, a, b, level="calls", tracing={"layers": layers}, ranks=1)
+    engine.rig.add("r", trace_headers=SAMPLED)
+    engine.step()
+    whole = engine.span("kv.load one")
+    for name, script in (("one", a), ("two", b)):
+        for hook in ("on_new_request", "get_num_new_matched_tokens", "start_load_kv", "wait_for_save"):
+            calls = [s for s in engine.spans(f"kv.call {hook}") if attributes(s)["connector"] == name]
+            assert len(calls) == len(script.called(hook)) == 1, hook
+    layer, _ = engine.spans("kv.call wait_for_layer_load")
+    assert ids(layer)[::2] == (CLIENT_TRACE, ids(whole)[1])
+    if layers:
+        assert attributes(layer)["layer"] == 0
+    else:
+        assert attributes(layer)["layers"] == 1
+        assert attributes(layer)["slowest_layer"] == 0
+        assert attributes(layer)["layers_duration"] == attributes(layer)["slowest_layer_duration"] > 0
+    of_step = {ids(span)[0] for span in engine.spans("kv.call wait_for_save")}
+    assert len(of_step) == 1
+    assert of_step == {ids(span)[0] for span in engine.spans("kv.call build_connector_meta")}
+
+
+def test_level_off_and_no_endpoint_trace_nothing(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.offers["r"] = KV
+    a.params["r"] = {"remote": 1}
+    engine = Traced(monkeypatch, a, b, level="off")
+    assert engine.front.metrics._cutter is None
+    assert params_of(engine, "q", trace_headers=SAMPLED) is None
+    assert "nothing is traced" not in caplog.text
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert Observed(monkeypatch, a, b, tracing={"level": "calls"}).front.metrics._cutter is None
+    assert "tracing.level: found 'calls', but nothing is traced" in caplog.text
+
+
+def test_spans_beyond_a_flush_are_counted(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Traced(monkeypatch, a, b, level="calls", ranks=1)
+    for i in range(24):
+        engine.rig.add(f"r{i}", trace_headers=SAMPLED)
+    engine.step(2)
+    assert engine.value("kvobs_spans_dropped_total", None, where="flush") > 0
+    assert 64 <= len(engine.spans()) <= 4 * 64
+
+
+# --- exemplars, and children that trace themselves
+
+
+def test_histograms_have_exemplars_of_exported_spans_only(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    a.offers["r"] = a.offers["q"] = KV
+    a.promises |= {"r", "q"}
+    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"reset_cache": 1e-6})
+    for request, headers in (("q", NOT_SAMPLED), ("r", SAMPLED)):
+        load(engine, request, trace_headers=headers)
+        a.say(0, saved=request)
+        a.say(1, saved=request)
+        engine.step(2)
+    engine.rig.connector.reset_cache()
+    engine.rig.add("s", trace_headers=NOT_SAMPLED)
+    engine.step(2)
+    engine.spans()
+    exemplars = {}
+    generate: Any = generate_latest
+    parse: Any = text_string_to_metric_families
+    for family in parse(generate(engine.front.registry).decode()):
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                exemplars[sample.name.removesuffix("_bucket"), sample.labels["connector"]] = sample
+    loaded = exemplars.pop(("kvobs_load_duration_seconds", "one"))
+    held = exemplars.pop(("kvobs_save_hold_seconds", "one"))
+    for sample in (loaded, held):
+        assert sample.exemplar.labels == {"trace_id": CLIENT_TRACE}
+    assert loaded.labels["mode"] == "async"
+    assert loaded.exemplar.value == pytest.approx(3 * STEP_S)
+    assert held.exemplar.value == pytest.approx(engine.value("kvobs_save_hold_seconds_sum") / 2)
+    called = {f"{ids(span)[0]}" for span in engine.spans("kv.call reset_cache")}
+    assert exemplars.keys() == {("kvobs_call_duration_seconds", name) for name in ("one", "two")}
+    assert {sample.exemplar.labels["trace_id"] for sample in exemplars.values()} == called
+    assert {sample.labels["hook"] for sample in exemplars.values()} == {"other"}
+    assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
+
+
+def test_a_child_that_traces_itself_finds_the_requests_context(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    found = []
+
+    def look(*_args: Any) -> tuple[int, bool]:
+        context = trace.get_current_span().get_span_context()
+        found.append((f"{context.trace_id:032x}", f"{context.span_id:016x}"))
+        return 0, False
+
+    monkeypatch.setattr("kvobs.testing.ScriptedConnector.get_num_new_matched_tokens", look)
+    for propagate in (False, True):
+        engine = Traced(monkeypatch, a, b, tracing={"propagate": propagate})
+        engine.rig.add("r", trace_headers=SAMPLED)
+        engine.step()
+    assert found == [("0" * 32, "0" * 16)] * 2 + [(CLIENT_TRACE, CLIENT_SPAN)] * 2
+    assert not trace.get_current_span().get_span_context().is_valid
