@@ -5,7 +5,6 @@ Each worker of NIXL spins on a core, even while nothing is to do: whoever has a 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import child, multi_connector
-from kvobs.demo.server import Completion, Server, ServerError, claim_port, cores
+from kvobs.demo.server import Completion, Server, cores
 from tests.engine.serving import TOKENS, serve
+from tests.support.server_ports import lasting_port
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
 NIXL = {**child("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
@@ -57,7 +57,7 @@ def pair(
     config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
 
     def own(core: int) -> dict[str, str]:
-        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_port())}
+        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(lasting_port())}
         return {**LOOPBACK_ONLY, **side_channel, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})}
 
     one, other = cores(2)
@@ -66,17 +66,6 @@ def pair(
         serve(model, folder / "decode", config, *args, env=own(other), **more) as decode,
     ):
         yield Pair(prefill, decode)
-
-
-def _port() -> int:
-    """Return a free port that no connection gets by itself while the server starts."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, lowest), 50):
-        try:
-            return claim_port(port)
-        except ServerError:
-            continue
-    raise ServerError("no free port")
 
 
 def hand_over(

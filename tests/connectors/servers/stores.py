@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,9 +18,10 @@ from typing import Any
 
 from kvobs.demo.processes import end_group, keeping_off, kill_group
 from kvobs.demo.run import child
-from kvobs.demo.server import HOST, ServerError, claim_port, parse_metrics
+from kvobs.demo.server import HOST, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually
+from tests.support.server_ports import lasting_port
 
 CHUNK = 32
 """Tokens that LMCache keeps under one key: a block of the engine's."""
@@ -99,13 +99,6 @@ class Store:
     def tail(self) -> str:
         """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-
-
-def lasting_port() -> int:
-    """Return a free port that the kernel gives nobody else while the store is down: below those it gives out."""
-    while True:
-        with suppress(ServerError):
-            return claim_port(random.randint(20_000, 32_000))
 
 
 def listens(port: int, host: str = HOST) -> bool:
