@@ -160,9 +160,15 @@ def _merge_one(
 
 @dataclass
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """The handshakes of one rank's children, by position; None for a child without one."""
+    """What one rank sends to the scheduler's side before the first request.
+
+    Attributes:
+        metadata: the children's handshakes, by position; None for a child without one.
+        broken: the isolated children that failed at this rank's start, each with the epoch.
+    """
 
     metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
+    broken: frozenset[tuple[int, int]] = frozenset()
 
     @staticmethod
     def of_child(received: Mapping[Rank, Any], child: int) -> dict[Rank, KVConnectorHandshakeMetadata]:

@@ -325,10 +325,12 @@ class SchedulerSide:
         self._hand_back("set_xfer_handshake_metadata_pp_aware", metadata)
 
     def _hand_back(self, hook: str, metadata: dict[Any, Any]) -> None:
-        """Give each child the handshakes of its own workers only."""
+        """Give each child the handshakes of its own workers only; isolate those that failed at a worker's start."""
         for part in metadata.values():
             if not isinstance(part, MultiHandshakeMetadata):
                 raise TypeError(f"handshake metadata of another connector reached kvobs: {type(part).__name__}")
+            # Before the first lookup, which may wait for an answer of the worker's side, forever.
+            self.isolation.record_failures(part.broken)
         for child in self.children:
             getattr(child, hook)(MultiHandshakeMetadata.of_child(metadata, child.index))
 

@@ -362,8 +362,12 @@ class WorkerSide:
         return next(iter(found.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        """Return the children's handshakes, and which isolated children failed at the start."""
         handshakes = tuple(child.get_handshake_metadata() for child in self.children)
-        return None if all(own is None for own in handshakes) else MultiHandshakeMetadata(handshakes)
+        broken = self._gates.broken if self._gates is not None else frozenset()
+        if not broken and all(own is None for own in handshakes):
+            return None
+        return MultiHandshakeMetadata(handshakes, broken)
 
     def _report(self, child: Child, kind: ReportKind, requests: Any) -> None:
         now = wall_ns() if requests else 0

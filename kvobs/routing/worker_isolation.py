@@ -93,11 +93,16 @@ class WorkerGates:
             return finished | before
         return finished
 
+    @property
+    def broken(self) -> frozenset[tuple[int, int]]:
+        """The connectors that failed here since they were last taken, each with the epoch in which it did."""
+        return frozenset(self._broken)
+
     def take_broken(self) -> frozenset[tuple[int, int]]:
         """Return the connectors that failed here since the last time, each with the epoch in which it did."""
         if not self._broken:
             return frozenset()
-        broken, self._broken = frozenset(self._broken), set()
+        broken, self._broken = self.broken, set()
         return broken
 
     def _has_begun(self, index: int) -> bool:

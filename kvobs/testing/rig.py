@@ -187,6 +187,7 @@ class Rig:
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
+        self._shake_hands()
         # By the name that vLLM's executor looks up, which kvobs may have replaced.
         self.aggregator = executors.KVOutputAggregator.from_connector(self.connector, len(self.workers))
         self.output: KVConnectorOutput | None = None
@@ -251,6 +252,12 @@ class Rig:
         """Run so many steps."""
         for _ in range(steps):
             self.step()
+
+    def _shake_hands(self) -> None:
+        """Give the scheduler's side what the workers' sides have for it before the first request."""
+        handshakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        sent = {rank: pickle.loads(pickle.dumps(own)) for rank, own in handshakes.items() if own is not None}
+        self.connector.set_xfer_handshake_metadata_pp_aware(sent)
 
     def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
         """Do what vLLM's model runner does with a connector in one step."""

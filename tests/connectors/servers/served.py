@@ -86,14 +86,22 @@ class Served:
 def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child: Any) -> Iterator[Served]:
     """Run both, with these options of the store's connector, isolated or not."""
     store = kind.server(folder)
-    with running(store):
-        config = multi_connector(kind.child(store, **child), host_memory(), names=[STORE, "host"])
-        config["kv_load_failure_policy"] = "recompute"
-        if is_isolated:
-            config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
-        env = kind.env(store, folder) | with_packages(*kind.packages)
-        with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=kind.launch) as server:
-            yield Served(kind, store, server, is_isolated)
+    with running(store), serving(model, folder, store, kind, is_isolated=is_isolated, **child) as engine:
+        yield engine
+
+
+@contextmanager
+def serving(
+    model: Path, folder: Path, store: Store, kind: Kind, *, is_isolated: bool, **child: Any
+) -> Iterator[Served]:
+    """Run an engine that uses a store, which runs or not."""
+    config = multi_connector(kind.child(store, **child), host_memory(), names=[STORE, "host"])
+    config["kv_load_failure_policy"] = "recompute"
+    if is_isolated:
+        config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
+    env = kind.env(store, folder) | with_packages(*kind.packages)
+    with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=kind.launch) as server:
+        yield Served(kind, store, server, is_isolated)
 
 
 def with_packages(*packages: str) -> dict[str, str]:

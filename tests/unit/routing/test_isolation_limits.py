@@ -177,6 +177,7 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
     a.on_call = refuse
     engine = Isolating(monkeypatch, a, b)
     assert "connector 'best' can't be built (ConnectionError: store is gone)" in caplog.text
+    assert engine.is_out, "before the first lookup: it may wait for an answer of the worker's side, forever"
     a.offers["early"] = b.offers["r"] = KV
     engine.rig.add("early", max_tokens=2)
     engine.step(2)
@@ -184,7 +185,6 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
         a.say(rank, received="early")
     engine.run_to_end("early")
     assert engine.is_out
-    before = len(a.called("get_num_new_matched_tokens"))
     engine.step(3, seconds=1000)
     assert engine.is_out
     engine.rig.add("r", max_tokens=2)
@@ -192,7 +192,7 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
     for rank in (0, 1):
         b.say(rank, received="r")
     engine.run_to_end("r")
-    assert len(a.called("get_num_new_matched_tokens")) == before
+    assert a.called("get_num_new_matched_tokens") == []
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 0
     assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
     assert_nothing_is_left(engine.rig)

@@ -208,10 +208,8 @@ def test_w9_the_data_parallel_suffix_is_added_once(a: Script, b: Script) -> None
 
 @wrong_in_stock(AssertionError, "keeps the first child's handshake, and broadcasts it to all")
 def test_w10_each_child_gets_its_own_handshake_back(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, a, b, ranks=2)
     a.handshake, b.handshake = Handshake("a"), Handshake("b")
-    sent = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(rig.workers)}
-    rig.connector.set_xfer_handshake_metadata_pp_aware(sent)
+    Rig(router, a, b, ranks=2)
     for script in (a, b):
         (got,) = script.called("set_xfer_handshake_metadata")
         assert got == {0: Handshake(script.tag), 1: Handshake(script.tag)}
@@ -221,6 +219,7 @@ def test_w10_each_child_gets_its_own_handshake_back(router: str, a: Script, b: S
 def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, connectors=[child_config(a, "PipelineAwareConnector"), child_config(b)])
     a.handshake = Handshake("a")
+    a.calls.clear()
     sent = {(pp, 0): rig.workers[0].get_handshake_metadata() for pp in (0, 1)}
     rig.connector.set_xfer_handshake_metadata_pp_aware(sent)
     assert list(a.called("set_xfer_handshake_metadata_pp_aware")[0]) == [(0, 0), (1, 0)]

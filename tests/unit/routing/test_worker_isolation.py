@@ -181,7 +181,7 @@ def test_finished_requests_of_steps_that_left_it_out_come_with_the_next() -> Non
 def test_for_good(hook: str) -> None:
     worker = Worker()
     worker.fail(hook)
-    assert worker.gates.take_broken() == {(0, FOR_GOOD)}
+    assert worker.gates.broken == worker.gates.take_broken() == {(0, FOR_GOOD)}
     meta = worker.begin(10**6, mine=0)
     assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
     assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
@@ -189,7 +189,8 @@ def test_for_good(hook: str) -> None:
 
 def test_one_that_could_not_be_built_is_out_for_good_from_the_start() -> None:
     worker = Worker(object.__new__(Unbuilt))
-    assert worker.gates.take_broken() == {(0, FOR_GOOD)}
+    assert worker.gates.broken == worker.gates.take_broken() == {(0, FOR_GOOD)}
+    assert worker.gates.broken == frozenset()
     worker.begin(0)
     assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
 
