@@ -41,7 +41,7 @@ test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus,
 
 test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; seven minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
-	$(BIN)/python -m pytest -rP -n 2 --dist loadgroup -m "connectors and not ray" tests/connectors/servers $(TESTS)
+	$(BIN)/python -m pytest -rP -n 2 --dist loadscope -m "connectors and not ray" tests/connectors/servers $(TESTS)
 
 test-ray: $(INSTALLED) packages ## Run engines under Ray, with both of vLLM's executors for it; five minutes
 	$(BIN)/python -m pytest -rP -m ray tests/connectors $(TESTS)

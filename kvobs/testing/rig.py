@@ -254,10 +254,14 @@ class Rig:
             self.step()
 
     def _shake_hands(self) -> None:
-        """Give the scheduler's side what the workers' sides have for it before the first request."""
+        """Give the scheduler's side what the workers' sides have for it before the first request.
+
+        vLLM makes this call even if no worker has anything. Not so here: NIXL begins to listen on its port in it.
+        """
         handshakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         sent = {rank: pickle.loads(pickle.dumps(own)) for rank, own in handshakes.items() if own is not None}
-        self.connector.set_xfer_handshake_metadata_pp_aware(sent)
+        if sent:
+            self.connector.set_xfer_handshake_metadata_pp_aware(sent)
 
     def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
         """Do what vLLM's model runner does with a connector in one step."""

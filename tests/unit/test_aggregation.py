@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs import aggregation, faults
-from kvobs.aggregation import (
-    KVOutputAggregator,
-)
+from kvobs.aggregation import KVOutputAggregator
 from kvobs.state import rank_tally
 from kvobs.state.transfers import Stuck
 from tests.support.stock import wrong_in_stock

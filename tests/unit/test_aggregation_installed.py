@@ -10,12 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector import utils as stock
 from vllm.v1.executor import abstract as executors
 
 from kvobs import host
-from kvobs.aggregation import (
-    Aggregation,
-    KVOutputAggregator,
-    install,
-    obstacle,
-)
+from kvobs.aggregation import Aggregation, KVOutputAggregator, install, obstacle
 from kvobs.state.transfers import Stuck
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from kvobs.demo.model import make_model
 from tests.connectors.servers.traffic import PROMPTS, SMALL_CACHE, Answers, ask_all
@@ -13,13 +15,18 @@ from tests.engine.serving import serve
 pytest.register_assert_rewrite("tests.connectors.servers.stores")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that share an engine into one group: two groups run at a time."""
-    for item in items:
-        if isinstance(item, pytest.Function) and Path(__file__).parent in item.path.parents:
-            engine = item.callspec.id if hasattr(item, "callspec") else ""
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {engine}"))
+class ByEngine(LoadScopeScheduling):
+    """Gives one worker of pytest all tests that share an engine: those of a file with the same parameter."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        return file + test[test.index("[") :] if "[" in test else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Not by marks with ``--dist loadgroup``, which pytest-xdist 3.8 does not see under pytest 9.2."""
+    return ByEngine(config, log)
 
 
 @pytest.fixture(scope="session")
