@@ -168,6 +168,18 @@ def test_bad_blocks_of_an_async_load(
     assert said(side) == [(kind, "r", 0)]
 
 
+def test_bad_blocks_of_two_loads_of_one_connector_are_those_of_both(
+    scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = scripts
+    loads = [("r", LoadOrder(0, True, ((4, 5),))), ("s", LoadOrder(0, True, ((6, 7),)))]
+    side = side_of(Rig("kvobs", a, b), *loads)
+    a.bad_blocks[0] = {4, 6}
+    assert side.get_block_ids_with_load_errors() == {4, 6}
+    assert said(side) == [(ReportKind.HOLED, "r", 0), (ReportKind.HOLED, "s", 0)]
+    assert "no open load" not in caplog.text
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request(
     groups: int, scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
@@ -251,6 +263,14 @@ def test_a_rank_forgets_a_save_that_another_reports_in_the_step_of_its_promise(s
     rig.run(3)
     assert rig.status("r") == "gone"
     assert all(w._side._began == {} for w in rig.workers)
+
+
+def test_of_transfers_that_nobody_ends_the_last_begun_are_known(
+    scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
+    side = side_of(Rig("kvobs", *scripts), *((name, LOAD) for name in "rst"))
+    assert list(side._began) == [(0, "s"), (0, "t")]
 
 
 def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Script]) -> None:

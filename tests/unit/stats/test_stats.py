@@ -401,8 +401,8 @@ def test_for_vllms_rust_front_end_the_connectors_have_the_keys_of_vllms_own_clas
 ) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
-    data: dict[str, KVConnectorStats] = {name: Summed(data={"n": n}) for n, name in enumerate(classes, 1)}
-    data["kvobs"] = KvobsStats.of(classes, Taken({1: 1}, [], {}))
+    data: dict[str, KVConnectorStats] = {"kvobs": KvobsStats.of(classes, Taken({1: 1}, [], {}))}
+    data |= {name: Summed(data={"n": n}) for n, name in enumerate(classes, 1)}
     sent = MultiKVConnectorStats(data=data)
     theirs = {"Connector": Summed(data={"n": 3}), "OtherConnector": Summed(data={"n": 3})}
     assert sent.to_dict() == stock.MultiKVConnectorStats(data=theirs).to_dict()
