@@ -16,13 +16,14 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
+DECISIONS = FOLDER / "decisions"
 _END = "<!-- end -->"
 _BEGIN = re.compile(r"^<!-- (table|run): ([a-z-]+) -->$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """Return the README and all pages of ``docs/``."""
-    return [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
+    """Return the README and all pages of ``docs/``, those of decisions last."""
+    return [ROOT / "README.md", *sorted(FOLDER.glob("*.md")), *sorted(DECISIONS.glob("*.md"))]
 
 
 def parts(text: str, kind: str = "table") -> list[str]:
