@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvobs.telemetry import open_table
 from kvobs.telemetry.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
@@ -18,7 +19,6 @@ from kvobs.telemetry.ring import RingError, Snapshot, read
 from kvobs.telemetry.ring_files import SUFFIX, is_written
 
 OPEN = "open"
-IN_NS = 2  # the last format with times of layer hooks in ns
 UNREPORTED = "not reported"
 """The outcome of a load or save of a rank that got the same order again without having reported an end."""
 NOTHING: dict[str, Any] = {}  # one for all: there may be millions
@@ -104,7 +104,7 @@ class Process:
         self._open: dict[tuple[str, int, int], Transfer] = {}
         self._read(snapshot)
         in_layers = layer_words(len(self.children))
-        self.slices += self._in_layers(_layer_times(snapshot, in_layers))
+        self.slices += self._in_layers(_in_ns(snapshot.live[:in_layers]))
         self.slices.sort(key=lambda one: one.start)
         both: list[Slice | Transfer] = [*self.slices, *self.transfers]
         self.first_ns = min((one.start for one in both), default=self.begun_ns)
@@ -205,12 +205,9 @@ class Process:
                 yield Slice(self._layer_track(hook, last), hook, begun[last] + self._wall_offset, None, NOTHING)
 
 
-def _layer_times(snapshot: Snapshot, words: int) -> list[int]:
-    """Return what layer hooks wrote into the live words, in ns."""
-    live = snapshot.live[:words]
-    if snapshot.version <= IN_NS:
-        return live.tolist()
-    return np.rint(live.view(np.float64) * 1e9).astype(np.int64).tolist()
+def _in_ns(layer_times: npt.NDArray[np.int64]) -> list[int]:
+    """Return the times that layer hooks wrote into the live words as seconds."""
+    return np.rint(layer_times.view(np.float64) * 1e9).astype(np.int64).tolist()
 
 
 def load(folder: Path, *, all_runs: bool = False, problems: list[str] | None = None) -> list[Process]:
