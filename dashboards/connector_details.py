@@ -11,9 +11,6 @@ from dashboards.questions import SELECTION
 from kvobs import signals
 from kvobs.signals import Scope, Signal
 
-RANKS = (signals.RANK_SKEW, signals.STUCK_TRANSFERS)
-"""What there is of ranks, with more than one."""
-
 
 def details() -> list[Section]:
     """Return the closed rows."""
@@ -23,7 +20,6 @@ def details() -> list[Section]:
             [(8, ranks())],
             collapsed=True,
             repeats=True,
-            needs=RANKS,
         ),
         Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
         Section("Bytes and unused offers", [(8, [(12, _bytes()), (12, _unused())])], collapsed=True),
@@ -31,13 +27,11 @@ def details() -> list[Section]:
             "Block copies (requires a connector with a host buffer)",
             [(8, [(12, _copy_durations()), (12, _copy_bytes())])],
             collapsed=True,
-            needs=[signals.BLOCK_COPY_DURATION],
         ),
         Section(
             "Quarantine and connector faults (quarantine requires the option isolate)",
             [(8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())])],
             collapsed=True,
-            needs=[signals.QUARANTINED, signals.STRAY_REPORTS, signals.FAILED_SYNC_LOADS],
         ),
         Section(
             "kvobs: cost and internal errors",
@@ -51,7 +45,6 @@ def details() -> list[Section]:
             "Exporter (requires the option exporter)",
             [(8, [(8, _engines()), (8, _silence()), (8, _queued())])],
             collapsed=True,
-            needs=[signals.ENGINE_UP],
         ),
     ]
 
