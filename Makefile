@@ -70,7 +70,7 @@ soak: $(INSTALLED) ## Serve 220,000 requests with every fault there is, and end 
 
 check-boards: $(PREVIEW) ## Check the boards with Grafana's grammar of TraceQL and the types of its schema; needs Node 20
 	npm --prefix dashboards/preview test
-	node dashboards/preview/check.mjs dashboards/generated/boards{,-v2}/*.json
+	node dashboards/preview/check.mjs dashboards/generated/boards/*.json
 
 pictures: $(PREVIEW) ## Draw the boards: make pictures PICTURES='--prometheus URL --from T --to T --out DIR'
 	node dashboards/preview/pictures.mjs $(PICTURES) dashboards/generated/boards/*.json

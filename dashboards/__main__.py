@@ -12,7 +12,6 @@ from pathlib import Path
 from dashboards import frame, kubernetes
 from dashboards.alerts import rules_yaml
 from dashboards.connector import connector
-from dashboards.dynamic import dynamic
 from dashboards.frame import Board
 from dashboards.overview import overview
 from dashboards.prefill_decode import prefill_decode
@@ -22,8 +21,8 @@ from dashboards.slow_loads import slow_loads
 GENERATED = Path(__file__).parent / "generated"
 
 
-def _text(schema: Callable[[Board], str], made: Callable[[], Board]) -> str:
-    return schema(made())
+def _text(made: Callable[[], Board]) -> str:
+    return frame.classic(made())
 
 
 BOARDS: dict[str, Callable[[], Board]] = {
@@ -33,8 +32,7 @@ BOARDS: dict[str, Callable[[], Board]] = {
     frame.PREFILL_DECODE: prefill_decode,
 }
 FILES: dict[str, Callable[[], str]] = {
-    **{f"boards/{uid}.json": partial(_text, frame.classic, made) for uid, made in BOARDS.items()},
-    **{f"boards-v2/{uid}.json": partial(_text, dynamic, made) for uid, made in BOARDS.items()},
+    **{f"boards/{uid}.json": partial(_text, made) for uid, made in BOARDS.items()},
     "rules/kvobs.rules.yml": rules_yaml,
     "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
     "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,

@@ -11,9 +11,6 @@ from dashboards.questions import SELECTION
 from kvobs import signals
 from kvobs.signals import Scope, Signal
 
-RANKS = (signals.RANK_SKEW, signals.STUCK_TRANSFERS)
-"""What there is of ranks, with more than one."""
-
 
 def details() -> list[Section]:
     """Return the closed rows."""
@@ -23,7 +20,6 @@ def details() -> list[Section]:
             [(8, ranks())],
             collapsed=True,
             repeats=True,
-            needs=RANKS,
         ),
         Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
         Section("Bytes and unused offers", [(8, [(12, _bytes()), (12, _unused())])], collapsed=True),
@@ -31,13 +27,11 @@ def details() -> list[Section]:
             "Block copies (requires a connector with a host buffer)",
             [(8, [(12, _copy_durations()), (12, _copy_bytes())])],
             collapsed=True,
-            needs=[signals.BLOCK_COPY_DURATION],
         ),
         Section(
             "Quarantine and connector faults (quarantine requires the option isolate)",
             [(8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())])],
             collapsed=True,
-            needs=[signals.QUARANTINED, signals.STRAY_REPORTS, signals.FAILED_SYNC_LOADS],
         ),
         Section(
             "kvobs: cost and internal errors",
@@ -51,7 +45,6 @@ def details() -> list[Section]:
             "Exporter (requires the option exporter)",
             [(8, [(8, _engines()), (8, _silence()), (8, _queued())])],
             collapsed=True,
-            needs=[signals.ENGINE_UP],
         ),
     ]
 
@@ -179,7 +172,7 @@ def _copy_durations() -> Panel:
         About(
             "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves (dashed).",
             "Included in the connector's own durations.",
-            "Rising: PCIe or memory is busy. Compare the values of the option block_copy.",
+            "Rising: PCIe or memory is busy. Compare KVOBS_STOCK=block_copy, vLLM's own operation.",
             "Values are interpolated within a bucket, a factor of four wide.",
         ),
         *_by_direction(lambda way: SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", direction=way)),
@@ -335,7 +328,7 @@ def _dropped_lines() -> Panel:
         About(
             "Lines of the option request_log that could not be written.",
             "Zero is normal. Otherwise the disk is full, the folder is gone, or nobody reads the pipe.",
-            "vLLM's log has the error; lower request_log_ratio if the disk is too slow.",
+            "vLLM's log has the error; a disk that is too slow has no line there.",
             "Serving is not affected, and metrics are complete.",
         ),
         Query(SELECTION.counted(signals.REQUEST_LOG_DROPPED), "dropped"),

@@ -13,7 +13,6 @@ from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
 from dashboards.site import RUNBOOK
 from kvobs import signals
-from kvobs.signals import Signal
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
 PREFILL_DECODE = "kvobs-prefill-decode"
@@ -37,15 +36,13 @@ LABELS = {
 class Section:
     """A titled row: lines of panels, each panel with its width; the first number of a line is its height.
 
-    ``repeats``: once for each chosen connector, which the title names. ``needs``: metrics, or variables, without which
-    there is nothing to show; a dynamic board has the row only where there is one of them.
+    ``repeats``: once for each chosen connector, which the title names.
     """
 
     title: str
     lines: Sequence[tuple[int, Sequence[tuple[int, Panel]]]]
     collapsed: bool = False
     repeats: bool = False
-    needs: Sequence[Signal | str] = ()
 
     @property
     def heading(self) -> str:

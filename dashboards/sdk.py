@@ -6,13 +6,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Prefer using dashboardv2", DeprecationWarning)
     from grafana_foundation_sdk.builders import common as build
     from grafana_foundation_sdk.builders import dashboard as board
-    from grafana_foundation_sdk.builders import dashboardv2beta1 as v2
     from grafana_foundation_sdk.builders import heatmap, prometheus, stat, statetimeline, table, tempo, timeseries
     from grafana_foundation_sdk.cog.builder import Builder
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models import common, units
     from grafana_foundation_sdk.models import dashboard as model
-    from grafana_foundation_sdk.models import dashboardv2beta1 as v2_model
     from grafana_foundation_sdk.models import heatmap as heatmap_model
     from grafana_foundation_sdk.models import prometheus as prometheus_model
     from grafana_foundation_sdk.models import tempo as tempo_model
@@ -35,6 +33,4 @@ __all__ = [
     "tempo_model",
     "timeseries",
     "units",
-    "v2",
-    "v2_model",
 ]

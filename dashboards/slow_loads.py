@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards import frame, questions
-from dashboards.connector_details import RANKS, calls, ranks, slow_calls
+from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
@@ -30,13 +30,11 @@ def slow_loads() -> Board:
                     (8, [(12, _failed_loads()), (12, _slow_calls())]),
                     (8, [(16, _of_request()), (8, _lost())]),
                 ],
-                needs=[frame.TEMPO_SOURCE],
             ),
-            Section("Trace (requires Tempo, and a span chosen above)", [(14, [(24, _trace())])], needs=[TRACE]),
+            Section("Trace (requires Tempo, and a span chosen above)", [(14, [(24, _trace())])]),
             Section(
                 "Ranks (requires more than one rank)",
                 [(8, ranks())],
-                needs=RANKS,
             ),
             Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],

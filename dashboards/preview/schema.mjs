@@ -7,7 +7,6 @@ import { everyPanel } from './queries.mjs';
 
 const HERE = dirname(fileURLToPath(import.meta.url));
 const RAW = '@grafana/schema/dist/esm/raw';
-const V2 = 'dashboard.grafana.app/v2beta1';
 
 /** Where the schema has a panel's options and field settings; a stat has no field settings of its own. */
 const PLUGINS = {
@@ -28,19 +27,11 @@ const MORE_OPTIONS = { table: ' & Footer' };
  */
 const PRELUDE = `
 import type * as classic from '${RAW}/dashboard/x/Dashboard_types.gen';
-import type * as v2 from '@grafana/schema/apis/${V2}';
 ${Object.entries(PLUGINS)
   .map(([name, path]) => `import type * as ${identifier(name)} from '${RAW}/composable/${path}';`)
   .join('\n')}
 
-/** A type as it is in JSON, where enums are their values. */
-type Whole<T> = unknown extends T ? any
-  : T extends string ? \`\${T}\`
-  : T extends boolean | number | null | undefined ? T
-  : T extends readonly (infer E)[] ? Whole<E>[]
-  : T extends object ? { [K in keyof T]: Whole<T[K]> }
-  : T;
-/** The same where what is left out has Grafana's default. */
+/** A type as it is in JSON: enums are their values, and what is left out has Grafana's default. */
 type Json<T> = unknown extends T ? any
   : T extends string ? \`\${T}\`
   : T extends number ? (\`\${T}\` extends \`\${infer N extends number}\` ? N : T)
@@ -70,12 +61,7 @@ function identifier(name) {
 }
 
 /** The statements that TypeScript is to check, each with where it comes from in the board. */
-function* statements(board) {
-  if (board.apiVersion === V2) yield* ofDynamic(board.spec);
-  else yield* ofClassic(board);
-}
-
-function* ofClassic({ panels, templating, annotations, ...rest }) {
+function* statements({ panels, templating, annotations, ...rest }) {
   yield ['the board', 'Dashboard', rest];
   for (const variable of templating.list) yield [`variable ${variable.name}`, 'Variable', variable];
   for (const annotation of annotations.list) yield [`annotation ${annotation.name}`, 'Annotation', annotation];
@@ -83,14 +69,6 @@ function* ofClassic({ panels, templating, annotations, ...rest }) {
     const { panels: inside, options, fieldConfig, ...own } = panel;
     yield [panel.title, panel.type === 'row' ? 'Row' : 'Panel', own];
     if (panel.type !== 'row') yield* ofPlugin(panel.title, panel.type, options, fieldConfig);
-  }
-}
-
-function* ofDynamic(spec) {
-  yield ['the board', 'Whole<v2.Spec>', spec];
-  for (const { spec: panel } of Object.values(spec.elements)) {
-    const { group, spec: config } = panel.vizConfig;
-    yield* ofPlugin(panel.title, group, config.options, config.fieldConfig);
   }
 }
 

@@ -17,23 +17,11 @@ export function traceqlError(query) {
 /** A variable alone stands for a trace's id, which is no TraceQL. */
 const ID = /^\$\{\w+\}$/;
 
-/** Each TraceQL query of a board, classic or dynamic, with its panel's title. */
+/** Each TraceQL query of a board, with its panel's title. */
 export function traceqlQueries(board) {
-  return tempoQueries(board).filter(([, query]) => !ID.test(query));
-}
-
-function tempoQueries(board) {
-  if (board.spec?.elements) {
-    return Object.values(board.spec.elements).flatMap(({ spec }) =>
-      spec.data.spec.queries
-        .map(({ spec: { query } }) => query)
-        .filter(({ group }) => group === 'tempo')
-        .map(({ spec: query }) => [spec.title, query.query]),
-    );
-  }
   return everyPanel(board).flatMap((panel) =>
     (panel.targets ?? [])
-      .filter((target) => sourceOf(panel, target) === 'tempo')
+      .filter((target) => sourceOf(panel, target) === 'tempo' && !ID.test(target.query))
       .map((target) => [panel.title, target.query]),
   );
 }

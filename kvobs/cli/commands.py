@@ -14,7 +14,6 @@ from rich.console import Console
 
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
-from kvobs.cli.dashboards import Schema
 from kvobs.cli.output import examples, fail
 from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
 from kvobs.cli.timeline.command import timeline
@@ -231,9 +230,6 @@ def export_dashboards(
     threshold: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
     ] = None,
-    schema: Annotated[
-        Schema, typer.Option(help="Schema of boards: v1, or v2 to have dynamic boards too, in boards-v2.")
-    ] = Schema.V1,
 ) -> None:
     """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
 
@@ -244,7 +240,7 @@ def export_dashboards(
 
     try:
         site = Site(grafana, runbook, job, cluster, label or (), namespace or (), pairs(threshold or ()))
-        files = dashboards.contents(site, schema=schema)
+        files = dashboards.contents(site)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:
         raise fail(str(error)) from None

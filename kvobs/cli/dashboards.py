@@ -4,7 +4,6 @@ An installed package contains them; a checkout has them where they are generated
 """
 
 import json
-from enum import StrEnum
 from pathlib import Path
 
 from kvobs.cli.site import Site, fill
@@ -13,8 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
 CHECKOUT = PACKAGE.parent / "dashboards"
 SETTINGS = "settings.json"
-DYNAMIC = "boards-v2"
-PLACES = {"boards": "generated/boards", DYNAMIC: f"generated/{DYNAMIC}", "rules": "generated/templates/rules",
+PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
           "kubernetes": "generated/templates/kubernetes", "kustomization.yaml": "generated/kustomization.yaml",
           "stack": "stack", "runbook.md": "runbook.md",
           SETTINGS: f"generated/templates/{SETTINGS}"}  # fmt: skip
@@ -24,24 +22,11 @@ Rules and manifests are templates, and the settings are what fills them: see ``s
 """
 
 
-class Schema(StrEnum):
-    """The schemas of Grafana's boards."""
-
-    V1 = "v1"
-    V2 = "v2"
-
-
-def contents(
-    site: Site | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT, *, schema: Schema = Schema.V1
-) -> dict[str, bytes]:
-    """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting.
-
-    Classic boards are always among them: with v2 dynamic ones are beside them.
-    """
+def contents(site: Site | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
+    """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting."""
     files = sources(shipped, checkout)
     defaults = json.loads(files.pop(SETTINGS))
-    kept = {path: text for path, text in files.items() if schema is Schema.V2 or not path.startswith(f"{DYNAMIC}/")}
-    return {path: fill(path, content, site or Site(), defaults) for path, content in kept.items()}
+    return {path: fill(path, content, site or Site(), defaults) for path, content in files.items()}
 
 
 def sources(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:

@@ -68,7 +68,7 @@ def fill(path: str, content: bytes, site: Site, defaults: Mapping[str, Any]) -> 
     """Return a file's content for a site; ValueError for a threshold that there is not."""
     if path.startswith(("rules/", "kubernetes/")):
         return _template(content.decode(), site, defaults).encode()
-    if path.startswith(("boards/", "boards-v2/")):
+    if path.startswith("boards/"):
         return _board(content.decode(), site, defaults).encode()
     job, cluster = site.job or defaults["job"], site.cluster or defaults["cluster"]
     if path == "stack/prometheus.yml":

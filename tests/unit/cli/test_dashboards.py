@@ -54,9 +54,8 @@ def test_a_wheel_exports_what_a_checkout_does_byte_by_byte(tmp_path: Path) -> No
         "from kvobs.cli import app; app()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "site"), "dashboards", "export", str(tmp_path / "out")]
-    command += ["--schema", "v2"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
-    files = dashboards.contents(schema=dashboards.Schema.V2)
+    files = dashboards.contents()
     assert tree(tmp_path / "out") == files
     assert f"{len(files)} files written, 0 unchanged" in said.stdout
 
@@ -65,7 +64,7 @@ def test_an_installation_that_is_not_whole_says_what_is_missing(tmp_path: Path) 
     (tmp_path / "exported/boards").mkdir(parents=True)
     with pytest.raises(
         ValueError,
-        match=r"is incomplete: \S*boards-v2, \S*rules, \S*kubernetes, \S*kustomization.yaml, \S*stack, \S*runbook.md, "
+        match=r"is incomplete: \S*rules, \S*kubernetes, \S*kustomization.yaml, \S*stack, \S*runbook.md, "
         r"\S*settings.json is missing",
     ):
         dashboards.contents(None, tmp_path / "exported", tmp_path)
@@ -106,18 +105,6 @@ def test_the_command_says_what_it_wrote_and_what_was_there(tmp_path: Path) -> No
     assert code == 0
     assert [line for line in output.splitlines() if line.endswith("runbook.md")] == [str(tmp_path / "new/runbook.md")]
     assert kvobs("dashboards", "export", str(tmp_path / "new"))[1].startswith("0 files written")
-
-
-def test_dynamic_boards_are_written_beside_the_classic_ones_when_asked_for(tmp_path: Path) -> None:
-    assert kvobs("dashboards", "export", str(tmp_path / "v1"))[0] == 0
-    assert kvobs("dashboards", "export", str(tmp_path / "v2"), "--schema", "v2")[0] == 0
-    classic, both = tree(tmp_path / "v1"), tree(tmp_path / "v2")
-    more = {path for path in classic if path.startswith("boards/")}
-    assert both.keys() - classic.keys() == {path.replace("boards/", "boards-v2/") for path in more}
-    assert classic.items() <= both.items()
-    code, output = kvobs("dashboards", "export", str(tmp_path / "v3"), "--schema", "v3")
-    assert code == 2
-    assert "'v1', 'v2'" in output
 
 
 def test_the_command_ends_with_one_line_where_it_can_not(tmp_path: Path) -> None:

@@ -96,30 +96,6 @@ def test_boards_ask_by_the_label_of_the_cluster_and_link_the_runbook(path: str) 
     assert back == DEFAULTS[path].decode(), "nothing else changes"
 
 
-def asked(content: Any) -> set[str]:
-    """Return all PromQL in a board, wherever it stands."""
-    if isinstance(content, list):
-        return {found for each in content for found in asked(each)}
-    if isinstance(content, dict):
-        own = {content[key] for key in ("expr", "definition") if key in content}
-        return own | {found for each in content.values() for found in asked(each)}
-    return set()
-
-
-def test_dynamic_boards_are_changed_as_classic_ones_are() -> None:
-    plain, changed = (dashboards.contents(of, schema=dashboards.Schema.V2) for of in (Site(), WHOLE))
-    uids = [path.removeprefix("boards/") for path in plain if path.startswith("boards/")]
-    assert uids
-    for uid in uids:
-        classic, dynamic = (asked(json.loads(changed[f"{folder}/{uid}"])) for folder in ("boards", "boards-v2"))
-        assert {expr for expr in dynamic if "label_values" not in expr or expr in classic} == classic
-        assert not [expr for expr in dynamic - classic if re.search(r"\bcluster=", expr)], "of hidden variables"
-        text = changed[f"boards-v2/{uid}"].decode()
-        assert OURS["runbook"] in text
-        back = text.replace("k8s_cluster", "cluster").replace(OURS["runbook"], site.RUNBOOK)
-        assert back == plain[f"boards-v2/{uid}"].decode(), "nothing else changes"
-
-
 def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
     """With a label that alerts do not have, an alert of one cluster would silence those of the others."""
     routing = yaml.safe_load(CHANGED["stack/alertmanager.yml"])
