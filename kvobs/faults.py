@@ -12,6 +12,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from kvobs.log import once
+from kvobs.signals import INTERNAL_ERRORS, Where
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,11 +20,8 @@ T = TypeVar("T")
 _counts: Counter[str] = Counter()
 
 
-def contain(where: str) -> None:
-    """Count and log the exception that is being handled; call it in an except block.
-
-    ``where`` is a label value of kvobs_internal_errors_total.
-    """
+def contain(where: Where) -> None:
+    """Count and log the exception that is being handled; call it in an except block."""
     _counts[where] += 1
     with suppress(Exception):  # a filter of the deployment's own logging may raise
         once(
@@ -38,8 +36,14 @@ def contain(where: str) -> None:
         raise  # noqa: PLE0704 - the exception that the caller is handling
 
 
-def contained(where: str) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """Return a decorator that contains a function's exceptions: it then returns None."""
+def contained(where: Where) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """Return a decorator that contains a function's exceptions: it then returns None.
+
+    Raises:
+        ValueError: ``where`` is no label value of kvobs_internal_errors_total; a fault could not be counted.
+    """
+    if where not in INTERNAL_ERRORS.labels["where"]:
+        raise ValueError(f"{where!r} is no place of internal errors")
 
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @wraps(function)

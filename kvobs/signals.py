@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal, get_args
 
 from kvobs.hooks import HOOKS, Cadence, Hook, Side
 from kvobs.signal_types import OPEN, Kind, Scope, Signal
@@ -233,10 +234,11 @@ BUILD_INFO = Signal(
     Kind.GAUGE,
     scope=Scope.PROCESS,
 )
+Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
     "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
-    {"where": ("record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version")},
+    {"where": get_args(Where)},
     scope=Scope.PROCESS,
 )
 SELF_SECONDS = Signal(

@@ -7,10 +7,10 @@ import pytest
 
 import kvobs
 from kvobs import faults
-from kvobs.signals import INTERNAL_ERRORS
+from kvobs.signals import INTERNAL_ERRORS, Where
 
 
-def fail(where: str) -> None:
+def fail(where: Where) -> None:
     try:
         raise ZeroDivisionError("mine")
     except ZeroDivisionError:
@@ -19,7 +19,8 @@ def fail(where: str) -> None:
 
 @pytest.mark.usefixtures("in_production")
 def test_it_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    for where in ("record", "record", "apply"):
+    places: list[Where] = ["record", "record", "apply"]
+    for where in places:
         fail(where)
     assert [record.args for record in caplog.records] == [("record",), ("apply",)]
     assert all(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
@@ -31,6 +32,11 @@ def test_under_pytest_it_is_raised_on() -> None:
     with pytest.raises(ZeroDivisionError):
         fail("record")
     assert faults.take() == {"record": 1}
+
+
+def test_a_place_that_is_no_label_is_refused_when_the_function_is_defined() -> None:
+    with pytest.raises(ValueError, match="'flsh' is no place"):
+        faults.contained("flsh")  # type: ignore[arg-type]
 
 
 def test_every_place_is_a_label_of_the_metric() -> None:
