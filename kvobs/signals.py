@@ -73,7 +73,10 @@ LOOKUP_DELAY = Signal(
 OFFERED_TOKENS = Signal(
     "kvobs_offered_tokens_total", "Tokens the connector could have loaded, once per request (tokens)."
 )
-ADMITTED_TOKENS = Signal("kvobs_admitted_tokens_total", "Tokens vLLM decided to load from the connector (tokens).")
+ADMITTED_TOKENS = Signal(
+    "kvobs_admitted_tokens_total",
+    "Tokens vLLM decided to load from the connector, every time: again after a preemption (tokens).",
+)
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
     "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); in offers below "
@@ -91,7 +94,7 @@ LOAD_DECISIONS = Signal(
 )
 LOADS = Signal(
     "kvobs_loads_total",
-    "Finished loads, by mode and outcome.",
+    "Finished loads, by mode and outcome; a preempted request may load again.",
     {"mode": _MODES, "outcome": ("ok", "failed", "aborted")},
 )
 LOAD_DURATION = Signal(
@@ -174,13 +177,13 @@ HELD_TOKENS = Signal(
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
-    "Time between the first and the last rank's report of a load or promised save.",
+    "By how much the slowest rank took longer for a load or promised save than the quickest, each by its own clock.",
     {"kind": _TRANSFERS},
     Kind.HISTOGRAM,
     _SKEW_BOUNDS,
 )
 SLOWEST_RANK = Signal(
-    "kvobs_slowest_rank_total", "Loads and promised saves that this rank finished last.", {"rank": OPEN}
+    "kvobs_slowest_rank_total", "Loads and promised saves for which this rank took longest.", {"rank": OPEN}
 )
 STUCK_TRANSFERS = Signal(
     "kvobs_stuck_transfers_total",
