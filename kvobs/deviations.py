@@ -133,7 +133,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="failed-load-not-repeated",
         hooks=("get_num_new_matched_tokens", "update_state_after_alloc"),
-        differs="If a connector's load of a request failed, its later lookups of that request count as 0 tokens.",
+        differs="If a connector's asynchronous load of a request failed, its lookups count as 0 tokens until that "
+        "request has run.",
         why="Otherwise vLLM would repeat the failing load for as long as the connector offers it.",
         test="tests/transparency/test_declared.py::test_a_failed_load_is_not_repeated",
     ),
