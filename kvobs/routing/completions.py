@@ -32,7 +32,7 @@ class Completions:
         listener: receives what has ended.
         next_orders: receives what the workers are to forget.
         isolation: receives the isolated connectors that failed on a worker.
-        offers: a connector whose load failed makes no further offers for its request.
+        offers: the offers of a connector whose asynchronous load failed are not used until its request has run.
         layout: block sizes and bytes per token of the KV cache.
         ranks: the number of all workers.
         to_reset: the connectors to be reset after a sibling's failed synchronous load.
@@ -120,7 +120,7 @@ class Completions:
                 self._next.orders.closed.append(request_id)
                 if load.aborted:  # a save that its child may have promised has ended too
                     self._next.orders.saved.append((load.child, request_id))
-                if load.failed:
+                if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self._offers.ban(request_id, load.child)
                 self._listener.load_ended(request_id, load)
         for request_id in over.saves:

@@ -60,7 +60,7 @@ class _Asked:
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
     offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
     left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
-    banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
+    banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
     chosen: int = NOBODY  # the child whose offer that lookup chose
     decision: Decision | None = None  # why, with the policy that predicts
@@ -246,6 +246,12 @@ class Offers:
         asked = self._asked.get(request_id)
         if asked is not None:
             asked.banned.add(child)
+
+    def lift_bans(self, request_id: str) -> None:
+        """Use all answers about this request again: it runs, and is looked up again only after a preemption."""
+        asked = self._asked.get(request_id)
+        if asked is not None and asked.banned:
+            asked.banned.clear()
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what it was offered since its last allocation is lost."""

@@ -1,8 +1,9 @@
 """Show the workers' output to the children, and process what they add to it or withdraw from it.
 
 As with vLLM's own router every child gets the same output object, and sees all received, failed and sent requests,
-whoever loaded or saved them: HiSparse needs its siblings' receipts. A child may change its own: FlexKV reports its
-receipts here, MoRIIO withholds reports until it is ready. Changes to other children's requests are undone.
+whoever loaded or saved them: HiSparse needs its siblings' receipts. Worker metadata, KV events and stats are the
+child's own, as when it runs alone: SpoolCache raises at stats of another class. A child may change its own: FlexKV
+reports its receipts here, MoRIIO withholds reports until it is ready. Changes to other children's requests are undone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Stray
+from kvobs.stats.stats import class_path, own_stats, with_own_stats
 from kvobs.telemetry.recorder import wall_ns
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class OutputView:
         self._ledger = ledger
         self._visibility = visibility
         self._stray = stray
+        self._classes = {child.name: class_path(type(child.connector)) for child in children}
 
     def show(
         self,
@@ -72,14 +75,18 @@ class OutputView:
         received = {request for request in loads if self._ledger.is_async(request)}
         sync = [request for request in loads if request not in received]
         sent = set(saves)
-        events = output.kv_cache_events
+        events, stats = output.kv_cache_events, output.kv_connector_stats
         try:
             for child in self._shown_to:
                 output.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
                 output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
+                own = None if stats is None else own_stats(stats, child.name, self._classes[child.name])
+                output.kv_connector_stats = own
                 self._show_one(child, output, received, sent)
+                if (left := output.kv_connector_stats) is not own:
+                    stats = with_own_stats(stats, child.name, left, self._classes)
         finally:
-            output.kv_connector_worker_meta, output.kv_cache_events = meta, events
+            output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
         return Over([*sync, *received], list(sent))
 
     def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> None:

@@ -151,6 +151,8 @@ class SchedulerSide:
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
         load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
+        if load is None or not load.is_async:
+            self._offers.lift_bans(request_id)
         offers, local = self._offers.settle(request_id, owner, num_external_tokens)
         self._listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, num_external_tokens)
         if load is not None:

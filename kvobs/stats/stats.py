@@ -156,6 +156,34 @@ def has_content(stats: KVConnectorStats | None) -> bool:
     return own is not None and not own.is_empty()
 
 
+def own_stats(stats: KVConnectorStats | None, name: str, path: str) -> KVConnectorStats | None:
+    """Return a child's own stats; None if there are none, or its class at ``path`` can't build them."""
+    own = stats.data.get(name) if stats is not None else None
+    if stats is None or own is None or (isinstance(own, KVConnectorStats) and not isinstance(own, RawStats)):
+        return own
+    built = _rebuild_child(name, path, as_dict(own))  # raw, as its class could not merge those of two ranks
+    if built is None or isinstance(built, RawStats):
+        return None
+    stats.data[name] = built
+    return built
+
+
+def with_own_stats(
+    stats: KVConnectorStats | None, name: str, own: KVConnectorStats | None, classes: Mapping[str, str]
+) -> KVConnectorStats:
+    """Return the stats of all children with those of one replaced, or removed (None).
+
+    ``classes`` are the paths of the children's classes, by name.
+    """
+    stats = MultiKVConnectorStats() if stats is None else stats
+    if own is None:
+        stats.data.pop(name, None)
+    else:
+        stats.data.setdefault(RESERVED_NAME, KvobsStats.bare(classes))
+        stats.data[name] = own
+    return stats
+
+
 def rebuild(data: Any) -> MultiKVConnectorStats:
     """Build stats from whatever a peer sent: objects, dicts, ``{"data": ...}`` wrappers, or a mixture; never raise."""
     if isinstance(data, KVConnectorStats):

@@ -131,8 +131,10 @@ class Store:
 
     def retrieve(self, tokens: list[int], mask: Any, slot_mapping: Any, **_: Any) -> Any:
         self.plug.may_fail("retrieve")
-        self.plug.loaded += 1
         got, first = torch.zeros(len(tokens), dtype=torch.bool), int((~mask).sum())
+        if self.plug.random.random() < self.plug.fail_rate:
+            return got  # of which LMCache makes blocks with load errors
+        self.plug.loaded += 1
         for begin in range(first, len(tokens) - CHUNK + 1, CHUNK):
             blocks = (slot_mapping[begin : begin + CHUNK : BLOCK] // BLOCK).tolist()
             for block, page in zip(blocks, self.plug.chunks[tuple(tokens[: begin + CHUNK])], strict=True):

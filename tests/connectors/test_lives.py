@@ -6,7 +6,8 @@ import pytest
 
 from tests.connectors.catalogue import SETTINGS, make
 from tests.connectors.known import explain
-from tests.connectors.lives import Ending, build, live
+from tests.connectors.lives import Ending, build, live, settle
+from tests.connectors.memory import BLOCK
 
 STORES = [
     *("offloading", "offloading-tiering", "lmcache-mp", "lmcache-v1", "mooncake-store", "mooncake-store-async"),
@@ -50,6 +51,28 @@ def test_loads_that_fail_are_computed_instead(names: list[str], router: str) -> 
         ending = live(build(router, plugs, patch, blocks=32), 1)
     assert ending.faults == []
     assert sum(ending.loaded.values()) > 2
+
+
+@pytest.mark.parametrize("router", ["stock", "kvobs"])
+def test_a_request_whose_synchronous_load_failed_loads_again_after_a_preemption(router: str) -> None:
+    """On the V1 runner LMCache V1 asserts that a resumed request begins with what it has offered."""
+    with pytest.MonkeyPatch.context() as patch:
+        plug = make("lmcache-v1")
+        engine = build(router, [plug], patch)
+        prompt = list(range(6 * BLOCK + 1))
+        engine.add("first", prompt, 1)
+        settle(engine)
+        engine.forget()
+        plug.fail_rate = 1.0
+        request = engine.add("second", prompt, 20)
+        engine.step()
+        assert (request.status.name, request.num_computed_tokens, plug.loaded) == ("RUNNING", 0, 0)
+        plug.fail_rate = 0.0
+        for _ in range(4):
+            engine.step()
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        settle(engine)
+    assert (request.num_preemptions, plug.loaded, engine.is_busy) == (1, 1, False)
 
 
 @pytest.mark.parametrize("router", ["stock", "kvobs"])

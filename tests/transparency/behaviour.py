@@ -61,6 +61,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._load_count: Counter[str] = Counter()
+        self._preemptions: dict[str, int] = {}  # of a request, before its last load
         self._receipts: dict[str, int] = {}  # loads that are reported in the output: request -> outputs to wait for
         self._withdrawn: dict[str, int] = {}
         self._messages = 0
@@ -90,7 +91,8 @@ class SchedulerHalf:
         if (self.index, name) in self.books.failed:
             if not character.offers_again:
                 return 0, False
-            self.books.run.mark(Cause.OFFERED_AGAIN, self.index, name)
+            if request.num_preemptions == self._preemptions[name]:  # it has not run since
+                self.books.run.mark(Cause.OFFERED_AGAIN, self.index, name)
         self._offers[name] = (local, is_async)
         return tokens, is_async
 
@@ -110,6 +112,7 @@ class SchedulerHalf:
         first, end = local // self.life.block, -(-(local + tokens) // self.life.block)
         ids = tuple(tuple(group[first:end]) for group in blocks.get_block_ids())
         self._load_count[name] += 1
+        self._preemptions[name] = request.num_preemptions
         load = Load(name, self._load_count[name], is_async, ids)
         self.books.loads[name] = (self.index, load)
         seen = self.books.run.seen

@@ -83,7 +83,7 @@ def _counts(entry: Entry, life: Life) -> Entry | None:
 ALLOWED: dict[str, Callable[[Entry, Life], Entry | None]] = {
     "handshakes-go-home": _handshakes,
     "worker-events-collected": _events,
-    "stats-of-kvobs": _stats,
+    "own-stats-shown": _stats,
     "finished-counts-by-child": _counts,
     "empty-outputs-shown": _empty_outputs,  # once the fields above are out
 }

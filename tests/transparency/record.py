@@ -44,7 +44,7 @@ class Cause(Enum):
     STRAY_BLOCKS = "W16: a child reports bad blocks inside another child's load"
     TWO_COMPLETIONS = "W20: a request ends during its async load, and a child promises to save it"
     COUNTED_FAILURE = "W11: a load fails in a child that says that one rank's report is enough"
-    OFFERED_AGAIN = "W14: a child whose load of a request failed offers it again"
+    OFFERED_AGAIN = "W14: a child whose load of a request failed offers it again before that has run"
 
 
 class Entry(NamedTuple):

@@ -72,19 +72,6 @@ def test_empty_hooks_are_not_called() -> None:
     assert stock["clear_connector_metadata"] == ours["clear_connector_metadata"] > 0
 
 
-def test_the_output_holds_kvobs_own_stats() -> None:
-    """In some output there are stats where with vLLM's class there are none; all else is the same."""
-    one = life(Character(), Character())
-    stock, ours = live(one, "stock"), live(one, "kvobs")
-    assert compare(one, stock, ours).fault is None
-    with_stats = [
-        [entry for entry in run.entries if entry.hook == "update_connector_output" and "MultiKV" in str(entry)]
-        for run in (stock, ours)
-    ]
-    assert not with_stats[0]
-    assert with_stats[1]
-
-
 def test_an_output_with_nothing_but_kvobs_numbers_is_shown() -> None:
     """With an executor that has no aggregator, vLLM drops an output in which nothing is."""
     one = life(Character(promises=1.0, slow=1.0), Character(), executor="uni")

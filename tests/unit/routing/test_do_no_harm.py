@@ -84,6 +84,30 @@ def test_after_a_failed_load_it_stores_the_right_blocks(router: str, is_sync: bo
     assert checked >= 4
 
 
+@both
+@pytest.mark.parametrize("is_sync", [False, True])
+def test_a_failed_load_is_repeated_after_the_request_has_run(router: str, is_sync: bool, a: Script, b: Script) -> None:
+    """LMCache V1 asserts that what it offers a resumed request is taken; an asynchronous load waits, and could loop."""
+    kind = (2 * BLOCK, not is_sync)
+    a.offers["r"] = kind if is_sync else [kind, MISS if router == "stock" else kind, kind]
+    rig = Rig(router, a, b)
+    request = rig.add("r", max_tokens=40)
+    if is_sync:
+        a.bad_blocks[0] = {1}
+        rig.step()
+    else:
+        rig.step()
+        a.say(0, failed="r")
+        rig.run(2)
+    assert (request.status.name, request.num_computed_tokens < 2 * BLOCK) == ("RUNNING", is_sync)
+    assert sum(tokens > 0 for _, tokens, _ in a.called("update_state_after_alloc")) == 1
+    rig.run(2)
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.step()
+    assert a.called("update_state_after_alloc")[-1][1] == 2 * BLOCK
+    assert request.num_preemptions == 1
+
+
 class LockingConnector(ScriptedConnector):
     """Locks in the lookup what it finds, and frees it when it is given an allocation after it has answered."""
 

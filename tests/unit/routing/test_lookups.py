@@ -165,6 +165,10 @@ def test_a_banned_child_is_asked_and_its_answer_is_dropped(policy: str) -> None:
     asker.offers.ban("r", 0)
     assert asker.ask() == Offer(1, 16, True)
     assert asker.asked == [2, 2]
+    asker.offers.lift_bans("another")
+    assert asker.ask() == Offer(1, 16, True)
+    asker.offers.lift_bans("r")
+    assert asker.ask() == Offer(0, 32, True)
 
 
 def test_synchronous_offers_of_some_are_not_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from kvobs.routing.output_view import OutputView, Over
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
+from kvobs.stats.payload import KvobsStats
+from kvobs.stats.stats import MultiKVConnectorStats, RawStats
 from kvobs.telemetry.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, counted
-from tests.support.scripted import Events, Tally
+from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.scripted import Events, Stats, Tally
 
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 
@@ -36,6 +39,7 @@ class Watcher:
             "failed": set(connector_output.failed_recving),
             "meta": connector_output.kv_connector_worker_meta,
             "events": connector_output.kv_cache_events,
+            "stats": connector_output.kv_connector_stats,
             "output": connector_output,
         })  # fmt: skip
         self.change(connector_output)
@@ -87,6 +91,10 @@ def assign(**fields: Any) -> Callable[[Any], None]:
             setattr(output, name, value)
 
     return change
+
+
+def raising(output: Any) -> None:
+    raise OSError("no")
 
 
 ALL = Over(["other", "own"], ["saved"])
@@ -232,12 +240,8 @@ def test_each_child_sees_its_own_metadata_and_events_and_the_output_gets_them_ba
     mine: Any = Events("x")
     events = MultiKVEvents({0: mine})
     shown.output.kv_cache_events = events
-
-    def fail(_output: Any) -> None:
-        raise OSError("no")
-
     if raises:
-        shown.watchers[2].change = fail
+        shown.watchers[2].change = raising
         with pytest.raises(OSError, match="no"):
             shown.show(meta)
     else:
@@ -246,6 +250,65 @@ def test_each_child_sees_its_own_metadata_and_events_and_the_output_gets_them_ba
     assert [watcher.seen[0]["events"] for watcher in shown.watchers] == [mine, None, None]
     assert shown.output.kv_connector_worker_meta is meta
     assert shown.output.kv_cache_events is events
+
+
+def stats_of(output: KVConnectorOutput) -> Any:
+    """Return the children's own stats in the output, by name."""
+    stats = output.kv_connector_stats
+    return stats and {name: own.data for name, own in stats.data.items() if name != "kvobs"}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_each_child_sees_its_own_stats_or_none_and_the_output_gets_all_of_them_back(raises: bool) -> None:
+    shown, mine, others = Shown(), Stats(data={"n": 1}), Stats(data={"n": 2})
+    all_stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": KvobsStats.bare({})})
+    shown.output.kv_connector_stats = all_stats
+    shown.watchers[2].change = raising if raises else shown.watchers[2].change
+    with pytest.raises(OSError, match="no") if raises else contextlib.nullcontext():
+        shown.show()
+    assert [watcher.seen[0]["stats"] for watcher in shown.watchers] == [mine, others, None]
+    assert shown.output.kv_connector_stats is all_stats
+    assert list(all_stats.data) == ["0", "1", "kvobs"]
+
+
+def test_what_a_child_changes_of_its_own_stats_counts() -> None:
+    shown = Shown()
+    shown.output.kv_connector_stats = MultiKVConnectorStats(data={n: Stats(data={"n": 1}) for n in ("0", "1", "2")})
+    shown.watchers[0].change = lambda output: output.kv_connector_stats.data.update(n=5)
+    shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
+    shown.watchers[2].change = assign(kv_connector_stats=None)
+    shown.show()
+    assert stats_of(shown.output) == {"0": {"n": 5}, "1": {"n": 6}}
+
+
+def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:
+    shown = Shown()
+    shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
+    shown.show()
+    assert [watcher.seen[0]["stats"] for watcher in shown.watchers] == [None] * 3
+    assert stats_of(shown.output) == {"1": {"n": 6}}
+    assert shown.output.kv_connector_stats is not None
+    assert shown.output.kv_connector_stats.data["kvobs"].children["1"].endswith(":Watcher")
+    shown.watchers[1].change = lambda output: None
+    shown.output.kv_connector_stats = None
+    shown.show()
+    assert shown.output.kv_connector_stats is None
+
+
+@pytest.mark.parametrize("raw", [{"n": 3}, RawStats(data={"n": 3})], ids=["dict", "RawStats"])
+def test_raw_stats_are_shown_as_an_object_of_the_childs_class_or_not_at_all(raw: Any, a: Script, b: Script) -> None:
+    """An object of another class would end a connector that insists on its own."""
+    rig = Rig("kvobs", connectors=[child_config(a, "SummedConnector"), child_config(b)])
+    found: dict[str, Any] = {}
+    a.on_output = lambda output: found.update(a=output.kv_connector_stats)
+    b.on_output = lambda output: found.update(b=output.kv_connector_stats)
+    stats = MultiKVConnectorStats(data={"SummedConnector": raw, "ScriptedConnector": raw})
+    rig.connector.update_connector_output(KVConnectorOutput(kv_connector_stats=stats))
+    assert type(found["a"]) is Stats
+    assert stats.data["SummedConnector"] is found["a"]
+    assert found["a"].data == {"n": 3}
+    assert found["b"] is None
+    assert stats.data["ScriptedConnector"] is raw
 
 
 def test_children_that_do_not_look_are_not_called() -> None:

@@ -438,3 +438,25 @@ def test_w21_who_is_named_is_reset(a: Script, b: Script, caplog: pytest.LogCaptu
     assert len(b.called("reset_cache")) == len(c.called("reset_cache")) == 1
     assert a.called("reset_cache") == [], "it has loaded, not saved"
     assert "The cache of two was reset" in caplog.text
+
+
+@wrong_in_stock(RuntimeError, "shows every child the stats of all: one that refuses stats of another class ends it")
+def test_w22_each_child_is_shown_its_own_stats(router: str, a: Script, b: Script) -> None:
+    """SpoolCache raises at any other; SparkCache reads its own out of what it is shown."""
+    found = []
+
+    def insist(output: Any) -> None:
+        stats = output.kv_connector_stats
+        if stats is not None and not isinstance(stats, Stats):
+            raise RuntimeError(f"stats type is incompatible: {type(stats).__name__}")
+        found.append(stats and dict(stats.data))
+
+    a.on_output = insist
+    rig = Rig(router, a, b, ranks=2)
+    a.stats += [Stats(data={"n": 3}), Stats(data={"n": 4})]  # of the two ranks
+    b.stats.append(Stats(data={"n": 5}))
+    rig.step()
+    b.stats.append(Stats(data={"n": 6}))
+    rig.run(12)  # kvobs's numbers are among them
+    assert found == [{"n": 7}] + [None] * 12
+    assert rig.stats[0]["ScriptedConnector"] == {"n": 7}
