@@ -39,7 +39,7 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
 
-test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare; stores killed; eight minutes
+test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
 	$(BIN)/python -m pytest -rP -n 2 --dist loadscope -m "connectors and not ray" tests/connectors/servers $(TESTS)
 
@@ -88,7 +88,7 @@ test-upstream: $(INSTALLED) ## Run vLLM's own tests with kvobs in place: make te
 	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is the folder tests of vLLM's source: docs/upstream-tests.md"; false; }
 	$(BIN)/python -m tests.upstream $(VLLM_TESTS)
 
-packages: $(INSTALLED) ## Fetch LMCache, Mooncake, Redhare and Ray, for the tests with them only
+packages: $(INSTALLED) ## Fetch LMCache, Mooncake, Redhare, SpoolCache and Ray, for the tests with them only
 	$(BIN)/python -m tests.connectors.packages
 
 # Mooncake's library is linked against them, with and without such a network.

@@ -38,6 +38,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "moriio": ("msgpack==1.2.4",),  # imported by vLLM's connector; AMD's library has a stand-in
     "ray": ("ray==2.60.0", "msgpack==1.2.4"),
     "redhare": ("redhare==0.6.0",),
+    "spoolcache": ("spoolcache==0.3.0",),
 }
 """Per folder, what is installed in it; everything else that these import is in vLLM's own environment."""
 
