@@ -45,6 +45,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 INSTALL_TIMEOUT_S = 600
 
 
+def version(name: str) -> str:
+    """Return the version of a set's own package, the first."""
+    return PACKAGES[name][0].partition("==")[2]
+
+
 def folder(name: str) -> Path:
     """Return where a set of packages is kept, fetched or not."""
     return cache_folder() / "connectors" / name
