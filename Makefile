@@ -20,7 +20,7 @@ SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma promtool clean
+.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
 
-test-connectors: $(INSTALLED) packages rdma ## Run engines with real stores: LMCache, Mooncake; their servers killed; seven minutes
+test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
 	$(BIN)/python -m pytest -rP -n 2 --dist loadscope -m "connectors and not ray" tests/connectors/servers $(TESTS)
 
@@ -88,7 +88,7 @@ test-upstream: $(INSTALLED) ## Run vLLM's own tests with kvobs in place: make te
 	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is the folder tests of vLLM's source: docs/upstream-tests.md"; false; }
 	$(BIN)/python -m tests.upstream $(VLLM_TESTS)
 
-packages: $(INSTALLED) ## Fetch LMCache, Mooncake and Ray, for the tests with them only
+packages: $(INSTALLED) ## Fetch LMCache, Mooncake, Redhare, SpoolCache and Ray, for the tests with them only
 	$(BIN)/python -m tests.connectors.packages
 
 # Mooncake's library is linked against them, with and without such a network.
@@ -97,6 +97,10 @@ RDMA := libibverbs1 libnl-3-200 libnl-route-3-200
 rdma: ## Install the libraries that Mooncake is linked against, where they are missing
 	@dpkg-query --show $(RDMA) >/dev/null 2>&1 || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(RDMA); } \
 		|| { echo "Mooncake needs libibverbs and libnl: install them ($(RDMA) are Debian's packages)"; false; }
+
+redis: ## Install Redis's server, in which Redhare keeps its keys, where it is missing; the tests start their own
+	@command -v redis-server >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends redis-server; } \
+		|| { echo "Redhare needs redis-server: install it, and have it on the PATH"; false; }
 
 promtool: ## Install Prometheus's tool that checks metrics, where it is missing
 	@command -v promtool >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus; } \

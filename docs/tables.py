@@ -17,6 +17,7 @@ from kvobs.hooks import HOOKS, Cadence, Combine, Side
 from kvobs.options import Options
 from kvobs.signals import CALL_DURATION, SIGNALS
 from kvobs.spans import ATTRIBUTES, SPANS
+from tests.connectors.table import RUN_WITH
 from tests.connectors.table import TABLE as CONNECTORS
 
 SIDES = {
@@ -186,6 +187,11 @@ def connectors() -> str:
     return table(["connector", "vLLM", "what was run", "what was found"], [list(row) for row in CONNECTORS])
 
 
+def run_with() -> str:
+    """Return what was run of connectors that vLLM does not ship."""
+    return table(["connector", "version", "when", "what was run", "what was found"], [list(row) for row in RUN_WITH])
+
+
 def versions() -> str:
     """Return what an engine of each vLLM version did with kvobs."""
     results = json.loads((ROOT / "tests/versions/results.json").read_text())
@@ -206,5 +212,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "alerts": alert_rules,
     "thresholds": site_thresholds,
     "connectors": connectors,
+    "run-with": run_with,
     "versions": versions,
 }

@@ -37,10 +37,17 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "msgpack==1.2.4"),
     "moriio": ("msgpack==1.2.4",),  # imported by vLLM's connector; AMD's library has a stand-in
     "ray": ("ray==2.60.0", "msgpack==1.2.4"),
+    "redhare": ("redhare==0.6.0",),
+    "spoolcache": ("spoolcache==0.3.0",),
 }
 """Per folder, what is installed in it; everything else that these import is in vLLM's own environment."""
 
 INSTALL_TIMEOUT_S = 600
+
+
+def version(name: str) -> str:
+    """Return the version of a set's own package, the first."""
+    return PACKAGES[name][0].partition("==")[2]
 
 
 def folder(name: str) -> Path:

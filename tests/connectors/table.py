@@ -1,11 +1,13 @@
-"""Every connector class that vLLM 0.32 and 0.33 ship or name: what was run of it, and what was found.
+"""Every connector class that vLLM 0.32 and 0.33 ship or name, and some that others ship: what was run, and found.
 
-The table of docs/compatibility.md is made from this one.
+The tables of docs/compatibility.md are made from these.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from tests.connectors.packages import version
 
 
 class Row(NamedTuple):
@@ -37,14 +39,14 @@ TABLE = (
     Row(
         "LMCacheMPConnector",
         "0.32, 0.33",
-        f"{SERVER} (make test-connectors); {PROCESS} (lmcache 0.5.6): stood in for its message queue",
+        f"{SERVER} (make test-connectors); {PROCESS} (lmcache {version('lmcache')}): stood in for its message queue",
         "An abort during a sibling's load ends stock's engine, not kvobs's. Read locks of a request that is aborted "
         "before its blocks are allocated stay until their TTL, by LMCache itself.",
     ),
     Row(
         "LMCacheConnectorV1",
         "0.32, 0.33",
-        f"{PROCESS} (lmcache 0.5.6): stood in for its cache engine and its lookup client",
+        f"{PROCESS} (lmcache {version('lmcache')}): stood in for its cache engine and its lookup client",
         "On the V1 runner a request that resumes with a sibling's hit ends the engine: an assertion of LMCache's. "
         "Same with kvobs.",
     ),
@@ -132,4 +134,90 @@ TABLE = (
         "One rank reports. With two ranks stock waits for the other for ever; kvobs does not.",
     ),
     Row("UMBPStoreConnector", "0.33", "read, not run: shipped, but not registered; its runtime is AMD's", "Nothing."),
+)
+
+
+class ThirdParty(NamedTuple):
+    """One connector that vLLM does not ship."""
+
+    connector: str
+    version: str  # of its package on PyPI
+    when: str  # by make, once by hand, or not
+    run: str
+    found: str
+
+
+CI = "each `make test-connectors`"
+BY_HAND = "once by hand, 24 Nov 2026"
+
+RUN_WITH = (
+    ThirdParty(
+        "Redhare",
+        version("redhare"),
+        CI,
+        "Served, with Debian's redis, which is killed in the middle; stood in for CUDA's events. kvobs counts what "
+        "Redhare counts",
+        "Nothing. Without redis it goes on everywhere, with what its worker holds.",
+    ),
+    ThirdParty(
+        "SpoolCache",
+        version("spoolcache"),
+        CI,
+        "Served; its folder cannot be written, then not be read; stood in for CUDA's memory, and for an answer of vLLM "
+        "0.32 that it does not expect. kvobs counts what SpoolCache counts. By hand with two ranks, too",
+        "It refuses its siblings' stats, which ends stock's engine at the first step; kvobs shows it its own. When it "
+        "cannot read what it has offered it ends its worker, on purpose, alone and with kvobs.",
+    ),
+    ThirdParty(
+        "OpenLake",
+        "0.8.1",
+        BY_HAND,
+        "In one process and served, with its daemon, which was killed; 20 random lives in process, with preemptions",
+        "Served, it ends stock's engine at the first stats, because its class is not registered; not so with kvobs. "
+        "It copies wrong bytes on vLLM's layout LBHNC, alone too.",
+    ),
+    ThirdParty(
+        "vllm-kvblockd",
+        "0.1.0",
+        BY_HAND,
+        "In one process; lookups that wait and that do not, loads that fail; stood in for its daemon, not on PyPI",
+        "It loads synchronously: isolated beside a sibling that saves, its hits are not used.",
+    ),
+    ThirdParty("Lifeboat, a tier of OffloadingConnector", "0.1.11", BY_HAND, "In one process", "Nothing."),
+    ThirdParty(
+        "SemBlend",
+        "0.2.8",
+        BY_HAND,
+        "In one process, without vLLM's prefix cache; it served equal prompts only, not similar ones",
+        "Nothing.",
+    ),
+    ThirdParty(
+        "PegaFlow, NoopKVConnector",
+        "0.25.1",
+        BY_HAND,
+        "In one process, alone and in kvobs; it keeps nothing",
+        "Its NixlConnector cannot be imported with vLLM 0.32; `kvobs check` says so.",
+    ),
+    ThirdParty(
+        "tierkv",
+        "0.1.0",
+        BY_HAND,
+        "20 random lives in process, in stock and in kvobs, calls and held blocks compared; a dictionary stood in for "
+        "its vault",
+        "It offers whole prompts, which ends the engine with stock and with kvobs: vLLM asserts that a token is left.",
+    ),
+    ThirdParty(
+        "SparkCache",
+        "0.1.0a2",
+        "not, CUDA only",
+        "Read",
+        "In stock it looks for its reports in the stats of all connectors and never has a hit, without an error.",
+    ),
+    ThirdParty(
+        "vllm-marconi-offload",
+        "0.2.2",
+        BY_HAND,
+        "Its start",
+        "It does not start with vLLM 0.32, alone neither. kvobs's error names it.",
+    ),
 )

@@ -21,6 +21,8 @@ from docs.pages import FOLDER, ROOT, fill, pages, parts, table, write
 from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.signals import SIGNALS
+from tests.connectors.packages import PACKAGES
+from tests.connectors.table import CI, RUN_WITH
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 ALL = "\n".join(TEXTS.values())
@@ -54,6 +56,13 @@ def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
 
 def test_every_table_is_in_a_page() -> None:
     assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
+
+
+def test_a_third_party_connector_that_is_run_each_time_has_its_tests() -> None:
+    each_time = {row.connector.lower() for row in RUN_WITH if row.when == CI}
+    assert each_time
+    assert each_time <= PACKAGES.keys()
+    assert all((ROOT / f"tests/connectors/servers/test_{name}.py").exists() for name in each_time)
 
 
 def test_the_page_of_dashboards_counts_right() -> None:

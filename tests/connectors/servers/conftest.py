@@ -9,7 +9,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from kvobs.demo.model import make_model
-from tests.connectors.servers.traffic import PROMPTS, SMALL_CACHE, Answers, ask_all
+from tests.connectors.servers.traffic import LONG, PROMPTS, SMALL_CACHE, Answers, ask_all
 from tests.engine.serving import serve
 
 pytest.register_assert_rewrite("tests.connectors.servers.stores")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Answers by prompt, without a connector."""
     with serve(model, tmp_path_factory.mktemp("plain"), None, *SMALL_CACHE) as server:
-        answers = ask_all(server, PROMPTS)
+        answers = ask_all(server, [*PROMPTS, *LONG])
         assert [one.error for one in answers if one.error] == []
-        assert [one.tokens for one in ask_all(server, PROMPTS)] == [one.tokens for one in answers]
+        assert [one.tokens for one in ask_all(server, [*PROMPTS, *LONG])] == [one.tokens for one in answers]
     return {one.prompt: one.tokens for one in answers}

@@ -184,7 +184,7 @@ def mooncake_store_child(store: Store, cls: str = "MooncakeStoreConnector", **ex
 
 def mooncake_child(cls: str, **extra: Any) -> dict[str, Any]:
     """Return one of Mooncake's connectors, made to run on a CPU, as a child."""
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.connectors.servers.cpu"}
+    return {**child(cls, **extra), "kv_connector_module_path": "tests.connectors.servers.mooncake_cpu"}
 
 
 KEYS = "master_key_count"

@@ -36,6 +36,8 @@ def document(number: int) -> str:
 
 
 PROMPTS = [document(i) for i in range(DOCUMENTS)]
+LONG = [PROMPTS[i] + PROMPTS[i + end] for i in range(0, DOCUMENTS, 4) for end in (1, 3)]
+"""Prompts of 800 tokens, about; two after each other begin with the same 400. SpoolCache keeps no shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,12 @@ class Asked:
         return self.end - self.begin
 
 
-def order(requests: int, seed: object) -> list[str]:
-    """Return so many prompts, each of the documents as often as any other, in random order."""
+def order(requests: int, seed: object, prompts: Sequence[str] = PROMPTS) -> list[str]:
+    """Return so many prompts, each of them as often as any other, in random order."""
     rng = random.Random(repr(seed))
     found: list[str] = []
     while len(found) < requests:
-        found += rng.sample(PROMPTS, len(PROMPTS))
+        found += rng.sample(prompts, len(prompts))
     return found[:requests]
 
 
@@ -83,11 +85,17 @@ def ask_all(server: Server, prompts: Sequence[str]) -> list[Asked]:
         return list(pool.map(lambda text: ask(server, text), prompts))
 
 
-def ask_and_abort(server: Server, requests: int = REQUESTS, aborts: int = ABORTS, seed: object = 0) -> list[Asked]:
+def ask_and_abort(
+    server: Server,
+    requests: int = REQUESTS,
+    aborts: int = ABORTS,
+    seed: object = 0,
+    prompts: Sequence[str] = PROMPTS,
+) -> list[Asked]:
     """Ask so many requests while others are hung up on, before or after their first token."""
     rng = random.Random(repr(("aborts", seed)))
-    asked = [(text, None) for text in order(requests, seed)]
-    hung_up = [(rng.choice(PROMPTS), rng.choice([0, 0.005, 0.02, 0.08, 0.3])) for _ in range(aborts)]
+    asked = [(text, None) for text in order(requests, seed, prompts)]
+    hung_up = [(rng.choice(prompts), rng.choice([0, 0.005, 0.02, 0.08, 0.3])) for _ in range(aborts)]
     mixed = [*asked, *hung_up]
     rng.shuffle(mixed)
     with ThreadPoolExecutor(CLIENTS) as pool:

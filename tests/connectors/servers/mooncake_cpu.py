@@ -1,0 +1,42 @@
+"""Mooncake's connectors on a machine without an accelerator: vLLM's own classes, as a child's module path names them.
+
+Nothing else is replaced: keys, transfers, threads and the connection to the master are Mooncake's own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.connectors.servers.cpu import use_cpu
+
+use_cpu()
+
+# After that: these modules look at the device when they are imported.
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (  # noqa: E402
+    MooncakeConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import (  # noqa: E402
+    MooncakeStoreConnector,
+)
+
+__all__ = ["FlakyMooncakeStore", "MooncakeConnector", "MooncakeStoreConnector"]
+
+
+class FlakyMooncakeStore(MooncakeStoreConnector):
+    """MooncakeStoreConnector whose next lookup raises, once, when the file of its option ``fail_once`` is there."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        """Take the file's name from the options."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._fail_once = Path(vllm_config.kv_transfer_config.get_from_extra_config("fail_once", os.devnull))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Raise what a client raises whose connection was reset."""
+        if self._fail_once.is_file():
+            self._fail_once.rename(self._fail_once.with_suffix(f".{time.monotonic_ns()}"))
+            raise ConnectionError("connection reset by peer")
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return answer
