@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 import kvobs
 from kvobs.children import known
 from kvobs.cli.check import port
-from kvobs.cli.check.check import Flags, check
+from kvobs.cli.check.check import Flags, check, check_text
 from kvobs.cli.check.rewrite import Router
 from kvobs.config import PATH
 from kvobs.connector import get_kv_connector_cache_layout
@@ -54,7 +54,7 @@ def test_what_is_built_is_what_the_check_says(kind: str) -> None:
     checked = check(config)
     assert checked.mistakes == []
     scheduler, worker = start(config)
-    said = checked.children
+    said = checked.connectors
     assert [child.name for child in said] == [child.name for child in worker._children]
     assert [child.is_isolated for child in said] == [child.gate is not None for child in worker._children]
     assert [child.kv_role for child in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
@@ -68,8 +68,8 @@ def test_what_is_built_is_what_the_check_says(kind: str) -> None:
             assert [one.does(hook) for hook in facts.busy_hooks] == [True] * len(facts.busy_hooks)
             assert [one.does(hook) for hook in facts.empty_hooks] == [False] * len(facts.empty_hooks)
     assert ("hybrid KV cache manager" not in checked.off) == worker._all_support_hma
-    assert bool(checked.saying("must_deliver", True)) == worker.requires_kv_delivery
-    is_piecewise = bool(checked.saying("requires_piecewise", True))
+    assert bool(checked.with_fact("must_deliver", True)) == worker.requires_kv_delivery
+    is_piecewise = bool(checked.with_fact("requires_piecewise", True))
     assert is_piecewise == kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH])
     layouts: set[str | None] = {*checked.layouts(is_mla=False).values()}
     assert (layouts or {None}) == {get_kv_connector_cache_layout(engine_config(KVTransferConfig(**config)))}
@@ -87,7 +87,7 @@ def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -
     """Those that need memory or a network to be built, too."""
     own = {"cpu_bytes_to_use": 1 << 30} if "Offload" in name else {}
     transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both", PATH: own}]))
-    (child,) = check(vars(transfer)).children
+    (child,) = check(vars(transfer)).connectors
     assert child.facts is not None
     assert child.facts.layouts[False] == get_kv_connector_cache_layout(engine_config(transfer))
     assert child.facts.must_deliver == (name == "NixlConnector")
@@ -97,7 +97,7 @@ def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -
 
 def test_the_library_behind_a_class_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of([{"kv_connector": "NixlConnector", "kv_role": "kv_both"}])
-    facts = check(config).children[0].facts
+    facts = check(config).connectors[0].facts
     assert facts is not None
     assert facts.library == f"nixl {version('nixl')}"
     monkeypatch.setattr(known, "is_installed", lambda module: False)
@@ -142,7 +142,7 @@ def test_it_says_whether_kvobs_takes_part(
     assert checked.router is (Router.KVOBS if by_variable else router)
     assert [warning.path for warning in checked.warnings] == ([] if by_variable or path is None else [path])
     assert checked.mistakes == []
-    assert all(child.facts for child in checked.children)
+    assert all(child.facts for child in checked.connectors)
 
 
 def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
@@ -271,5 +271,5 @@ def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
     ],
 )
 def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
-    noted = [w.path for w in check(config_of(), Flags(otlp_traces_endpoint=endpoint), ask=None).warnings]
+    noted = [w.path for w in check_text(config_of(), Flags(otlp_traces_endpoint=endpoint)).warnings]
     assert noted == ([] if is_one else ["--otlp-traces-endpoint"])

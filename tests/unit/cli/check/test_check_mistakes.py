@@ -134,12 +134,12 @@ def test_all_mistakes_are_found_in_one_run() -> None:
         "kvobs.load_policy",
         "kvobs.nmaes",
         "connectors[0].kv_role",
-        "connectors[0].kv_connector",
         "connectors[1].x",
         "--disable-log-stats, --otlp-traces-endpoint",
+        "connectors[0].kv_connector",
     ]
     fixes = [finding.fix for finding in checked.mistakes]
-    assert (fixes[0], fixes[3], fixes[5]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
+    assert (fixes[0], fixes[3], fixes[7]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
 
 
 VALUES = st.recursive(
