@@ -18,8 +18,8 @@ from kvobs.children.specs import (
     ChildSpec,
     async_only,
     is_kvobs,
+    loads_synchronously,
     name_among,
-    offers_sync_only,
     why_not_isolated,
 )
 from kvobs.config import PATH, Configuration
@@ -219,17 +219,24 @@ def ignored_policy(own: object, effective: object, path: str) -> list[Finding]:
 
 
 def _unused_hits(specs: list[ChildSpec], groups: int) -> list[Finding]:
-    """Warn about isolated connectors whose hits are not used."""
-    unused = async_only(specs, groups)
+    """Warn about isolated connectors whose synchronous loads the router refuses, unless they make none."""
+    reason, fix = "after a failed load other connectors would save unfilled blocks", "remove it from the list"
+    if groups > 1:
+        reason = "with several KV cache groups a failed load can't be reported"
+    else:
+        fix += ", or give the other connectors kv_role kv_consumer"
+    refused = async_only(specs, groups)
     found = []
     for spec in specs:
-        if spec.index in unused and offers_sync_only(spec):
-            text = (
-                f"found {spec.name!r}, which offers synchronous loads only: its hits are not used, because after a "
-                "failed load other connectors would save unfilled blocks"
+        is_sync = loads_synchronously(spec)
+        if spec.index in refused and is_sync is not False and why_not_isolated(spec) is None:
+            hits = (
+                "which offers synchronous loads only: its hits are not used"
+                if is_sync
+                else "whose synchronous loads, if it makes any, are not used"
             )
-            fix = "remove it from the list, or give the other connectors kv_role kv_consumer"
-            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix))
+            text = f"found {spec.name!r}, {hits}, because {reason}"
+            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix if is_sync else f"if it makes any, {fix}"))
     return found
 
 

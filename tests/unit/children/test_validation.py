@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
 from kvobs import config
+from kvobs.children.specs import async_only
 from kvobs.children.validation import (
     Validated,
     clashing_layouts,
@@ -166,3 +167,32 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
     assert (
         mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
     )
+
+
+SIBLINGS = "because after a failed load other connectors would save unfilled blocks"
+GROUPS = "because with several KV cache groups a failed load can't be reported"
+
+
+@pytest.mark.parametrize("sibling", ["kv_both", "kv_producer", "kv_consumer", None])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("ExampleConnector", "found 'best', which offers synchronous loads only: its hits are not used, "),
+        ("Kvblockd", "found 'best', whose synchronous loads, if it makes any, are not used, "),
+        ("OffloadingConnector", None),
+    ],
+)
+def test_isolation_that_leaves_hits_unused_is_a_warning(
+    name: str, found: str | None, groups: int, sibling: str | None
+) -> None:
+    """Exactly where the router refuses the offers: ``async_only`` is what it is given."""
+    others = [] if sibling is None else [{"kv_connector": "Other", "kv_role": sibling}]
+    connectors = [{"kv_connector": name, "kv_role": "kv_both"}, *others]
+    checked = classes({"connectors": connectors, "kvobs": {"names": ["best"], "isolate": ["best"]}}, groups=groups)
+    assert checked.mistakes == []
+    reason = GROUPS if groups > 1 else SIBLINGS if sibling in ("kv_both", "kv_producer") else None
+    assert async_only(checked.specs, groups) == ({0} if reason else set())
+    expected = [found + reason] if found and reason else []
+    assert [warning.found for warning in checked.warnings] == expected
+    assert all(("kv_consumer" in warning.fix) == (reason == SIBLINGS) for warning in checked.warnings)
