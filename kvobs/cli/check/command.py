@@ -120,7 +120,7 @@ def check(
     except ValueError as error:
         fix = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either or vLLM's YAML file, or -"
         checked = Checked(Router.NONE, mistakes=[Finding("CONFIG", str(error), fix=fix)])
-        _print_findings(Console(stderr=should_rewrite, quiet=as_json), checked)
+        _print_findings(Console(stderr=should_rewrite, quiet=as_json and not should_rewrite), checked)
     else:
         try:
             if should_rewrite:
