@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvobs.children import known
 from kvobs.children.specs import ChildSpec
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.children.validation import Host, NotUsableError, Validated, clashing_layouts, validate
+from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
 from kvobs.config import ConfigError
 from kvobs.findings import show
 from kvobs.log import line, log
@@ -29,8 +29,8 @@ def read(parent: KVTransferConfig, groups: int = 1) -> Validated:
         ConfigError: with every mistake found, each with its JSON path.
     """
     policy = getattr(parent, "kv_load_failure_policy", None)
-    host = Host(KVTransferConfig, class_of, Unbuilt)
-    checked = validate(parent.kv_connector_extra_config, policy, host, engine_id=parent.engine_id, groups=groups)
+    checked = validate(parent.kv_connector_extra_config, policy, KVTransferConfig, engine_id=parent.engine_id)
+    find_classes(checked, class_of, Unbuilt, groups=groups)
     if checked.mistakes:
         raise ConfigError(checked.mistakes)
     for name, problem in checked.absent.items():

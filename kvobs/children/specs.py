@@ -28,6 +28,17 @@ as soon as a later one is."""
 SYNC_ONLY = frozenset({"LMCacheConnectorV1", "ExampleConnector"})
 """Connector classes that only ever offer synchronous loads."""
 
+ASYNC_ONLY = frozenset(
+    {
+        "HF3FSKVConnector",
+        "LMCacheMPConnector",
+        "MooncakeStoreConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+"""Connector classes that only ever offer asynchronous loads."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
@@ -61,9 +72,11 @@ def why_not_isolated(spec: ChildSpec) -> str | None:
     return None if name is None else HAND_OFF[name]
 
 
-def offers_sync_only(spec: ChildSpec) -> bool:
-    """Return whether this child is known to offer synchronous loads only."""
-    return name_among(spec.connector_class, SYNC_ONLY) is not None
+def loads_synchronously(spec: ChildSpec) -> bool | None:
+    """Return whether this child offers synchronous loads: only such (True), none (False), or unknown (None)."""
+    if name_among(spec.connector_class, SYNC_ONLY) is not None:
+        return True
+    return False if spec.connector_class.__name__ in ASYNC_ONLY else None  # a subclass may differ
 
 
 def name_among(connector_class: type, names: Container[str]) -> str | None:

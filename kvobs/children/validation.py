@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,8 +18,8 @@ from kvobs.children.specs import (
     ChildSpec,
     async_only,
     is_kvobs,
+    loads_synchronously,
     name_among,
-    offers_sync_only,
     why_not_isolated,
 )
 from kvobs.config import PATH, Configuration
@@ -45,21 +45,6 @@ class NotUsableError(ValueError):
         return Finding(f"{path}.kv_connector", self.found, self.allowed, self.fix)
 
 
-class Host(NamedTuple):
-    """The parts of vLLM that validation needs.
-
-    Args:
-        transfer_class: vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
-        class_of: returns the class of an entry's transfer configuration, or raises ``NotUsableError``; None without
-            vLLM.
-        stand_in: the class used for an isolated connector that can't be imported; None: that is a mistake.
-    """
-
-    transfer_class: Callable[..., Any]
-    class_of: Callable[[str, Any], type] | None = None
-    stand_in: type | None = None
-
-
 @dataclass(slots=True)
 class Validated:
     """The result of a validation.
@@ -67,6 +52,7 @@ class Validated:
     Args:
         configuration: the options and names; the defaults if there are mistakes in them.
         entries: name and entry of each child whose entry names a class, by position.
+        transfers: the transfer configuration of each of these entries that is valid, by position.
         specs: the children whose entry is valid and whose class is known.
         mistakes: what ends the start.
         warnings: settings without the intended effect.
@@ -75,6 +61,7 @@ class Validated:
 
     configuration: Configuration
     entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    transfers: dict[int, Any] = field(default_factory=dict)
     specs: list[ChildSpec] = field(default_factory=list)
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
@@ -82,67 +69,81 @@ class Validated:
 
 
 def validate(
-    extra: Mapping[str, Any], policy: object, host: Host, *, engine_id: str | None = None, groups: int = 1
+    extra: Mapping[str, Any], policy: object, transfer_class: Callable[..., Any], *, engine_id: str | None = None
 ) -> Validated:
-    """Validate kvobs's options and every configured connector.
+    """Validate kvobs's options and the entry of every configured connector; ``find_classes`` continues.
 
     Args:
         extra: ``kv_connector_extra_config`` of the top level.
         policy: ``kv_load_failure_policy`` of the top level.
-        host: the parts of vLLM.
+        transfer_class: vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
         engine_id: the engine's own id, the default of its connectors.
-        groups: number of KV cache groups.
     """
     configuration, mistakes = config.validate(extra)
     checked = Validated(configuration, mistakes=mistakes)
-    isolated = configuration.options.isolate
-    checked.mistakes += isolation_mistakes(isolated, policy)
+    checked.mistakes += isolation_mistakes(configuration.options.isolate, policy)
     entries = extra.get("connectors")
     entries = entries if isinstance(entries, list | tuple) else ()
     for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=False)):
         connector = entry.get("kv_connector") if isinstance(entry, Mapping) else None
         if isinstance(connector, str) and connector:  # any other is a mistake of the options
             checked.entries[i] = (name, entry)
-            _validate_entry(checked, i, host, engine_id)
+            complete = {**entry, "engine_id": _engine_id(engine_id, entry.get("engine_id"))}
+            transfer, found = transfer_config(complete, path_of(i), transfer_class)
+            if transfer is not None:
+                checked.transfers[i] = transfer
+            checked.mistakes += found
             own = entry.get(_POLICY)
-            checked.warnings += ignored_policy(own, policy if policy == "recompute" else "fail", _path(i))
+            checked.warnings += ignored_policy(own, policy if policy == "recompute" else "fail", path_of(i))
+    return checked
+
+
+def find_classes(
+    checked: Validated, class_of: Callable[[str, Any], type], stand_in: type | None = None, *, groups: int = 1
+) -> None:
+    """Find each connector's class, and add the mistakes and warnings that follow from the classes.
+
+    Args:
+        checked: the result of ``validate``.
+        class_of: returns the class of a name and module, or raises ``NotUsableError``.
+        stand_in: the class used for an isolated connector that can't be imported; None: that is a mistake.
+        groups: number of KV cache groups.
+    """
+    for index in checked.entries:
+        _find_class(checked, index, class_of, stand_in)
+    options = checked.configuration.options
     for spec in checked.specs:
         if spec.is_isolated and (why := why_not_isolated(spec)):
             found = f"found {spec.name!r} ({spec.connector_class.__name__}), which can't be isolated: it {why}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.isolate", found, fix="remove it from the list"))
-        if spec.name in configuration.options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
+        if spec.name in options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
             found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
     checked.warnings += _unused_hits(checked.specs, groups)
-    return checked
 
 
-def _path(index: int) -> str:
+def path_of(index: int) -> str:
+    """Return the JSON path of the connector at this position."""
     return f"{PATH}.connectors[{index}]"
 
 
-def _validate_entry(checked: Validated, index: int, host: Host, engine_id: str | None) -> None:
-    """Add the child at this position, or its mistakes."""
+def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], type], stand_in: type | None) -> None:
+    """Add the child at this position, or the mistake in its class."""
     name, entry = checked.entries[index]
-    path, is_isolated = _path(index), name in checked.configuration.options.isolate
-    complete = {**entry, "engine_id": _engine_id(engine_id, entry.get("engine_id"))}
-    transfer, found = transfer_config(complete, path, host.transfer_class)
-    checked.mistakes += found
-    if host.class_of is None:
-        return
+    path, is_isolated = path_of(index), name in checked.configuration.options.isolate
     try:
-        connector_class = host.class_of(entry["kv_connector"], entry.get("kv_connector_module_path"))
+        connector_class = class_of(entry["kv_connector"], entry.get("kv_connector_module_path"))
     except NotUsableError as error:
-        if not (is_isolated and host.stand_in is not None and isinstance(error.__cause__, ImportError)):
+        if not (is_isolated and stand_in is not None and isinstance(error.__cause__, ImportError)):
             checked.mistakes.append(error.at(path))
             return
         checked.absent[name] = error.at(path)
-        connector_class = host.stand_in
+        connector_class = stand_in
     if is_kvobs(connector_class):
         text = "found kvobs within kvobs; list its connectors here beside the others"
         checked.mistakes.append(Finding(f"{path}.kv_connector", text, fix="move its connectors to this list"))
-    elif transfer is not None:
-        checked.specs.append(ChildSpec(index, name, connector_class, transfer, is_isolated))
+    elif index in checked.transfers:
+        checked.specs.append(ChildSpec(index, name, connector_class, checked.transfers[index], is_isolated))
 
 
 def _engine_id(engines: str | None, own: Any) -> Any:
@@ -218,17 +219,24 @@ def ignored_policy(own: object, effective: object, path: str) -> list[Finding]:
 
 
 def _unused_hits(specs: list[ChildSpec], groups: int) -> list[Finding]:
-    """Warn about isolated connectors whose hits are not used."""
-    unused = async_only(specs, groups)
+    """Warn about isolated connectors whose synchronous loads the router refuses, unless they make none."""
+    reason, fix = "after a failed load other connectors would save unfilled blocks", "remove it from the list"
+    if groups > 1:
+        reason = "with several KV cache groups a failed load can't be reported"
+    else:
+        fix += ", or give the other connectors kv_role kv_consumer"
+    refused = async_only(specs, groups)
     found = []
     for spec in specs:
-        if spec.index in unused and offers_sync_only(spec):
-            text = (
-                f"found {spec.name!r}, which offers synchronous loads only: its hits are not used, because after a "
-                "failed load other connectors would save unfilled blocks"
+        is_sync = loads_synchronously(spec)
+        if spec.index in refused and is_sync is not False and why_not_isolated(spec) is None:
+            hits = (
+                "which offers synchronous loads only: its hits are not used"
+                if is_sync
+                else "whose synchronous loads, if it makes any, are not used"
             )
-            fix = "remove it from the list, or give the other connectors kv_role kv_consumer"
-            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix))
+            text = f"found {spec.name!r}, {hits}, because {reason}"
+            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix if is_sync else f"if it makes any, {fix}"))
     return found
 
 

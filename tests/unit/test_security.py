@@ -79,7 +79,6 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         "port.py",  # the command kvobs check, which looks whether the exporter's port is free
         "live.py",  # the same with --server and --prometheus, which reads what it is given
         "ports.py",  # the exporter and that command: which address a host stands for
-        "asking.py",  # the same, which asks vLLM's classes in a process of its own
         "feed.py",  # starts the exporter, over a socket without address
         *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
     }
@@ -89,17 +88,14 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert [call for call in of_yaml if call.startswith("yaml.")] == ["yaml.safe_load(text)"]
     importers = {name for name, imported in found if imported == "importlib"}
     # Commands, which ask whether vLLM and a connector's library are there, and in which package a child is.
-    of_check = {"facts.py", "class_facts.py", "kept.py", "vllm_source.py", "known.py"}
+    of_check = {"classes.py", "vllm_source.py", "known.py"}
     assert importers == {"commands.py", *of_check}
     loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
         ("topology.py", "json.loads(path.read_bytes())"),  # a model's config.json, for the command kvobs topology
         ("source.py", "json.loads(text)"),  # the configuration, for the command kvobs check
-        ("source.py", "json.loads(mended)"),
         ("source.py", "json.loads(value or '')"),
         ("source.py", "json.loads(json.dumps(config, default=str))"),
-        ("asking.py", "json.loads(output)"),  # what vLLM's classes say, from the process that asks them
-        ("kept.py", "json.loads(_place(entry, has_hisparse=has_hisparse).read_text(encoding='utf-8'))"),  # and earlier
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
         ("process.py", "json.loads(error.read(READ))"),  # /healthz of an exporter that has the port
@@ -126,8 +122,7 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     of_log = {"request_log.py": 1}  # the file of kvobs.request_log
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
-        "asking.py": 3,  # kvobs check: what vLLM prints while it is asked goes to a file that has no name
-        "kept.py": 3,  # and what its classes said to the user's cache folder
+        "command.py": 1,  # kvobs check: /dev/null, for the output of vLLM's import
     }
     assert Counter(name for name, _ in found) == of_timeline | of_log | of_commands
 

@@ -1,39 +1,41 @@
-"""Check a ``--kv-transfer-config``: what it builds, what is off and why, and every mistake at once."""
+"""Check a ``--kv-transfer-config``: first its text, then the classes of its connectors, which imports vLLM."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs import host as vllm_host
-from kvobs import plugin
+from kvobs import host, plugin
 from kvobs.children.validation import (
-    Host,
+    NotUsableError,
     Validated,
     clashing_layouts,
+    find_classes,
+    path_of,
     transfer_config,
     validate,
 )
-from kvobs.cli.check import entries, port, vllm_source
-from kvobs.cli.check.asker import Ask, ask_here, questions_of
-from kvobs.cli.check.asking import NoAnswerError
-from kvobs.cli.check.facts import Answer, Facts, library_of
+from kvobs.cli.check import port, rules, vllm_source
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
 from kvobs.config import PATH
 from kvobs.exporting import destinations
 from kvobs.exporting.destinations import Setup
 from kvobs.findings import Finding
+from kvobs.log import line
 from kvobs.options import Options
 from kvobs.telemetry import sampling
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.topology import Engine, who_reads
 
+if TYPE_CHECKING:
+    from kvobs.cli.check.classes import Facts
+
 _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
-_SINGLE = f"{PATH}.connectors[0]"
+_HISPARSE = "HiSparseConnector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,228 +62,241 @@ class Engines(NamedTuple):
     is_mla: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckedConnector:
-    """One configured connector; ``facts`` is None without vLLM, or if its class can't be imported."""
+    """One configured connector; ``facts`` is None without vLLM, or if its class can't be used."""
 
     name: str
     kv_connector: str
     kv_role: str | None
     is_isolated: bool
-    facts: Facts | None
+    facts: Facts | None = None
 
 
 @dataclass(slots=True)
 class Checked:
-    """The result of a check. ``off`` maps each disabled feature to the reason."""
+    """The result of a check. ``config`` has kvobs as its router; ``off`` maps each disabled feature to the reason."""
 
     router: Router
     by_variable: bool = False
     vllm: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
+    validated: Validated | None = field(default=None, repr=False)
     options: Options = field(default_factory=Options)
     failure_policy: str = "fail"
     tracing: str = "off"
     metrics_go_to: str = ""
     spans_go_to: str = ""
-    children: list[CheckedConnector] = field(default_factory=list)
+    connectors: list[CheckedConnector] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     engines: Engines | None = None
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
-    @property
-    def has_classes(self) -> bool:
-        """Return whether vLLM's classes were asked."""
-        return "classes" not in self.off
+    def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
+        """Add findings, each once: a missing library is reported, not the import error that it causes."""
+        refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
+        self.mistakes += [finding for finding in self._located(mistakes) if finding.path not in refused]
+        self.warnings += self._located(warnings)
+        self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
 
-    def saying(self, fact: str, answer: bool) -> list[str]:
-        """Return the children with this value of a fact."""
-        return [child.name for child in self.children if child.facts and getattr(child.facts, fact) is answer]
+    def _located(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
+        for finding in findings:
+            if self.router is Router.NONE and finding.path.startswith(path_of(0)):
+                inner = finding.path.removeprefix(path_of(0)).removeprefix(".")
+                yield replace(finding, path=inner or "kv_connector")
+            else:
+                yield finding
+
+    def with_fact(self, fact: str, value: bool) -> list[str]:
+        """Return the names of the connectors with this value of a fact."""
+        return [each.name for each in self.connectors if each.facts and getattr(each.facts, fact) is value]
 
     def layouts(self, *, is_mla: bool) -> dict[str, str]:
-        """Return the KV cache layout of each child that is known to need one."""
-        needs = {child.name: child.facts.layouts[is_mla] for child in self.children if child.facts}
+        """Return the KV cache layout of each connector that is known to need one."""
+        needs = {each.name: each.facts.layouts[is_mla] for each in self.connectors if each.facts}
         return {name: layout for name, layout in needs.items() if layout not in (None, "unknown")}
 
 
-def check(
-    config: Mapping[str, Any], flags: Flags = Flags(), ask: Ask | None = ask_here, *, is_for_here: bool = True
-) -> Checked:
-    """Check a parsed configuration; one without kvobs as ``rewrite`` would change it.
-
-    Args:
-        config: the configuration.
-        flags: further options of vLLM's start.
-        ask: what asks vLLM's classes; None: the text alone is checked.
-        is_for_here: whether the engine is to run in this environment, so that libraries must be in it.
-    """
-    router = router_of(config)
-    by_variable = not config.get("kv_connector_module_path") and plugin.is_enabled(os.environ.get(plugin.VARIABLE, ""))
-    if router is Router.STOCK and by_variable:
-        router = Router.KVOBS
-    checked = Checked(router, by_variable and router is Router.KVOBS, vllm_source.vllm_version())
-    if router is not Router.KVOBS:
-        checked.warnings.append(_takes_no_part(config, router))
-    whole = rewrite(config)
-    answers = _answers(checked, whole, ask)
-    host = Host(transfer_class(), _class_of(whole, answers) if answers is not None else None)
-    checked.mistakes += transfer_config(whole, "", host.transfer_class)[1]
-    policy = whole.get("kv_load_failure_policy", checked.failure_policy)
-    checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
-    refused, ignored = entries.findings(whole, router, has_vllm=is_for_here and checked.vllm is not None)
-    extra = whole.get(PATH, {})
-    if isinstance(extra, Mapping):
-        validated = validate(extra, policy, host)
-        checked.options = validated.configuration.options
-        checked.mistakes += validated.mistakes
-        checked.warnings += validated.warnings
-        _add_children(checked, validated, answers or {})
-        checked.warnings += port.findings(checked.options.exporter, extra)
-    # Of a missing library and the failed import that it causes, the first has the better cure.
-    places = {finding.path for finding in refused if finding.path.endswith("kv_connector")}
-    checked.mistakes = [finding for finding in checked.mistakes if finding.path not in places] + refused
-    checked.warnings += ignored
-    tracing = _tracing(checked.options, flags)
-    setup = _setup(checked.options, flags, tracing)
-    _check_layouts(checked, flags)
-    _check_flags(checked, flags, setup)
-    _check_engines(checked, flags, is_producer=whole.get("kv_role") == "kv_producer")
-    _say_what_is_off(checked, setup, tracing)
-    if router_of(config) is Router.NONE:
-        checked.mistakes = _at_the_top_level(checked.mistakes)
-        checked.warnings = _at_the_top_level(checked.warnings)
+def check(config: Mapping[str, Any], flags: Flags = Flags()) -> Checked:
+    """Check a parsed configuration, with the classes of its connectors if vLLM is installed."""
+    checked = check_text(config, flags)
+    check_classes(checked, is_mla=flags.is_mla)
     return checked
 
 
-def _answers(checked: Checked, whole: Mapping[str, Any], ask: Ask | None) -> dict[int, Answer] | None:
-    """Return vLLM's answers by the position of the entry; None, and why, if it was not asked."""
+def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritten: bool = False) -> Checked:
+    """Check the text of a configuration; one without kvobs as ``rewrite`` would change it.
+
+    Args:
+        config: the parsed configuration.
+        flags: further options of vLLM's start.
+        is_rewritten: whether the result of ``rewrite`` is what will be used, perhaps in another environment.
+    """
+    router = router_of(config)
+    by_variable = (
+        router is Router.STOCK
+        and not config.get("kv_connector_module_path")
+        and plugin.is_enabled(os.environ.get(plugin.VARIABLE, ""))
+    )
+    if by_variable or (is_rewritten and router is Router.STOCK):
+        router = Router.KVOBS
+    checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config))
+    if router is not Router.KVOBS and not is_rewritten:
+        checked.add(warnings=[_not_enabled(config, router)])
+    transfer_class, extra = _transfer_class(), checked.config.get(PATH, {})
+    checked.add(transfer_config(checked.config, "", transfer_class)[1])
+    policy = checked.config.get("kv_load_failure_policy", "fail")
+    checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
+    if isinstance(extra, Mapping):
+        checked.validated = validate(extra, policy, transfer_class)
+        _add_connectors(checked, checked.validated)
+        checked.add(warnings=port.findings(checked.options.exporter, extra))
+    has_vllm = not is_rewritten and checked.vllm is not None
+    checked.add(*rules.findings(checked.config, router, has_vllm=has_vllm))
     if checked.vllm is None:
         checked.off["classes"] = "vLLM is not installed here: connector classes were not checked"
-    elif ask is None:
-        checked.off["classes"] = "not asked yet"
-    else:
-        asked = questions_of(whole)
-        try:
-            return dict(zip((i for i, _ in asked), ask([question for _, question in asked]), strict=True))
-        except NoAnswerError as error:
-            checked.off["classes"] = f"vLLM can't be imported here: {error}"
-            found = f"can't be imported here, so that connector classes were not checked: {error}"
-            checked.warnings.append(Finding("vLLM", found, fix="start vLLM here once, and mend what it says"))
-    return None
+    _check_telemetry(checked, flags)
+    _check_engines(checked, flags)
+    _note_options_that_are_off(checked)
+    return checked
 
 
-def transfer_class() -> type[Any]:
+def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
+    """Add what vLLM's classes of the connectors say to a checked text; nothing without vLLM."""
+    validated = checked.validated
+    if checked.vllm is None or validated is None or not validated.entries:
+        return
+    try:
+        from kvobs.cli.check import classes
+
+        classes.load_general_plugins()
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {line(error, 300)}"
+        checked.off["classes"] = f"vLLM can't be imported here: {reason}"
+        found = f"can't be imported here, so that connector classes were not checked: {reason}"
+        checked.add(
+            warnings=[Finding("vLLM", found, fix="run `python -c 'import vllm'` here, and correct what it names")]
+        )
+        return
+    find_classes(validated, classes.class_of)
+    checked.add(validated.mistakes, validated.warnings)
+    connectors = dict(zip(validated.entries, checked.connectors, strict=True))
+    has_hisparse = any(connector.kv_connector == _HISPARSE for connector in checked.connectors)
+    for spec in validated.specs:
+        entry = validated.entries[spec.index][1]
+        transfer, mistakes = transfer_config(entry, path_of(spec.index), classes.KVTransferConfig)
+        checked.add(mistakes)
+        if transfer is not None:
+            try:
+                facts = classes.facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
+            except NotUsableError as error:
+                checked.add([error.at(path_of(spec.index))])
+            else:
+                connectors[spec.index].facts = facts
+    _check_layouts(checked, is_mla)
+    for feature, fact in (("hybrid KV cache manager", "supports_hma"), ("sleep mode", "supports_sleep_mode")):
+        if lacking := checked.with_fact(fact, False):
+            checked.off[feature] = f"not supported by {', '.join(lacking)}"
+
+
+def _transfer_class() -> type[Any]:
     """Return the class of transfer configurations, with the keys of the installed vLLM if there is one."""
     keys = vllm_source.transfer_keys()
-    return vllm_host.transfer_config_with(keys) if keys else vllm_host.TransferConfig
+    return host.transfer_config_with(keys) if keys else host.TransferConfig
 
 
-def _class_of(whole: Mapping[str, Any], answers: Mapping[int, Answer]) -> Callable[[str, Any], type]:
-    """Return the function that finds an entry's class: a stand-in of the same names, from vLLM's answers."""
-    found = {_class_key(entry): answers[i] for i, (entry, _) in questions_of(whole) if i in answers}
-
-    def class_of(name: str, module: Any) -> type:
-        answer = found[_class_key({"kv_connector": name, "kv_connector_module_path": module})]
-        if not answer.bases and answer.refused is not None:
-            raise answer.refused.error
-        return answer.stand_in()
-
-    return class_of
+def _not_enabled(config: Mapping[str, Any], router: Router) -> Finding:
+    if router is Router.NONE:
+        return Finding("kv_connector", "kvobs is not enabled", fix="use the configuration that --rewrite prints")
+    extra = config.get(PATH)
+    ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
+    found = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
+    fix = f"use the configuration that --rewrite prints, or start vLLM with {plugin.VARIABLE}=1"
+    return Finding("kv_connector_module_path", found, fix=fix)
 
 
-def _class_key(entry: Mapping[str, Any]) -> tuple[str, str]:
-    return entry["kv_connector"], repr(entry.get("kv_connector_module_path"))
-
-
-def _takes_no_part(config: Mapping[str, Any], router: Router) -> Finding:
-    if router is Router.STOCK:
-        extra = config.get(PATH)
-        ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
-        says = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
-        fix = f"use the configuration that --rewrite prints, or start vLLM with {plugin.VARIABLE}=1"
-        return Finding("kv_connector_module_path", says, fix=fix)
-    return Finding("kv_connector", "kvobs is not enabled", fix="use the configuration that --rewrite prints")
-
-
-def _add_children(checked: Checked, validated: Validated, answers: Mapping[int, Answer]) -> None:
-    """Add each configured connector, with the facts of its class if it is usable."""
-    usable = {spec.index for spec in validated.specs}
-    isolated = validated.configuration.options.isolate
-    for i, (name, entry) in validated.entries.items():
-        answer = answers.get(i, Answer()) if i in usable else Answer()
-        if answer.refused is not None:
-            checked.mistakes.append(answer.refused.error.at(f"{PATH}.connectors[{i}]"))
-        facts = replace(answer.facts, library=library_of(entry)) if answer.facts is not None else None
+def _add_connectors(checked: Checked, validated: Validated) -> None:
+    checked.options = validated.configuration.options
+    checked.add(validated.mistakes, validated.warnings)
+    for name, entry in validated.entries.values():
         role = entry.get("kv_role")
-        child = CheckedConnector(name, entry["kv_connector"], str(role) if role else None, name in isolated, facts)
-        checked.children.append(child)
+        is_isolated = name in checked.options.isolate
+        connector = CheckedConnector(name, entry["kv_connector"], str(role) if role else None, is_isolated)
+        checked.connectors.append(connector)
 
 
-def _check_layouts(checked: Checked, flags: Flags) -> None:
-    kinds = (False, True) if flags.is_mla is None else (flags.is_mla,)
-    clashes = [finding for is_mla in kinds for finding in clashing_layouts(checked.layouts(is_mla=is_mla))]
-    if len(clashes) == len(kinds):
-        checked.mistakes.append(clashes[0])
-    elif clashes:
-        found = f"for some models (give --model to check one), {clashes[0].found}"
-        checked.warnings.append(replace(clashes[0], found=found))
-
-
-def _tracing(options: Options, flags: Flags) -> TracingSettings | None:
-    """Return the tracing settings in this environment."""
-    shown = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=flags.otlp_traces_endpoint))
-    return TracingSettings.of(options, shown)
-
-
-def _setup(options: Options, flags: Flags, tracing: TracingSettings | None) -> Setup:
-    return Setup(
+def _check_telemetry(checked: Checked, flags: Flags) -> None:
+    """Find where metrics and spans go, which of them are lost, and why."""
+    endpoint, options = flags.otlp_traces_endpoint, checked.options
+    # The part of vLLM's configuration that is read.
+    vllm_config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
+    tracing = TracingSettings.of(options, vllm_config)
+    setup = Setup(
         options.exporter,
         has_stats=not flags.disable_log_stats,
-        has_rust_frontend=vllm_host.has_rust_frontend(),
+        has_rust_frontend=host.has_rust_frontend(),
         api_servers=flags.api_server_count,
         has_traces=tracing is not None,
     )
-
-
-def _check_flags(checked: Checked, flags: Flags, setup: Setup) -> None:
-    if flags.disable_log_stats and flags.otlp_traces_endpoint is not None:
-        says = "vLLM fails at the first finished request when both are given"
-        checked.mistakes.append(Finding("--disable-log-stats, --otlp-traces-endpoint", says, fix="remove one of them"))
+    if flags.disable_log_stats and endpoint is not None:
+        found = "vLLM fails at the first finished request when both are given"
+        checked.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
     else:
-        checked.warnings += destinations.findings(setup)
-    endpoint = flags.otlp_traces_endpoint
+        checked.add(warnings=destinations.findings(setup))
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
-        checked.warnings.append(Finding("--otlp-traces-endpoint", "is no address with a scheme or port", fix=fix))
+        checked.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
+    checked.metrics_go_to = destinations.metrics_go_to(setup)
+    checked.spans_go_to = destinations.spans_go_to(setup, sampling.endpoint_of(tracing))
+    checked.off |= destinations.lost(setup)
+    if "tracing" not in checked.off:
+        _check_tracing(checked, tracing)
+    if "tracing" in checked.off:
+        checked.off["exemplars"] = "tracing is off"
 
 
-def _check_engines(checked: Checked, flags: Flags, *, is_producer: bool) -> None:
+def _check_tracing(checked: Checked, tracing: TracingSettings | None) -> None:
+    """Note the tracing level, or why nothing is traced."""
+    if tracing is None:
+        checked.off["tracing"], warnings = sampling.why_off(checked.options)
+        checked.add(warnings=warnings)
+        return
+    checked.tracing = "calls" if tracing.has_calls else "requests"
+    if tracing.endpoint is None:
+        checked.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
+
+
+def _check_engines(checked: Checked, flags: Flags) -> None:
     """Check that the two engines fit; this one decodes, unless it is a producer."""
     if flags.engines is None:
         return
+    is_producer = checked.config.get("kv_role") == "kv_producer"
     prefill, decode = flags.engines if is_producer else reversed(flags.engines)
     engines = Engines(prefill, decode, flags.kv_heads, bool(flags.is_mla))
     try:
         who_reads(*engines[:3], is_mla=engines.is_mla)
     except ValueError as error:
         where = "--tensor-parallel-size, --remote-tensor-parallel-size"
-        checked.mistakes.append(Finding(where, str(error), fix="choose sizes that fit the model and each other"))
+        checked.add([Finding(where, str(error), fix="choose sizes that fit the model and each other")])
     else:
         checked.engines = engines
 
 
-def _say_what_is_off(checked: Checked, setup: Setup, tracing: TracingSettings | None) -> None:
+def _check_layouts(checked: Checked, is_mla: bool | None) -> None:
+    """Check that the connectors need one layout; if the model is unknown, for models with and without MLA."""
+    kinds = (False, True) if is_mla is None else (is_mla,)
+    clashes = [finding for kind in kinds for finding in clashing_layouts(checked.layouts(is_mla=kind))]
+    if len(clashes) == len(kinds):
+        checked.add(clashes[:1])
+    elif clashes:
+        found = f"for some models (give --model to check one), {clashes[0].found}"
+        checked.add(warnings=[replace(clashes[0], found=found)])
+
+
+def _note_options_that_are_off(checked: Checked) -> None:
     options, off = checked.options, checked.off
-    checked.metrics_go_to = destinations.metrics_go_to(setup)
-    checked.spans_go_to = destinations.spans_go_to(setup, sampling.endpoint_of(tracing))
-    off |= destinations.lost(setup)
-    if "tracing" not in off:
-        _look_at_tracing(checked, tracing)
-    if "tracing" in off:
-        off["exemplars"] = "tracing is off"
-    for what, fact in (("hybrid KV cache manager", "supports_hma"), ("sleep mode", "supports_sleep_mode")):
-        if lacking := checked.saying(fact, False):
-            off[what] = f"not supported by {', '.join(lacking)}"
     if not options.isolate:
         off["isolation"] = "kvobs.isolate is empty: an exception in a connector ends the engine"
     if options.timeline.dir is None:
@@ -290,25 +305,3 @@ def _say_what_is_off(checked: Checked, setup: Setup, tracing: TracingSettings | 
         off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:
         off["lookup timeout"] = "kvobs.lookup_timeout_ms is not set: a connector may answer 'not yet' without limit"
-
-
-def _look_at_tracing(checked: Checked, tracing: TracingSettings | None) -> None:
-    """Note the tracing level, or why nothing is traced."""
-    if tracing is not None:
-        checked.tracing = "calls" if tracing.has_calls else "requests"
-        if tracing.endpoint is None:
-            checked.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
-        return
-    checked.off["tracing"], warnings = sampling.why_off(checked.options)
-    checked.warnings += warnings
-
-
-def _at_the_top_level(findings: Iterable[Finding]) -> list[Finding]:
-    """Move findings about a single connector's only child to the top level, without duplicates."""
-    moved = []
-    for finding in findings:
-        path = finding.path
-        if path.startswith(_SINGLE):
-            path = path.removeprefix(_SINGLE).removeprefix(".") or "kv_connector"
-        moved.append(replace(finding, path=path))
-    return list(dict.fromkeys(moved))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from kvobs.cli.check import check as checking
-from kvobs.cli.check.asker import Asker
-from kvobs.cli.check.check import Checked, Flags
+from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
 from kvobs.cli.check.live import Looked, look
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
-from kvobs.cli.check.rewrite import Router, rewrite
+from kvobs.cli.check.rewrite import Router
 from kvobs.cli.check.source import read
 from kvobs.cli.top.servers import url_of
 from kvobs.cli.topology import read_model
@@ -108,115 +108,111 @@ def check(
     try:
         source = read(config)
         given = source.flags
-        own = Engine(_number(given, "tensor-parallel-size", tensor_parallel_size), block_size)
+        engine = Engine(_number(given, "tensor-parallel-size", tensor_parallel_size), block_size)
         flags = Flags(
             disable_log_stats or str(given.get("disable-log-stats", False)).lower() not in ("false", "0", "none"),
             otlp_traces_endpoint or given.get("otlp-traces-endpoint"),
             _number(given, "api-server-count", api_server_count),
             is_mla,
             heads,
-            (own, Engine(remote_tp, remote_block_size)) if remote_tp is not None else None,
+            (engine, Engine(remote_tp, remote_block_size)) if remote_tp is not None else None,
         )
     except ValueError as error:
         fix = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either or vLLM's YAML file, or -"
         checked = Checked(Router.NONE, mistakes=[Finding("CONFIG", str(error), fix=fix)])
-        if as_json:
-            typer.echo(json.dumps(as_dict(checked)))
-        else:
-            _print_lines(Console(stderr=should_rewrite), checked)
-        raise typer.Exit(1) from None
-    if should_rewrite:
-        _rewrite(source.config, flags)
-    # The level is a part of what a kept answer depends on.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    asker = Asker(source.config)
-    try:
-        if as_json:
-            with _waiting(asker):
-                checked = checking.check(source.config, flags, asker.answers)
-            typer.echo(json.dumps(as_dict(checked)))
-        else:
-            checked = _report(source.config, flags, asker)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Stopped.", style="yellow")
-        raise typer.Exit(130) from None
-    finally:
-        asker.stop()
+        _print_findings(Console(stderr=should_rewrite, quiet=as_json and not should_rewrite), checked)
+    else:
+        try:
+            if should_rewrite:
+                checked = _rewrite(source.config, flags)
+            else:
+                checked = _check(source.config, flags, _console(is_quiet=as_json))
+        except KeyboardInterrupt:
+            Console(stderr=True).print("Stopped.", style="yellow")
+            raise typer.Exit(130) from None
+    if as_json and not should_rewrite:
+        typer.echo(json.dumps(as_dict(checked)))
     raise typer.Exit(1 if checked.mistakes else 0)
 
 
+def _check(config: Mapping[str, Any], flags: Flags, out: Console) -> Checked:
+    """Check the text and print the results, then the classes and theirs, then the verdict."""
+    checked = check_text(config, flags)
+    out.print(lay_out_text(checked))
+    _print_findings(out, checked)
+    printed_off, printed = list(checked.off), [*checked.warnings, *checked.mistakes]
+    if checked.vllm is not None:
+        with _quiet_import():
+            check_classes(checked, is_mla=flags.is_mla)
+        out.print(lay_out_classes(checked, printed_off))
+        _print_findings(out, checked, printed)
+    out.print(verdict(checked), soft_wrap=True)
+    return checked
+
+
+def _rewrite(config: Mapping[str, Any], flags: Flags) -> Checked:
+    """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
+    checked = check_text(config, flags, is_rewritten=True)
+    _print_findings(Console(stderr=True), checked)
+    if not checked.mistakes:
+        typer.echo(json.dumps(checked.config, indent=2))
+    return checked
+
+
 def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoReturn:
-    """Look at what runs, and print what was seen."""
+    """Look at running servers and their Prometheus, and print the result."""
     try:
         urls = list(dict.fromkeys(map(url_of, servers)))
         of_prometheus = None if prometheus is None else url_of(prometheus, _PROMETHEUS_PORT).removesuffix("/metrics")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="URL") from None
     looked = look(urls, of_prometheus)
+    out = _console(is_quiet=as_json)
+    out.print(lay_out_live(looked))
+    _print_findings(out, looked)
+    out.print(verdict(looked))
     if as_json:
-        typer.echo(json.dumps(looked.as_dict()))
-    else:
-        out = _console()
-        out.print(lay_out_live(looked))
-        _print_lines(out, looked)
-        out.print(verdict(looked))
+        typer.echo(json.dumps(asdict(looked)))
     raise typer.Exit(1 if looked.mistakes else 0)
 
 
-def _report(config: Mapping[str, Any], flags: Flags, asker: Asker) -> Checked:
-    """Print what the text says at once, then what the classes say, then the verdict; return the whole result."""
-    out = _console()
-    text = checking.check(config, flags, None)
-    if text.vllm is not None:
-        del text.off["classes"]
-    out.print(lay_out_text(text))
-    _print_lines(out, text)
-    if text.vllm is None:
-        out.print(verdict(text))
-        return text
-    out.file.flush()
-    with _waiting(asker):
-        checked = checking.check(config, flags, asker.answers)
-    out.print(lay_out_classes(checked, text.off))
-    _print_lines(out, checked, text)
-    out.print(verdict(checked), soft_wrap=True)
-    return checked
-
-
-def _rewrite(config: Mapping[str, Any], flags: Flags) -> NoReturn:
-    """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
-    checked = checking.check(config, flags, None, is_for_here=False)
-    if not checked.mistakes:
-        config = rewrite(config)
-        checked = checking.check(config, flags, None, is_for_here=False)
-    _print_lines(Console(stderr=True), checked)
-    if not checked.mistakes:
-        typer.echo(json.dumps(config, indent=2))
-    raise typer.Exit(1 if checked.mistakes else 0)
-
-
-def _print_lines(out: Console, checked: Checked | Looked, before: Checked | None = None) -> None:
-    """Print each finding in one line, also in a pipe; those that were printed before are left out."""
-    warnings, mistakes = checked.warnings, checked.mistakes
-    if before is not None:
-        warnings = [finding for finding in warnings if finding not in before.warnings]
-        mistakes = [finding for finding in mistakes if finding not in before.mistakes]
+def _print_findings(out: Console, checked: Checked | Looked, printed: Container[Finding] = ()) -> None:
+    """Print each finding that is not printed yet in one line, also in a pipe."""
+    warnings, mistakes = (
+        [finding for finding in findings if finding not in printed] for findings in (checked.warnings, checked.mistakes)
+    )
     for line in lines(warnings, mistakes):
         out.print(line, soft_wrap=True)
 
 
-def _console() -> Console:
+def _console(*, is_quiet: bool) -> Console:
     """Return standard output; a pipe has no width, unless COLUMNS gives one."""
-    out = Console()
-    return out if out.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE)
+    out = Console(quiet=is_quiet)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(quiet=is_quiet, width=_WIDE)
 
 
-def _waiting(asker: Asker) -> AbstractContextManager[object]:
-    """Show on a terminal that vLLM's classes are being asked."""
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Discard the output of vLLM, its plugins and libraries; a terminal shows a line until the import has ended."""
     errors = Console(stderr=True)
-    if not (asker.is_waiting and errors.is_terminal):
-        return nullcontext()
-    return errors.status("Importing vLLM to ask its connectors' classes; this takes seconds, and less the next time")
+    if is_slow := errors.is_terminal and "vllm" not in sys.modules:
+        errors.print("Importing vLLM to check the connectors' classes...", end="", style="dim")
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # before the copies: it takes the place of a closed stderr
+    outputs = {fd: os.dup(fd) for fd in (1, 2)}
+    try:
+        for fd in outputs:
+            os.dup2(nowhere, fd)
+        yield
+    finally:
+        sys.stdout.flush()
+        for fd, output in outputs.items():
+            os.dup2(output, fd)
+            os.close(output)
+        os.close(nowhere)
+        if is_slow:
+            errors.file.write("\r\x1b[K")
+            errors.file.flush()
 
 
 def _number(given: Mapping[str, Any], name: str, option: int) -> int:

@@ -1,4 +1,4 @@
-"""Look whether the exporter's port can be had on this machine."""
+"""Check whether the exporter can listen on its port on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list
         return []
     try:
         _try_to_listen(exporter.host, exporter.port)
-    except (OSError, ValueError) as error:  # ValueError: no host name
+    except (OSError, ValueError) as error:  # ValueError: not a host name
         options = extra.get("kvobs")
         is_option = isinstance(options, Mapping) and options.get("exporter") is not None
         path = f"{PATH}.kvobs.exporter" if is_option else f"environment variable {EXPORTER_VARIABLE}"
@@ -32,14 +32,14 @@ def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list
             found = f"found port {exporter.port}, which is in use on this machine: held by {holder(exporter.port)}"
             fix = "end that process, unless it is the exporter of this engine, which runs already; or use another port"
             return [Finding(path, found, fix=fix)]
-        reason = getattr(error, "strerror", None) or "no host name"
+        reason = getattr(error, "strerror", None) or "not a host name"
         found = f"found {show(exporter.host)} and port {exporter.port}, where this machine can't listen: {reason}"
         return [Finding(path, found, fix="use an address of the engine's machine, and a port that its user may open")]
     return []
 
 
 def _try_to_listen(host: str, port: int) -> None:
-    """Listen for a moment, as the exporter would; OSError if that can't be."""
+    """Listen for a moment, as the exporter would; OSError if that fails."""
     family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that ended don't count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -13,22 +13,24 @@ from rich.text import Text
 
 from kvobs.cli import topology
 from kvobs.cli.check.check import Checked, CheckedConnector
-from kvobs.cli.check.facts import Facts
 from kvobs.cli.check.live import Looked
 from kvobs.cli.check.rewrite import Router
 from kvobs.findings import Finding
 from kvobs.hooks import HOOKS, Cadence
 from kvobs.version import __version__
 
+if TYPE_CHECKING:
+    from kvobs.cli.check.classes import Facts
+
 _VLLMS = "vllm.distributed.kv_transfer.kv_connector.v1."
 _PER_LAYER = ("wait_for_layer_load", "save_kv_layer")
 
 
 def lay_out_text(checked: Checked) -> Group:
-    """Return what the text of a configuration says: router, connectors, properties, disabled features, who reads."""
+    """Return the results of the text: router, connectors, properties, disabled features, who reads from whom."""
     parts: list[RenderableType] = []
-    if checked.children:
-        parts = [Text(_headline(checked)), Text(), _children(checked.children, _entry_rows), Text()]
+    if checked.connectors:
+        parts = [Text(_headline(checked)), Text(), _connectors(checked.connectors, _entry_rows), Text()]
         parts += [_pairs(_together(checked), "together"), Text(), _pairs(checked.off, "off", "why"), Text()]
     if checked.engines is not None:
         prefill, decode, heads, is_mla = checked.engines
@@ -36,12 +38,12 @@ def lay_out_text(checked: Checked) -> Group:
     return Group(*parts)
 
 
-def lay_out_classes(checked: Checked, known_off: Collection[str] = ()) -> Group:
-    """Return what the classes say: their properties, what follows from them, features off beyond those known."""
-    if not any(child.facts for child in checked.children):
+def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
+    """Return the results of the classes: properties, consequences, disabled features beyond those already printed."""
+    if not any(connector.facts for connector in checked.connectors):
         return Group()
-    off = {what: why for what, why in checked.off.items() if what not in known_off}
-    parts: list[RenderableType] = [Text(), _children(checked.children, _class_rows), Text()]
+    off = {feature: why for feature, why in checked.off.items() if feature not in printed}
+    parts: list[RenderableType] = [Text(), _connectors(checked.connectors, _class_rows), Text()]
     parts += [_pairs(_of_classes(checked), "of the classes together"), Text()]
     if off:
         parts += [_pairs(off, "off", "why"), Text()]
@@ -58,20 +60,19 @@ def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[
 
 
 def lay_out_live(looked: Looked) -> Group:
-    """Return what was seen of running servers, and of Prometheus."""
+    """Return the facts about running servers and Prometheus."""
     return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
 
 
 def verdict(checked: Checked | Looked) -> Text:
-    """Return the last line: how many mistakes and warnings there are, and whether all could be checked."""
+    """Return the last line: the number of mistakes and warnings, and whether classes were left out."""
     mistakes, warnings = len(checked.mistakes), len(checked.warnings)
     parts = [f"{mistakes} mistake{'' if mistakes == 1 else 's'}" if mistakes else "no mistakes"]
     if warnings:
         parts.append(f"{warnings} warning{'' if warnings == 1 else 's'}")
-    unseen = (
-        "" if not isinstance(checked, Checked) or checked.has_classes else "; the connectors' classes were not checked"
-    )
-    return Text(", ".join(parts) + unseen, style="bold red" if mistakes else "bold green")
+    has_gap = isinstance(checked, Checked) and "classes" in checked.off
+    gap = "; the connectors' classes were not checked" if has_gap else ""
+    return Text(", ".join(parts) + gap, style="bold red" if mistakes else "bold green")
 
 
 def as_dict(checked: Checked) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def as_dict(checked: Checked) -> dict[str, Any]:
         "kvobs": __version__,
         "vllm": checked.vllm,
         "is_routed_by_kvobs": checked.router is Router.KVOBS,
-        "children": [asdict(child) for child in checked.children],
+        "connectors": [asdict(connector) for connector in checked.connectors],
         "failure_policy": checked.failure_policy,
         "tracing": checked.tracing,
         "metrics_go_to": checked.metrics_go_to,
@@ -96,33 +97,34 @@ def as_dict(checked: Checked) -> dict[str, Any]:
 
 def _headline(checked: Checked) -> str:
     version = f"vLLM {checked.vllm}" if checked.vllm else "vLLM (not installed here)"
-    count = f"{len(checked.children)} connector{'' if len(checked.children) == 1 else 's'}"
+    count = f"{len(checked.connectors)} connector{'' if len(checked.connectors) == 1 else 's'}"
     if checked.router is Router.KVOBS:
         by = ", enabled by KVOBS_ENABLE in this environment" if checked.by_variable else ""
         return f"kvobs {__version__} routes between {version} and {count}{by}."
     return f"kvobs is not in this configuration. With --rewrite it would route between {version} and {count}:"
 
 
-def _children(children: Sequence[CheckedConnector], rows_of: Callable[[CheckedConnector], dict[str, str]]) -> Table:
-    out = _table("", *(Text(child.name) for child in children))
-    columns = [rows_of(child) for child in children]
+def _connectors(connectors: Sequence[CheckedConnector], rows_of: Callable[[CheckedConnector], dict[str, str]]) -> Table:
+    """Return a table with a column for each connector."""
+    out = _table("", *(Text(connector.name) for connector in connectors))
+    columns = [rows_of(connector) for connector in connectors]
     for row in max(columns, key=len):
         out.add_row(row, *(Text(column.get(row, "?"), overflow="fold") for column in columns))
     return out
 
 
-def _entry_rows(child: CheckedConnector) -> dict[str, str]:
-    """Return what a connector's entry says, as row name -> text."""
+def _entry_rows(connector: CheckedConnector) -> dict[str, str]:
+    """Return the properties of a connector's entry, as row name -> text."""
     return {
-        "kv_connector": child.kv_connector,
-        "kv_role": child.kv_role or "?",
-        "best-effort": _yes(child.is_isolated),
+        "kv_connector": connector.kv_connector,
+        "kv_role": connector.kv_role or "?",
+        "best-effort": _yes(connector.is_isolated),
     }
 
 
-def _class_rows(child: CheckedConnector) -> dict[str, str]:
-    """Return what a connector's class says, as row name -> text."""
-    facts = child.facts
+def _class_rows(connector: CheckedConnector) -> dict[str, str]:
+    """Return the properties of a connector's class, as row name -> text."""
+    facts = connector.facts
     if facts is None:
         return {}
     module, _, name = facts.class_path.rpartition(".")
@@ -170,7 +172,7 @@ def _together(checked: Checked) -> dict[str, str]:
 
 
 def _of_classes(checked: Checked) -> dict[str, str]:
-    piecewise, delivering = checked.saying("requires_piecewise", True), checked.saying("must_deliver", True)
+    piecewise, delivering = checked.with_fact("requires_piecewise", True), checked.with_fact("must_deliver", True)
     layouts = sorted(set(checked.layouts(is_mla=False).values()))
     return {
         "CUDA graphs": f"piecewise, for {', '.join(piecewise)}"
@@ -183,8 +185,8 @@ def _of_classes(checked: Checked) -> dict[str, str]:
 
 def _pairs(rows: Mapping[str, str], *heads: str) -> Table:
     out = _table(*heads, *([""] * (2 - len(heads))))
-    for what, says in rows.items():
-        out.add_row(what, Text(says))
+    for name, text in rows.items():
+        out.add_row(name, Text(text))
     return out
 
 
@@ -195,5 +197,5 @@ def _table(*heads: str | Text) -> Table:
     return out
 
 
-def _yes(answer: bool | None, otherwise: str = "?") -> str:
-    return otherwise if answer is None else "yes" if answer else "no"
+def _yes(answer: bool | None) -> str:
+    return "?" if answer is None else "yes" if answer else "no"

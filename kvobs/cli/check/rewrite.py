@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
 from kvobs.children.known import OURS, ROUTER
 from kvobs.config import ConfigError, read
+from kvobs.host import TransferConfig
 
 _STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
-
-# The keys that a connector reads of its own configuration. It inherits `engine_id`, and vLLM reads
-# `kv_load_failure_policy` at the top level only.
-_OF_A_CHILD = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_role",
-    "kv_buffer_device",
-    "kv_buffer_size",
-    "kv_rank",
-    "kv_parallel_size",
-    "kv_ip",
-    "kv_port",
-    "enable_permute_local_kv",
-    "kv_connector_extra_config",
-)
+_AT_THE_TOP = ("engine_id", "kv_load_failure_policy")  # inherited by connectors; read at the top level only
 
 
 class Router(Enum):
@@ -56,20 +43,17 @@ def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
     head = {"kv_connector": ROUTER, "kv_connector_module_path": "kvobs"}
     new = head | {key: value for key, value in old.items() if key not in head}
     if router is Router.NONE:
-        child = {key: old[key] for key in _OF_A_CHILD if key in old}
-        new["kv_connector_extra_config"] = {"connectors": [child]}
+        keys = [key for key in TransferConfig.model_fields if key in old and key not in _AT_THE_TOP]
+        new["kv_connector_extra_config"] = {"connectors": [{key: old[key] for key in keys}]}
     _fill_in_names(new.get("kv_connector_extra_config"))
     return new
 
 
 def _fill_in_names(extra: Any) -> None:
-    """Add the children's names as kvobs chooses them, if they are valid names."""
+    """Add the connectors' names as kvobs chooses them, if they are valid names."""
     options = extra.get("kvobs", {}) if isinstance(extra, dict) else None
-    if not isinstance(options, dict):
-        return
-    try:
-        named = {**options, "names": list(read(extra).names)}
-        read({**extra, "kvobs": named})  # a class name may be an invalid child name
-    except ConfigError:
-        return
-    extra["kvobs"] = named
+    if isinstance(options, dict):
+        with suppress(ConfigError):  # a class name may be an invalid name
+            named = {**options, "names": list(read(extra).names)}
+            read({**extra, "kvobs": named})
+            extra["kvobs"] = named

@@ -1,6 +1,6 @@
 """Read the configuration that `kvobs check` is given: JSON, a `vllm serve` line or script, or vLLM's YAML file.
 
-Of a line and a YAML file the other options that matter to the check are taken too.
+A line and a YAML file may have other options of vLLM that matter to the check; these are read too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,6 @@ _FLAGS = ("disable-log-stats", "otlp-traces-endpoint", "api-server-count", "tens
 _SHORT = {"tp": "tensor-parallel-size", "asc": "api-server-count"}
 _IN_LINE = re.compile(r"(^|\s)--kv[-_]transfer[-_]config\b")
 _IN_YAML = re.compile(r"^\s*(kv[-_]transfer[-_]config|kv_connector)\s*:", re.MULTILINE)
-_TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
-_COMMENT = re.compile(r"(^|\s)(//|#).*$", re.MULTILINE)
-_NO_QUOTES = re.compile(r"\s*\{\s*[A-Za-z_]\w*\s*:")
-_OUTER_QUOTES = re.compile(r"""\s*(['"`])\s*\{.*\}\s*\1\s*""", re.DOTALL)
 
 
 class Source(NamedTuple):
@@ -34,10 +30,10 @@ class Source(NamedTuple):
 
 
 def read(argument: str) -> Source:
-    """Return what the argument CONFIG names or is.
+    """Read the configuration that the argument CONFIG names or is.
 
     Raises:
-        ValueError: it can't be read, or has no valid configuration; says which kind of text it is.
+        ValueError: it can't be read, or has no valid configuration; with the reason.
     """
     return parse(_text(argument))
 
@@ -47,7 +43,7 @@ def _text(argument: str) -> str:
         raise ValueError("the configuration is empty")
     if argument == "-":
         return sys.stdin.read()
-    if argument.lstrip()[:1] in ("{", "[") or _IN_LINE.search(argument) or _OUTER_QUOTES.fullmatch(argument):
+    if argument.lstrip()[:1] in tuple("{['\"`") or _IN_LINE.search(argument):
         return argument
     try:
         if "\n" in argument and not Path(argument).exists():
@@ -56,8 +52,6 @@ def _text(argument: str) -> str:
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else "is not a name of a file"
         raise ValueError(f"{argument[:200]}: {problem}") from None
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{argument} is UTF-16 text: save it as UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -87,7 +81,7 @@ def _object(text: str) -> Mapping[str, Any]:
     except RecursionError:
         raise ValueError("the configuration is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"the configuration is not valid JSON: {_why(text, error)}") from None
+        raise ValueError(f"the configuration is not valid JSON: {_slip(text)}{error}") from None
     return _checked(config)
 
 
@@ -97,39 +91,23 @@ def _checked(config: Any) -> Mapping[str, Any]:
     return config
 
 
-def _why(text: str, error: ValueError) -> str:  # noqa: PLR0911 a slip, an answer
-    """Return what kind of text it is, if that is one of the usual slips, and the place of the first problem."""
-    place = str(error)
+def _slip(text: str) -> str:
+    """Return the usual slip that keeps a text from being JSON, or an empty text."""
+    if _is_object(json.loads, re.sub(r",(?=\s*[}\]])", "", text)):
+        return "it has a comma before a closing bracket: "
+    if _is_object(ast.literal_eval, text.strip()):
+        return "it is written as in Python; JSON has double quotes, true, false and null: "
+    if re.fullmatch(r"""\s*(['"`])\s*\{.*\}\s*\1\s*""", text, re.DOTALL):
+        return "it has quotes around it, remove them: "
+    if re.match(r"\s*\{\s*[A-Za-z_]\w*\s*:", text):
+        return "its quotes are missing, as if a shell had removed them, put it in single quotes: "
+    return ""
+
+
+def _is_object(parse: Callable[[str], Any], text: str) -> bool:
     with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-        if isinstance(ast.literal_eval(text.strip()), dict):
-            comma = _TRAILING_COMMA.search(text)
-            if comma and "'" not in text and not re.search(r"\b(True|False|None)\b", text):
-                return f"it has a comma before a closing bracket, {_at(text, comma.start())}"
-            return f"it is written as in Python; JSON has double quotes, true, false and null: {place}"
-    if _OUTER_QUOTES.fullmatch(text):
-        return "it is in quotes of its own: remove the outer ones"
-    if _NO_QUOTES.match(text):
-        return "its quotes are missing, as if a shell had removed them: put it in single quotes"
-    for slip, mended in (
-        ("it has a comma before a closing bracket", _TRAILING_COMMA.sub("", text)),
-        ("it has comments, which JSON does not", _COMMENT.sub("", text)),
-        ("it has a comma before a closing bracket, and comments", _TRAILING_COMMA.sub("", _COMMENT.sub("", text))),
-    ):
-        with suppress(ValueError, RecursionError):
-            json.loads(mended)
-            comma = _TRAILING_COMMA.search(text)
-            return f"{slip}, {_at(text, comma.start())}" if comma and "comma" in slip else slip
-    if isinstance(error, json.JSONDecodeError):
-        if error.msg == "Extra data":
-            return f"there is more text after it, {_at(text, error.pos)}"
-        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-            return f"it ends too early, or a quote or bracket is not closed: {place}"
-    return place
-
-
-def _at(text: str, position: int) -> str:
-    before = text[:position]
-    return f"line {before.count(chr(10)) + 1} column {position - before.rfind(chr(10))}"
+        return isinstance(parse(text), dict)
+    return False
 
 
 def _line(text: str) -> Source:
@@ -200,11 +178,11 @@ def _yaml(text: str) -> Source:
     options = {str(key).replace("_", "-"): value for key, value in loaded.items()}
     if _OPTION not in options:
         return Source(_plain(loaded), {})
-    own = options[_OPTION]
-    config = _object(own) if isinstance(own, str) else _checked(own)
+    value = options[_OPTION]
+    config = _object(value) if isinstance(value, str) else _checked(value)
     return Source(_plain(config), {key: options[key] for key in _FLAGS if key in options})
 
 
 def _plain(config: Any) -> Mapping[str, Any]:
-    """Return what YAML gave as JSON would have it: all keys are text, and there are no dates."""
+    """Convert loaded YAML to JSON's types: all keys are text, and there are no dates."""
     return _checked(json.loads(json.dumps(config, default=str)))

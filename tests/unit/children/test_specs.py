@@ -35,12 +35,12 @@ def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() ->
     bad = [{"kv_connector": "NoSuch", "kv_role": "kv_both"}, {**child_config(Script("a")), "kv_rol": "kv_both"}]
     with pytest.raises(ConfigError) as error:
         read_specs(transfer_config("kvobs", bad))
-    first, second = error.value.mistakes
-    assert first.path == "kv_connector_extra_config.connectors[0].kv_connector"
-    assert first.found == "found 'NoSuch', which this vLLM does not have"
-    assert "OffloadingConnector" in first.allowed
-    assert second.path == "kv_connector_extra_config.connectors[1].kv_rol"
-    assert second.fix == "use 'kv_role'"
+    key, name = error.value.mistakes
+    assert name.path == "kv_connector_extra_config.connectors[0].kv_connector"
+    assert name.found == "found 'NoSuch', which this vLLM does not have"
+    assert "OffloadingConnector" in name.allowed
+    assert key.path == "kv_connector_extra_config.connectors[1].kv_rol"
+    assert key.fix == "use 'kv_role'"
 
 
 def test_a_module_that_can_not_be_imported_is_named() -> None:

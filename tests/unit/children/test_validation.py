@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
 from kvobs import config
+from kvobs.children.specs import async_only
 from kvobs.children.validation import (
-    Host,
+    Validated,
     clashing_layouts,
+    find_classes,
     ignored_policy,
     isolation_mistakes,
     transfer_config,
@@ -140,15 +142,18 @@ def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_w
     """Without vLLM classes are unknown, and all else is found."""
     extra = {"connectors": [{"kv_connector": "X"}, {**ENTRY, "kv_rol": 1}], "kvobs": {"load_policy": 1}}
     expected = ["kvobs.load_policy", "connectors[0].kv_role", "connectors[1].kv_rol"]
-    for host in (Host(KVTransferConfig), Host(TransferConfig)):
-        checked = validate(extra, "fail", host)
+    for transfer_class in (KVTransferConfig, TransferConfig):
+        checked = validate(extra, "fail", transfer_class)
         assert [mistake.path.removeprefix(f"{config.PATH}.") for mistake in checked.mistakes] == expected
         assert [name for name, _ in checked.entries.values()] == ["X", "ExampleConnector"]
         assert checked.specs == []
 
 
-class NixlConnector:
-    """Is called like one that hands KV over."""
+def classes(extra: dict[str, Any], *, groups: int = 1) -> Validated:
+    """Return a validation in which each connector's class has its name, and nothing else."""
+    checked = validate(extra, "recompute", TransferConfig)
+    find_classes(checked, lambda name, module: type(name, (), {}), groups=groups)
+    return checked
 
 
 def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
@@ -157,8 +162,37 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
         "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, ENTRY],
         "kvobs": {"names": ["nixl", "files"], "min_tokens": {"nixl": 16, "files": 16}},
     }
-    (mistake,) = validate(extra, "fail", Host(KVTransferConfig, lambda name, module: NixlConnector)).mistakes[:1]
+    (mistake,) = classes(extra).mistakes
     assert mistake.path == f"{config.PATH}.kvobs.min_tokens.nixl"
     assert (
         mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
     )
+
+
+SIBLINGS = "because after a failed load other connectors would save unfilled blocks"
+GROUPS = "because with several KV cache groups a failed load can't be reported"
+
+
+@pytest.mark.parametrize("sibling", ["kv_both", "kv_producer", "kv_consumer", None])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("ExampleConnector", "found 'best', which offers synchronous loads only: its hits are not used, "),
+        ("Kvblockd", "found 'best', whose synchronous loads, if it makes any, are not used, "),
+        ("OffloadingConnector", None),
+    ],
+)
+def test_isolation_that_leaves_hits_unused_is_a_warning(
+    name: str, found: str | None, groups: int, sibling: str | None
+) -> None:
+    """Exactly where the router refuses the offers: ``async_only`` is what it is given."""
+    others = [] if sibling is None else [{"kv_connector": "Other", "kv_role": sibling}]
+    connectors = [{"kv_connector": name, "kv_role": "kv_both"}, *others]
+    checked = classes({"connectors": connectors, "kvobs": {"names": ["best"], "isolate": ["best"]}}, groups=groups)
+    assert checked.mistakes == []
+    reason = GROUPS if groups > 1 else SIBLINGS if sibling in ("kv_both", "kv_producer") else None
+    assert async_only(checked.specs, groups) == ({0} if reason else set())
+    expected = [found + reason] if found and reason else []
+    assert [warning.found for warning in checked.warnings] == expected
+    assert all(("kv_consumer" in warning.fix) == (reason == SIBLINGS) for warning in checked.warnings)

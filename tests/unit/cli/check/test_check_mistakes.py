@@ -22,86 +22,54 @@ from tests.support.configurations import TWO, config_of, layerwise, paths, scrip
 
 NOT_A_CLASS = len
 
+
+def isolating(*connectors: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
+    """Return a configuration whose last connector is isolated."""
+    return config_of(connectors, {"isolate": [connectors[-1]["kv_connector"]]}, kv_load_failure_policy=policy)
+
+
+def named(connector: str, **more: Any) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": "kv_both", **more}
+
+
+def elsewhere(connector: str, module: str) -> dict[str, Any]:
+    return config_of([named(connector, kv_connector_module_path=module)])
+
+
+WITHIN = named("MultiConnector", kv_connector_module_path="kvobs", kv_connector_extra_config={"connectors": TWO})
 BAD: dict[str, tuple[Any, list[str]]] = {
     "no role": (config_of([{"kv_connector": "ExampleConnector"}]), ["connectors[0].kv_role"]),
     "wrong role": (config_of([{**TWO[0], "kv_role": "both"}]), ["connectors[0].kv_role"]),
-    "no role on top": ({**config_of(), "kv_role": None}, ["kv_role"]),
+    "no role on top": (config_of(kv_role=None), ["kv_role"]),
     "misspelt key": (config_of([{**TWO[0], "kv_rol": 1}]), ["connectors[0].kv_rol"]),
-    "misspelt key on top": (config_of(connectors=TWO, kv_load_policy="first"), ["kv_load_policy"]),
+    "misspelt key on top": (config_of(kv_load_policy="first"), ["kv_load_policy"]),
     "wrong port": (config_of([TWO[0], {**TWO[1], "kv_port": "high"}]), ["connectors[1].kv_port"]),
-    "unknown class": (config_of([{**TWO[0], "kv_connector": "NixlConector"}]), ["connectors[0].kv_connector"]),
-    "no module": (config_of([{**TWO[0], "kv_connector_module_path": "no.such"}]), ["connectors[0].kv_connector"]),
-    "empty module": (config_of([{**TWO[0], "kv_connector_module_path": ""}]), ["connectors[0].kv_connector"]),
-    "no class": (config_of([{**TWO[0], "kv_connector_module_path": "json"}]), ["connectors[0].kv_connector"]),
-    "a function": (
-        config_of([{**TWO[0], "kv_connector": "NOT_A_CLASS", "kv_connector_module_path": __name__}]),
-        ["connectors[0].kv_connector"],
-    ),
-    "another class": (
-        config_of([{**TWO[0], "kv_connector": "Script", "kv_connector_module_path": "kvobs.testing"}]),
-        ["connectors[0].kv_connector"],
-    ),
-    "broken class": (
-        config_of(
-            [
-                {
-                    **TWO[0],
-                    "kv_connector": "BrokenConnector",
-                    "kv_connector_module_path": __name__,
-                }
-            ]
-        ),
-        ["connectors[0].kv_connector"],
-    ),
-    "no library": (config_of([{**TWO[0], "kv_connector": "LMCacheConnectorV1"}]), ["connectors[0].kv_connector"]),
-    "no library for a worker": (
-        config_of([{**TWO[0], "kv_connector": "MooncakeConnector"}]),
-        ["connectors[0].kv_connector"],
-    ),
+    "unknown class": (config_of([named("NixlConector")]), ["connectors[0].kv_connector"]),
+    "no module": (elsewhere("ExampleConnector", "no.such"), ["connectors[0].kv_connector"]),
+    "empty module": (elsewhere("ExampleConnector", ""), ["connectors[0].kv_connector"]),
+    "no class": (elsewhere("ExampleConnector", "json"), ["connectors[0].kv_connector"]),
+    "a function": (elsewhere("NOT_A_CLASS", __name__), ["connectors[0].kv_connector"]),
+    "another class": (elsewhere("Script", "kvobs.testing"), ["connectors[0].kv_connector"]),
+    "broken class": (elsewhere("BrokenConnector", __name__), ["connectors[0].kv_connector"]),
+    "no library": (config_of([named("LMCacheConnectorV1")]), ["connectors[0].kv_connector"]),
+    "no library for a worker": (config_of([named("MooncakeConnector")]), ["connectors[0].kv_connector"]),
     "no connectors": (config_of([]), ["connectors"]),
     "no extra": ({key: value for key, value in config_of().items() if key != PATH}, ["connectors"]),
     "extra is a list": (config_of() | {PATH: []}, [PATH]),
     "connector is text": (config_of(["ExampleConnector", TWO[0]]), ["connectors[0]"]),
-    "isolated, policy fail": (
-        config_of([scripted()], {"isolate": ["ScriptedConnector"]}),
-        ["kv_load_failure_policy"],
-    ),
-    "isolated, hands KV over": (
-        config_of(
-            [scripted(), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}],
-            {"isolate": ["NixlConnector"]},
-            kv_load_failure_policy="recompute",
-        ),
-        ["kvobs.isolate"],
-    ),
-    "isolated, producer": (
-        config_of([layerwise("kv_producer")], {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute"),
-        ["kvobs.isolate"],
-    ),
-    "kvobs within kvobs": (
-        config_of(
-            [
-                scripted(),
-                {
-                    "kv_connector": "MultiConnector",
-                    "kv_connector_module_path": "kvobs",
-                    "kv_role": "kv_both",
-                    PATH: {"connectors": [scripted()]},
-                },
-            ]
-        ),
-        ["connectors[1].kv_connector"],
-    ),
+    "isolated, policy fail": (isolating(scripted(), policy="fail"), ["kv_load_failure_policy"]),
+    "isolated, hands KV over": (isolating(scripted(), named("NixlConnector")), ["kvobs.isolate"]),
+    "isolated, producer": (isolating(layerwise("kv_producer")), ["kvobs.isolate"]),
     "isolated, unknown": (
-        config_of(kvobs={"isolate": ["nixl"]}, kv_load_failure_policy="recompute"),
-        ["kvobs.isolate[0]"],
+        config_of(kvobs={"isolate": ["nixl"]}, kv_load_failure_policy="recompute"), ["kvobs.isolate[0]"]
     ),
+    "kvobs within kvobs": (config_of([scripted(), WITHIN]), ["connectors[1].kv_connector"]),
     "kvobs under another name": (config_of() | {"kv_connector": "Multi"}, ["kv_connector"]),
     "policy": (config_of(kv_load_failure_policy="recomputed"), ["kv_load_failure_policy"]),
     "no name at all": ({"kv_role": "kv_both"}, ["kv_connector"]),
     "single, wrong role": ({"kv_connector": "ExampleConnector", "kv_role": "both"}, ["kv_role"]),
     "single, no role": ({"kv_connector": "ExampleConnector"}, ["kv_role"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*MooncakeConnectorWorker.__del__")  # that of one that was not built to its end
@@ -134,12 +102,12 @@ def test_all_mistakes_are_found_in_one_run() -> None:
         "kvobs.load_policy",
         "kvobs.nmaes",
         "connectors[0].kv_role",
-        "connectors[0].kv_connector",
         "connectors[1].x",
         "--disable-log-stats, --otlp-traces-endpoint",
+        "connectors[0].kv_connector",
     ]
     fixes = [finding.fix for finding in checked.mistakes]
-    assert (fixes[0], fixes[3], fixes[5]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
+    assert (fixes[0], fixes[3], fixes[7]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
 
 
 VALUES = st.recursive(

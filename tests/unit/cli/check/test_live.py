@@ -101,7 +101,7 @@ def test_a_series_that_is_there_twice_is_a_mistake() -> None:
         (mistake,) = look([f"http://{site.address}/metrics"]).mistakes
     finally:
         site.close()
-    assert mistake.found.startswith('1 series are there twice, such as kvobs_loads_total{connector="cpu"')
+    assert mistake.found.startswith('serves 1 series more than once, such as kvobs_loads_total{connector="cpu"')
 
 
 @pytest.mark.parametrize(("answer", "says"), [((200, "vllm:x 1\n"), NO_METRICS), ((404, ""), "answers 404 Not Found")])
@@ -175,7 +175,7 @@ def test_what_is_no_prometheus_is_named(exporter: str) -> None:
         (mistake,) = look([exporter], f"http://{site.address}").mistakes
     finally:
         site.close()
-    assert mistake.found == "is no Prometheus: its API does not answer as one"
+    assert mistake.found == "is not a Prometheus server: its API gave an unexpected answer"
 
 
 def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:

@@ -1,4 +1,4 @@
-"""What the check says of a connector's own options is what vLLM's class does with them when it is built."""
+"""The rules for a connector's own options are right: vLLM refuses or ignores what they name, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.cli.check import building
+from kvobs.cli.check import rules
+from kvobs.cli.check.rewrite import Router
 from kvobs.config import PATH
 from tests.support.configurations import config_of, start
 
@@ -22,15 +23,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "size with a unit": ("OffloadingConnector", {"cpu_bytes_to_use": "10GB"}),
     "unknown spec": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "spec_name": "TieredOffloadingSpec"}),
     "spec of a strange kind": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "spec_name": ["x"]}),
-    "both chunk sizes": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "block_size": 16, "blocks_per_chunk": 1}),
-    "no blocks in a chunk": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "blocks_per_chunk": 0}),
-    "unknown policy": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "eviction_policy": "lfu"}),
     "threshold as text": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": "two"}),
-    "threshold of null": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": None}),
-    "tiers as an object": ("OffloadingConnector", {**TIERING, "secondary_tiers": {"type": "fs"}}),
-    "threshold with tiers": ("OffloadingConnector", {**TIERING, "store_threshold": 2}),
-    "unknown backend": ("SimpleCPUOffloadConnector", {"kv_offload_backend": "ssd"}),
-    "disk without a path": ("SimpleCPUOffloadConnector", {"kv_offload_backend": "disk"}),
     "size with a unit, simple": ("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": "10GB"}),
     "no library": ("FlexKVConnectorV1", {}),
 }
@@ -38,7 +31,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "size": ("OffloadingConnector", {"cpu_bytes_to_use": GIB}),
     "size as text": ("OffloadingConnector", {"cpu_bytes_to_use": str(GIB)}),
     "policy": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "eviction_policy": "arc", "store_threshold": 2}),
-    "chunks": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "blocks_per_chunk": 4}),
+    "chunks": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "blocks_per_chunk": 4, "block_size": None}),
     "ignored tiers": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "secondary_tiers": [{"type": "fs"}]}),
 }
 
@@ -47,10 +40,14 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": connector, "kv_role": "kv_both", PATH: extra}
 
 
+def findings(entry: dict[str, Any], *, has_vllm: bool = True) -> rules.Findings:
+    return rules.findings(config_of([entry]), Router.KVOBS, has_vllm=has_vllm)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_called_a_mistake_ends_the_start(kind: str) -> None:
+def test_a_mistake_ends_the_start(kind: str) -> None:
     entry = entry_of(*REFUSED[kind])
-    mistakes, _ = building.findings(entry, "", has_vllm=True)
+    mistakes = findings(entry).mistakes
     assert mistakes
     assert all(finding.fix for finding in mistakes)
     # The caches of this engine are too small for a SimpleCPUOffloadConnector: an AssertionError, which proves nothing.
@@ -59,37 +56,46 @@ def test_what_is_called_a_mistake_ends_the_start(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_what_vllm_builds_is_no_mistake(kind: str) -> None:
+def test_options_that_vllm_accepts_are_no_mistake(kind: str) -> None:
     entry = entry_of(*ACCEPTED[kind])
-    assert building.findings(entry, "", has_vllm=True)[0] == []
+    assert findings(entry).mistakes == []
     start(config_of([entry]))
 
 
-def test_a_class_of_its_own_has_options_of_its_own() -> None:
+def test_a_disk_path_without_the_backend_is_a_warning() -> None:
+    backend = {"kv_offload_backend": "disk"}
+    paths = [
+        [warning.path for warning in findings(entry_of("SimpleCPUOffloadConnector", extra)).warnings]
+        for extra in ({"disk_path": "/mnt"}, {"disk_path": "/mnt"} | backend, {})
+    ]
+    assert paths == [[f"{PATH}.connectors[0].{PATH}.disk_path"], [], []]
+
+
+def test_a_class_from_elsewhere_has_other_options() -> None:
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
-    assert building.findings(elsewhere, "", has_vllm=True) == ([], [])
-    own_spec = entry_of("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "my.specs"})
-    assert building.findings(own_spec, "", has_vllm=True) == ([], [])
+    assert findings(elsewhere) == ([], [])
+    spec = entry_of("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "my.specs"})
+    assert findings(spec) == ([], [])
 
 
-def test_without_vllm_no_library_is_missed() -> None:
+def test_without_vllm_no_library_is_missing() -> None:
     """The engine may be elsewhere."""
-    assert building.findings(entry_of("FlexKVConnectorV1", {}), "", has_vllm=False) == ([], [])
+    assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
 
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "backpressure"]), inner),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "x"]), inner),
     max_leaves=4,
 )
 KEYS = st.sampled_from([
-    "cpu_bytes_to_use", "spec_name", "secondary_tiers", "eviction_policy", "store_threshold", "block_size",
-    "kv_offload_backend", "disk_path", "backend", "http_port", "host_pool_gib", "backends", "num_threads",
+    "cpu_bytes_to_use", "spec_name", "secondary_tiers", "store_threshold", "block_size", "kv_offload_backend",
+    "disk_path", "backends",
 ])  # fmt: skip
 
 
-@given(st.sampled_from(sorted(building.RULES)), st.dictionaries(KEYS, VALUES), st.booleans())
-def test_whatever_is_there_has_an_answer(connector: str, extra: dict[str, Any], has_tiers: bool) -> None:
-    own = {**extra, **(TIERING if has_tiers else {})}
-    for findings in building.findings(entry_of(connector, own), "", has_vllm=False):
-        assert all(finding.path.startswith(PATH) for finding in findings)
+@given(st.sampled_from(sorted(rules.CHECKS)), st.dictionaries(KEYS, VALUES), st.booleans())
+def test_any_value_is_judged(connector: str, extra: dict[str, Any], has_tiers: bool) -> None:
+    options = {**extra, **(TIERING if has_tiers else {})}
+    found = findings(entry_of(connector, options), has_vllm=False)
+    assert all(finding.path.startswith(f"{PATH}.connectors[0].{PATH}.") for finding in [*found[0], *found[1]])

@@ -1,0 +1,199 @@
+"""Check the connectors' entries by their text: libraries, the connectors' own options, misplaced keys, and roles.
+
+A connector's own option is checked if vLLM (0.32 here) ignores a mistake in it, or reports it without naming the option
+or a way to correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from kvobs.children.known import OURS, ROUTER, missing_libraries
+from kvobs.children.validation import misplaced
+from kvobs.cli.check import vllm_source
+from kvobs.cli.check.rewrite import Router
+from kvobs.config import PATH
+from kvobs.findings import Finding, unknown
+
+_OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
+_DEEPEST = 8  # routers within routers
+
+
+class Findings(NamedTuple):
+    """Mistakes and warnings."""
+
+    mistakes: list[Finding]
+    warnings: list[Finding]
+
+
+def findings(whole: Mapping[str, Any], router: Router, *, has_vllm: bool) -> Findings:
+    """Return the mistakes and the warnings about the entries of a configuration with a router.
+
+    Args:
+        whole: the configuration as kvobs would get it.
+        router: the router of the configuration as it is.
+        has_vllm: whether this is the environment of an engine, where libraries must be installed.
+    """
+    found = Findings([], misplaced(whole, ""))
+    for path, entry in _walk(whole, ""):
+        if entry.get("kv_connector_module_path") is None:
+            if has_vllm:
+                found.mistakes.extend(_libraries(entry, path))
+            _check_own_options(found, entry, path)
+        found.warnings.extend([*misplaced(entry, path), *_nested(entry, path)])
+    found.warnings.extend(_roles(whole))
+    if router is Router.STOCK:
+        found.warnings.extend(_same_class(whole))
+    return found
+
+
+def _walk(parent: Mapping[str, Any], path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and entry of each connector, also of those within a connector."""
+    for i, entry in enumerate(_connectors(parent)):
+        if isinstance(entry, Mapping):
+            place = f"{path}{PATH}.connectors[{i}]"
+            yield place, entry
+            if entry.get("kv_connector") == ROUTER and depth < _DEEPEST:
+                yield from _walk(entry, f"{place}.", depth + 1)
+
+
+def _connectors(parent: Mapping[str, Any]) -> list[Any]:
+    extra = parent.get(PATH)
+    connectors = extra.get("connectors") if isinstance(extra, Mapping) else None
+    return list(connectors) if isinstance(connectors, list | tuple) else []
+
+
+def _name(entry: Any) -> str | None:
+    name = entry.get("kv_connector") if isinstance(entry, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _libraries(entry: Mapping[str, Any], path: str) -> list[Finding]:
+    """Return the mistake of each library that a connector of vLLM needs and that is not installed."""
+    return [
+        Finding(
+            f"{path}.kv_connector",
+            f"found {_name(entry)!r}, which needs {need.modules[0]!r}, which is not installed here",
+            fix=need.install,
+        )
+        for need in missing_libraries(_name(entry) or "")
+    ]
+
+
+def _nested(entry: Mapping[str, Any], path: str) -> list[Finding]:
+    """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
+    if entry.get("kv_connector") != ROUTER or entry.get("kv_connector_module_path") in OURS:
+        return []
+    found = f"found vLLM's {ROUTER} within {ROUTER}: kvobs sees it as one connector, and none of those in it"
+    return [Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")]
+
+
+def _roles(whole: Mapping[str, Any]) -> list[Finding]:
+    """Warn about connectors that only receive in an engine that only sends, and the other way round."""
+    role = whole.get("kv_role")
+    opposite = _OPPOSITE.get(role) if isinstance(role, str) else None
+    return [
+        Finding(
+            f"{PATH}.connectors[{i}].kv_role",
+            f"found {opposite!r}, while kv_role at the top level is {role!r}",
+            f"{role!r} or 'kv_both'",
+            "use the role that this engine has, unless it is meant to do both",
+        )
+        for i, entry in enumerate(_connectors(whole))
+        if opposite is not None and isinstance(entry, Mapping) and entry.get("kv_role") == opposite
+    ]
+
+
+def _same_class(whole: Mapping[str, Any]) -> list[Finding]:
+    """Warn about connectors of one class under vLLM's own router, which keeps one set of metrics for each class."""
+    names = [_name(entry) for entry in _connectors(whole)]
+    return [
+        Finding(
+            f"{PATH}.connectors[{i}].kv_connector",
+            f"found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that the "
+            "numbers of both are mixed, or the server fails where their metrics differ",
+            fix="route with kvobs, see --rewrite",
+        )
+        for i, name in enumerate(names)
+        if name is not None and name in names[:i]
+    ]
+
+
+# Connectors' own options
+
+_NUMBERS = {
+    "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
+    "SimpleCPUOffloadConnector": (
+        *("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"),
+        *("disk_capacity_bytes", "disk_buffer_slots"),
+    ),
+}
+_SMALL = 1 << 20
+_EXAMPLE = "such as 10737418240 for 10 GiB"
+_CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
+
+
+def _check_own_options(found: Findings, entry: Mapping[str, Any], path: str) -> None:
+    extra = entry.get(PATH) or {}
+    name = _name(entry)
+    if name is None or not isinstance(extra, Mapping):
+        return
+    place = f"{path}.{PATH}"
+    for key in _NUMBERS.get(name, ()):
+        if not _is_number(extra.get(key, 0)):
+            kind = f"found a value of type {type(extra[key]).__name__}"
+            fix = "write the number alone, without a unit"
+            found.mistakes.append(Finding(f"{place}.{key}", kind, "a whole number", fix))
+    if check := CHECKS.get(name):
+        check(found, extra, place)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether vLLM's ``int(value)`` succeeds; None stands for the default."""
+    try:
+        int(0 if value is None else value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _check_offloading(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+    spec, size = extra.get("spec_name", _CPU), extra.get("cpu_bytes_to_use")
+    specs = sorted(vllm_source.offloading_specs() or {_CPU, _TIERING})
+    if spec not in specs:
+        if extra.get("spec_module_path") is None:
+            otherwise = "set spec_module_path to the module of that class"
+            found.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
+        return  # a class from elsewhere has other options
+    if not size:
+        is_old = "num_cpu_blocks" in extra
+        fix = (
+            "replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use" if is_old else 'add "cpu_bytes_to_use"'
+        )
+        found.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", "", f"{fix}, {_EXAMPLE}"))
+    elif _is_number(size) and int(size) < _SMALL:
+        text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"
+        found.warnings.append(Finding(f"{place}.cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}"))
+    if spec != _TIERING and extra.get("secondary_tiers"):
+        text = f"has no effect: only {_TIERING} has tiers, and spec_name is {spec!r}"
+        found.warnings.append(Finding(f"{place}.secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"'))
+
+
+def _check_simple_offload(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+    if "disk_path" in extra and extra.get("kv_offload_backend", "cpu") == "cpu":
+        text = "has no effect: kv_offload_backend is 'cpu'"
+        found.warnings.append(Finding(f"{place}.disk_path", text, fix='add "kv_offload_backend": "disk"'))
+
+
+def _check_nixl(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+    if isinstance(extra.get("backends"), str):
+        text = "found a value of type str"
+        found.mistakes.append(Finding(f"{place}.backends", text, 'a list of names, such as ["UCX"]', "write a list"))
+
+
+CHECKS: Mapping[str, Callable[[Findings, Mapping[str, Any], str], None]] = {
+    "OffloadingConnector": _check_offloading,
+    "SimpleCPUOffloadConnector": _check_simple_offload,
+    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _check_nixl),
+}

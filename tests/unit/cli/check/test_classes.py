@@ -1,0 +1,95 @@
+"""The facts about a connector's class are those of the connector that vLLM builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+import kvobs
+from kvobs.children import known
+from kvobs.cli.check.check import check
+from kvobs.config import PATH
+from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.testing import engine_config
+from tests.support.configurations import TWO, config_of, layerwise, scripted, start
+
+
+def isolated() -> dict[str, Any]:
+    """Return a configuration with a best-effort child."""
+    children = [scripted(), layerwise("kv_both")]
+    return config_of(children, {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute")
+
+
+GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+    "scripted": lambda: config_of([scripted()]),
+    "many": lambda: config_of([scripted(), scripted("HndConnector"), layerwise("kv_both"), scripted()]),
+    "layerwise": lambda: config_of([
+        layerwise("kv_consumer", kv_connector_extra_config={"tag": "LayerwiseConnector", "layerwise": True}),
+        layerwise("kv_producer"),
+    ]),
+    "vLLM's own": lambda: config_of(TWO, {"names": ["bench"]}),
+    "isolated": isolated,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_is_built_is_what_the_check_says(kind: str) -> None:
+    config = GOOD[kind]()
+    checked = check(config)
+    assert checked.mistakes == []
+    scheduler, worker = start(config)
+    said = checked.connectors
+    assert [child.name for child in said] == [child.name for child in worker._children]
+    assert [child.is_isolated for child in said] == [child.gate is not None for child in worker._children]
+    assert [child.kv_role for child in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
+    for child, built, other in zip(said, worker._children, scheduler._children, strict=True):
+        facts, real = child.facts, built.connector
+        assert facts is not None
+        assert facts.class_path == f"{type(real).__module__}.{type(real).__qualname__}"
+        assert facts.supports_hma == supports_hma(real)
+        assert facts.must_deliver == real.requires_kv_delivery
+        for one in (built, other):
+            assert [one.does(hook) for hook in facts.busy_hooks] == [True] * len(facts.busy_hooks)
+            assert [one.does(hook) for hook in facts.empty_hooks] == [False] * len(facts.empty_hooks)
+    assert ("hybrid KV cache manager" not in checked.off) == worker._all_support_hma
+    assert bool(checked.with_fact("must_deliver", True)) == worker.requires_kv_delivery
+    is_piecewise = bool(checked.with_fact("requires_piecewise", True))
+    assert is_piecewise == kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH])
+    layouts: set[str | None] = {*checked.layouts(is_mla=False).values()}
+    assert (layouts or {None}) == {get_kv_connector_cache_layout(engine_config(KVTransferConfig(**config)))}
+
+
+def test_best_effort_children_start_where_there_are_full_cuda_graphs() -> None:
+    """There vLLM asks this before it builds anything, and hands over ``kv_connector_extra_config`` alone."""
+    config = isolated()
+    assert check(config).mistakes == []
+    assert kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH]) is False
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "SimpleCPUOffloadConnector"])
+def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -> None:
+    """Those that need memory or a network to be built, too."""
+    own = {"cpu_bytes_to_use": 1 << 30} if "Offload" in name else {}
+    transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both", PATH: own}]))
+    (child,) = check(vars(transfer)).connectors
+    assert child.facts is not None
+    assert child.facts.layouts[False] == get_kv_connector_cache_layout(engine_config(transfer))
+    assert child.facts.must_deliver == (name == "NixlConnector")
+    assert child.facts.has_handshake == (name == "NixlConnector")
+    assert child.facts.supports_hma
+
+
+def test_the_library_behind_a_class_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of([{"kv_connector": "NixlConnector", "kv_role": "kv_both"}])
+    facts = check(config).connectors[0].facts
+    assert facts is not None
+    assert facts.library == f"nixl {version('nixl')}"
+    monkeypatch.setattr(known, "is_installed", lambda module: False)
+    (mistake,) = check(config).mistakes
+    assert mistake.says == "found 'NixlConnector', which needs 'nixl', which is not installed here"
+    assert mistake.fix == "install it: pip install nixl"
