@@ -1,7 +1,8 @@
 """Run the exporter: read the engine's messages until it is gone, serve what they add up to, export their spans.
 
-The engine's end is the end of the socket. After an engine that said goodbye the last numbers are served for one more
-scrape; after one that was killed or crashed, for ``linger_s``, so that its last seconds are seen.
+The engine's end is the end of the socket, or of its process: a child that it forked keeps the socket open. After an
+engine that said goodbye the last numbers are served for one more scrape; after one that was killed or crashed, for
+``linger_s``, so that its last seconds are seen.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvobs.exporter.ports import holder
 from kvobs.exporter.totals import Totals
 from kvobs.exporting.span_export import SpanCutter, make_exporter
 from kvobs.log import log, once
+from kvobs.proc import start_time
 from kvobs.stats import wire
 from kvobs.stats.hello import Engine
 from kvobs.telemetry.otel_environment import is_disabled
@@ -39,6 +41,8 @@ PORT_RETRY_S = 0.5
 AFTER_SIGTERM_S = 5.0
 """How long an exporter that is asked to end waits for its engine to end, which is asked at the same time mostly."""
 READ = 1 << 16  # bytes
+FIRST_LINES = 3
+"""The engine, its totals, and what it has counted since it sent them: without these the counters would be low."""
 
 
 class Exporter:
@@ -52,6 +56,7 @@ class Exporter:
     def __init__(self, channel: socket.socket, engine: Engine) -> None:
         self._channel = channel
         self._engine = engine
+        self._started = start_time(engine.pid)
         self._totals = Totals(engine)
         self._exposition = Exposition(self._totals, self._refresh)
         self._own: dict[int, int] = {}  # slot -> what was counted here since it was sent to the engine
@@ -89,12 +94,11 @@ class Exporter:
     # Reading
 
     def run(self, rest: bytes) -> None:
-        """Serve until the engine is gone; ``rest`` is what came after its first message."""
+        """Serve until the engine is gone; ``rest`` is what came after its first line."""
         signal.signal(signal.SIGTERM, self._asked_to_end)
         if self._push is not None:
             self._push.start()
         self._channel.sendall(wire.to_line({"pid": os.getpid()}))
-        self._tick()
         for line in lines(self._channel, rest, self._tick):
             try:
                 self._apply(wire.from_line(line))
@@ -140,7 +144,10 @@ class Exporter:
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._engine.port)
         self._send_own()
-        return not self._is_over()
+        return not self._is_over() and not self._engine_has_ended()
+
+    def _engine_has_ended(self) -> bool:
+        return self._started is not None and start_time(self._engine.pid) != self._started
 
     # What the exporter counts itself goes to the engine, and comes back with its numbers
 
@@ -238,16 +245,19 @@ class Exporter:
 
 
 def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield the lines of a socket to its end, and call ``tick`` about once a second; it ends the reading with False."""
+    """Yield the lines of a socket to its end, and call ``tick`` after the first ones and then about once a second.
+
+    When it returns False, only what has come already is still read.
+    """
     channel.settimeout(TICK_S)
-    unread, ticked = rest, time.monotonic()
+    unread, ticked = rest, -TICK_S
     while True:
         *whole, unread = unread.split(b"\n")
         yield from whole
         if time.monotonic() - ticked >= TICK_S:
             ticked = time.monotonic()
             if not tick():
-                return
+                channel.setblocking(False)
         try:
             data = channel.recv(READ)
         except TimeoutError:
@@ -259,16 +269,16 @@ def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iter
         unread += data
 
 
-def first_message(channel: socket.socket) -> tuple[Engine, bytes]:
-    """Read the engine's first message; return it, and what came after it.
+def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
+    """Read the engine's first lines; return the engine, and what came after the line that introduces it.
 
     Raises:
         ValueError: the engine is gone, or says something else.
     """
     data = b""
-    while b"\n" not in data:
+    while data.count(b"\n") < FIRST_LINES:
         if not (more := channel.recv(READ)):
-            raise ValueError("the engine ended before its first message")
+            raise ValueError("the engine ended before its first lines")
         data += more
     line, _, rest = data.partition(b"\n")
     return Engine.read(wire.from_line(line)), rest

@@ -86,18 +86,10 @@ ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
 def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
     totals = added([Taken({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
     before = list(totals.series())
-    right: dict[str, Any] = {
-        "counts": {place(0, HIT): 4}, "opened": [[ERROR, 0, "a", "b", 1]], "gauges": {place(0, IN_FLIGHT): 3}
-    }  # fmt: skip
+    right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
+    counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
     with pytest.raises(ValueError, match="one, two, or negative|gauge|no series has the row"):
-        totals.add(
-            Taken(
-                **{
-                    part: type(of)([*of, *wrong.get(part, ())]) if isinstance(of, list) else of | wrong.get(part, {})
-                    for part, of in right.items()
-                }
-            )
-        )
+        totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
     assert list(totals.series()) == before
 
 
