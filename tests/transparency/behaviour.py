@@ -26,7 +26,16 @@ class Books:
     tails: dict[str, set[int]] = field(default_factory=dict)
     answered: Counter[str] = field(default_factory=Counter)  # children that answered at a request's end
     failed: set[tuple[int, str]] = field(default_factory=set)
+    saved: set[tuple[int, int, str]] = field(default_factory=set)  # reported: child, rank, request
     alive: list[str] = field(default_factory=list)  # requests that the scheduler knows
+
+    def arrive(self, request: str) -> None:
+        """Note a new request, which may have the id of an earlier one."""
+        self.promised.pop(request, None)
+        self.tails.pop(request, None)
+        del self.answered[request]
+        self.failed = {each for each in self.failed if each[-1] != request}
+        self.saved = {each for each in self.saved if each[-1] != request}
 
     def load_is_received(self, request: str) -> None:
         """Note that vLLM has been given this load."""
@@ -191,7 +200,6 @@ class WorkerHalf:
         self._loads: dict[str, tuple[int, Load]] = {}  # request -> the step it is in, the load
         self._saves: dict[str, int] = {}
         self._bad: list[tuple[int, set[int]]] = []
-        self._saved: set[str] = set()
 
     def dice(self, *what: object) -> float:
         return self.life.dice(self.index, *what)
@@ -240,7 +248,7 @@ class WorkerHalf:
             return set(), set(), set()
         if failed and self.life.one_reports and self.life.ranks > 1:
             self.books.run.mark(Cause.COUNTED_FAILURE, self.index, *sorted(failed))
-        self._saved |= saved
+        self.books.saved |= {(self.index, self.rank, name) for name in saved}
         self.books.failed |= {(self.index, name) for name in failed}
         self.books.run.seen["failed load"] += len(failed)
         self._stray(saved, received, failed)
@@ -259,7 +267,8 @@ class WorkerHalf:
         kind = int(self.dice("which stray", self.step) * 3)
         owner, _ = self.books.loads.get(name, (None, None))
         if kind == 2 and name not in self._saves and name not in saved:
-            early = self.index not in self.books.promised.get(name, ()) and name not in self._saved
+            is_saved = (self.index, self.rank, name) in self.books.saved
+            early = self.index not in self.books.promised.get(name, ()) and not is_saved
             self.books.run.mark(Cause.EARLY_SAVE if early else Cause.STRAY_SAVE, self.index, name)
             saved.add(name)
         elif kind < 2 and owner != self.index and name not in received:

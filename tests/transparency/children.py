@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -18,10 +19,15 @@ from tests.transparency.life import FULL, LEAN, PLAIN, Life
 from tests.transparency.messages import Count, Events, Handshake
 from tests.transparency.record import Run
 
+SOURCES: Any = [*getattr(base, "CacheHitSource", ())]  # vLLM before 0.31 has none
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)  # vLLM before 0.30 has none
 
 STAGES: dict[str, Stage] = {}
 """By the tag that is in a child's extra config: what its parts share."""
+
+
+class ChildError(Exception):
+    """What a child raises, if it does."""
 
 
 @dataclass
@@ -42,8 +48,9 @@ class Answers(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         stage = STAGES[self._kv_transfer_config.get_from_extra_config("stage", "")]
-        index = self._kv_transfer_config.get_from_extra_config("child", 0)
+        self.index = index = self._kv_transfer_config.get_from_extra_config("child", 0)
         self.run, self.is_within = stage.run, False
+        self.raises, self.calls_left = stage.life.children[index].raises
         if role is KVConnectorRole.SCHEDULER:
             self.who = f"child {index} scheduler"
             self.half = SchedulerHalf(stage.life, index, stage.books)
@@ -52,10 +59,24 @@ class Answers(KVConnectorBase_V1):
             self.who = f"child {index} rank {rank}"
             self.worker = WorkerHalf(stage.life, index, rank, stage.books)
 
+    def note(self, hook: str, *arguments: Any) -> None:
+        """Note a call of a hook; raise if it is the one at which this child does."""
+        self.run.note(self.who, hook, *arguments)
+        if hook == self.raises:
+            self.calls_left -= 1
+            if not self.calls_left:
+                raise ChildError(f"{self.who} in {hook}")
+
     # scheduler
 
     def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.half.lookup(request, num_computed_tokens)
+
+    def on_get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return (self.index % self.half.life.groups,)
+
+    def on_get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return {SOURCES[self.index]: num_external_tokens}
 
     def on_update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.half.allocated(request, blocks, num_external_tokens)
@@ -80,7 +101,7 @@ class Answers(KVConnectorBase_V1):
 
     def on_take_events(self) -> Any:
         has_any = self.half.at_times(self.half.character.chats, "events")
-        events = ["an event"] if has_any else []
+        events = [f"an event of child {self.index}"] if has_any else []
         return iter(events) if self.half.index % 2 else events
 
     def on_has_pending_block_frees(self) -> bool:
@@ -91,6 +112,11 @@ class Answers(KVConnectorBase_V1):
 
     def on_reset_cache(self) -> bool | None:
         return (None, True, False)[int(self.half.dice("reset") * 3)]
+
+    def on_set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Take those of every stage; vLLM's base class raises."""
+
+    set_xfer_handshake_metadata_pp_aware = on_set_xfer_handshake_metadata_pp_aware  # a lean child's too
 
     # worker
 
@@ -134,8 +160,10 @@ class Answers(KVConnectorBase_V1):
 
     def on_get_kv_connector_stats(self) -> Count | None:
         if self.role is KVConnectorRole.WORKER:
-            return Count() if self.worker.at_times("stats") else None
-        return Count() if self.half.at_times(self.half.character.chats, "stats") else None
+            has_any = self.worker.at_times("stats")
+        else:
+            has_any = self.half.at_times(self.half.character.chats, "stats")
+        return Count.of(f"child {self.index}") if has_any else None
 
 
 def _noting(name: str, plain_hook: Any) -> Any:
@@ -146,7 +174,7 @@ def _noting(name: str, plain_hook: Any) -> Any:
         answer = getattr(self, f"on_{name}", None) or functools.partial(plain_hook, self)
         if self.is_within:
             return answer(*arguments, **more)
-        self.run.note(self.who, name, *arguments, *((key, more[key]) for key in sorted(more)))
+        self.note(name, *arguments, *chain.from_iterable(sorted(more.items())))
         self.is_within = True
         try:
             return answer(*arguments, **more)

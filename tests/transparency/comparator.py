@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from tests.transparency.engine import live
 from tests.transparency.life import STOCK_ASKS, Life
+from tests.transparency.messages import COUNTED
 from tests.transparency.record import MARK, Cause, Entry, Run
 
 BEFORE = 6
@@ -36,6 +37,8 @@ class Verdict:
     @property
     def stock_end(self) -> str:
         """Return how the life ended with vLLM's own class."""
+        if self.stock.raised:
+            return "ended by a child"
         return "died" if self.stock.error else "left something" if self.stock.left else "lived"
 
 
@@ -51,7 +54,16 @@ def _events(entry: Entry, life: Life) -> Entry | None:
 
 
 def _stats(entry: Entry, life: Life) -> Entry:
-    return _without_field(entry, "kv_connector_stats")
+    """Leave out the stats in the output that are not the child's own."""
+    if entry.hook != "update_connector_output":
+        return entry
+    own = COUNTED + entry.who.removesuffix(" scheduler")
+    (output,) = entry.arguments
+    shown = [
+        (name, tuple(each for each in value or () if each[0] == own)) if name == "kv_connector_stats" else (name, value)
+        for name, value in output[1:]
+    ]
+    return entry._replace(arguments=((output[0], *shown),))
 
 
 def _without_field(entry: Entry, field: str) -> Entry:
@@ -70,7 +82,7 @@ def _empty_outputs(entry: Entry, life: Life) -> Entry | None:
     return entry if any(value not in EMPTY for _, value in fields) else None
 
 
-EMPTY = (None, 0, ("set",))
+EMPTY = (None, 0, (), ("set",))
 
 
 def _counts(entry: Entry, life: Life) -> Entry | None:
@@ -124,19 +136,24 @@ def compare(life: Life, stock: Run, kvobs: Run) -> Verdict:
 
 def _comparable(entries: Iterable[Entry], life: Life) -> Iterable[Entry]:
     """Return what must be the same: all up to the first mark, which is the last."""
+    numbers: dict[int, int] = {0: 0}  # of the objects, by their first appearance in what is compared
     for entry in entries:
         kept: Entry | None = entry
         for leave_out in ALLOWED.values():
             kept = leave_out(kept, life) if kept is not None else None
         if kept is not None:
-            yield kept
+            objects = [numbers.setdefault(each, len(numbers)) for each in kept.objects]
+            yield kept._replace(objects=tuple(objects))
         if entry.who == MARK:
             return
 
 
 def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     """Look at how the lives ended: kvobs must come through all of them, and what ends stock must have a name."""
-    if _is_vllms_own(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error):
+    if stock.raised != kvobs.raised and not stock.causes:
+        return f"a child's exception reaches vLLM with one router: {stock.raised} - {kvobs.raised}"
+    is_vllms_own = _is_vllms_own(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
+    if kvobs.raised or is_vllms_own:
         return None
     if kvobs.error:
         return f"kvobs ended with:\n{kvobs.error}\nand vLLM's own class: {stock.error or 'lived'}"
@@ -169,7 +186,8 @@ def _pointer(expected: Entry | None, found: Entry | None) -> str:
     if expected is None or found is None or expected[:3] != found[:3]:
         return ""
     parts = (part for pair in zip_longest(expected.arguments, found.arguments) for part in _differing(*pair))
-    return "".join(f"  differs: {theirs} - {ours}\n" for theirs, ours in parts)
+    told = "".join(f"  differs: {theirs} - {ours}\n" for theirs, ours in parts)
+    return told or "  differs: by an object that is the same one before in one of them, and another in the other\n"
 
 
 def _differing(theirs: object, ours: object) -> Iterable[tuple[object, object]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import pickle
@@ -25,18 +26,25 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import abstract as executors
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs.testing import cache_config, engine_config, transfer_config
 from kvobs.testing.rig import base_config
-from tests.transparency.children import CLASSES, STAGES, Stage
+from tests.transparency.children import CLASSES, STAGES, ChildError, Stage
 from tests.transparency.life import PLAIN, Life, Plan
-from tests.transparency.record import VLLM, Run
-from tests.transparency.workers import Worker
+from tests.transparency.record import VLLM, Run, counted
+from tests.transparency.workers import TOKEN, Worker
 
 STEPS = 220
 """A life is over by then, or hangs."""
+
+ANSWERS = (
+    *("get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"),
+    *("take_events", "has_pending_block_frees", "has_pending_push_work", "reset_cache"),
+)
+"""Hooks of the scheduler's side whose answers vLLM acts on: they are compared, besides what follows from them."""
 
 _numbers = itertools.count()
 
@@ -53,8 +61,10 @@ def live(life: Life, router: str, **options: Any) -> Run:
             engine.live()
     except Exception as error:
         run.error = "".join(traceback.format_exception(error)[-3:])
+        run.raised = str(error) if type(error) is ChildError else None
     finally:
         del STAGES[tag]
+        run.forget()
     return run
 
 
@@ -97,23 +107,30 @@ class Engine:
             log_stats=True,
         )
         self._offer_tails()
+        self._draft()
         self._read_in_order()
+        self._note_answers()
         self.aggregator: Any = None
         if life.executor == "mp":
             self.aggregator = executors.KVOutputAggregator.from_connector(self.scheduler.connector, life.ranks)
         self._shake_hands()
         self._in_flight: deque[tuple[Any, Any]] = deque()
+        self._names: set[str] = set()
+        self._to_come = sorted(life.plans, key=lambda plan: plan.arrives)
+        self._inputs: list[tuple[int, Plan, Request]] = []  # when they come, to which request
 
     def _config(self, transfer: Any, rank: int) -> Any:
         life = self._life
         config = engine_config(transfer, life.ranks, rank)
-        config.parallel_config.tensor_parallel_size = life.ranks
+        config.parallel_config.tensor_parallel_size = 1 if life.pipeline else life.ranks
+        config.parallel_config.pipeline_parallel_size = life.ranks if life.pipeline else 1
         config.parallel_config.decode_context_parallel_size = life.dcp
         scheduler = config.scheduler_config
         scheduler.disable_hybrid_kv_cache_manager = any(child.shape == PLAIN for child in life.children)
         scheduler.max_num_batched_tokens = life.budget
         scheduler.max_num_scheduled_tokens = None
         scheduler.max_num_seqs = 4
+        scheduler.policy = "priority" if life.by_priority else "fcfs"
         scheduler.enable_chunked_prefill = True
         scheduler.async_scheduling = life.is_async
         config.cache_config = copy.copy(config.cache_config)
@@ -125,6 +142,24 @@ class Engine:
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "finalize_partial_tail_offloads") and any(c.tails for c in self._life.children):
             manager.finalize_partial_tail_offloads = lambda request: [(0, 1, 1)] if request.num_computed_tokens else []
+
+    def _draft(self) -> None:
+        """Let the scheduler leave room for drafts, as it does for a draft model's."""
+        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = self._life.drafts
+
+    def _note_answers(self) -> None:
+        """Note what vLLM is answered."""
+        connector = self.scheduler.connector
+        for hook in ANSWERS:
+            if hasattr(connector, hook):
+                setattr(connector, hook, functools.partial(self._asked, hook, getattr(connector, hook)))
+
+    def _asked(self, hook: str, ask: Any, *arguments: Any) -> Any:
+        answer = ask(*arguments)
+        if hook == "take_events":
+            answer = list(answer)  # vLLM's own class has a generator
+        self._run.note(VLLM, f"answer of {hook}", answer)
+        return answer
 
     def _read_in_order(self) -> None:
         """Let vLLM release requests by name: the order of a set may follow from how it was made."""
@@ -142,7 +177,7 @@ class Engine:
         """Do as EngineCore does before its first step."""
         connector = self.scheduler.connector
         content = {
-            (0, rank): shake
+            (rank, 0) if self._life.pipeline else (0, rank): shake
             for rank, worker in enumerate(self.workers)
             if (shake := worker.connector.get_handshake_metadata()) is not None
         }
@@ -153,8 +188,7 @@ class Engine:
 
     def live(self) -> None:
         life, run = self._life, self._run
-        plans = sorted(life.plans, key=lambda plan: plan.arrives)
-        steps = [plan.aborted or plan.arrives for plan in plans]
+        steps = [plan.aborted or plan.arrives for plan in life.plans]
         last = max(steps + [reset.step for reset in life.resets] + [pause.until for pause in life.pauses])
         for step in range(STEPS):
             run.step = step
@@ -162,7 +196,7 @@ class Engine:
             has_requests = self.scheduler.has_requests()
             if has_requests or self._in_flight:
                 self._step(step, has_requests)
-            elif step > last:
+            elif step > last and not self._to_come and not self._inputs:
                 break
         self._say_what_is_left()
         self.scheduler.shutdown()
@@ -176,9 +210,9 @@ class Engine:
                 self.scheduler.set_pause_state(PauseState.PAUSED_ALL if pause.of_all else PauseState.PAUSED_NEW)
             if step == pause.until:
                 self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        if not late:
+            self._arrive(step)
         for plan in self._life.plans:
-            if plan.arrives == step and not late:
-                self.scheduler.add_request(self._request(plan))
             if plan.aborted == step and plan.aborted_late is late:
                 status = getattr(self.scheduler.requests.get(plan.name), "status", None)
                 self._run.seen[f"aborted, {status.name if status else 'gone'}"] += 1
@@ -192,23 +226,56 @@ class Engine:
                 self._run.note(VLLM, "reset_prefix_cache", done)
                 self._run.seen[f"reset, {done}"] += 1
 
-    def _request(self, plan: Plan) -> Request:
+    def _arrive(self, step: int) -> None:
+        """Let requests come whose id is free, and the inputs of those that are alive."""
+        alive = self.scheduler.requests
+        under_way = {name for scheduled, _ in self._in_flight for name in scheduled.num_scheduled_tokens}
+        for plan in [*self._to_come]:
+            if plan.arrives <= step and plan.name not in alive and plan.name not in under_way:
+                self._to_come.remove(plan)
+                request = self._request(plan, resumable=bool(plan.inputs))
+                self._run.note(VLLM, "a request comes", request)
+                self._run.seen["id used again"] += plan.name in self._names
+                self._names.add(plan.name)
+                self._stage.books.arrive(plan.name)
+                self._inputs += [(step + later, plan, request) for later in plan.inputs]
+                self.scheduler.add_request(request)
+        for due, plan, request in [*self._inputs]:
+            if due == step:
+                self._inputs.remove((due, plan, request))
+                if alive.get(plan.name) is request and not request.is_finished():
+                    self._run.seen["input streamed in"] += 1
+                    is_last = all(other is not request for _, _, other in self._inputs)
+                    self.scheduler.add_request(self._request(plan, resumable=not is_last))
+
+    def _request(self, plan: Plan, *, resumable: bool) -> Request:
         sampling = SamplingParams(
             max_tokens=plan.answer, ignore_eos=True, skip_reading_prefix_cache=None if plan.reads else True
         )
         own = sum(map(ord, plan.name)) * 37
         prompt = [(plan.family * 101 + i * 7 + (own if i >= plan.shared else 0)) % 250 for i in range(plan.prompt)]
-        return Request(plan.name, prompt, sampling, None, block_hasher=self._hasher)
+        return Request(
+            plan.name,
+            prompt,
+            sampling,
+            None,
+            arrival_time=float(plan.arrives),
+            priority=plan.priority,
+            block_hasher=self._hasher,
+            resumable=resumable,
+        )
 
     def _step(self, step: int, has_requests: bool) -> None:
         executed = False
         if has_requests:
             scheduled = self.scheduler.schedule()
+            self._run.note(VLLM, "scheduled", scheduled)
             self._stage.books.alive = sorted(self.scheduler.requests)
             executed = scheduled.total_num_scheduled_tokens > 0
             output = self._execute(scheduled)
             self._in_flight.append((scheduled, output))
-            if self._life.is_async and executed and len(self._in_flight) < 2:
+            ahead = self._life.is_async or self._life.pipeline
+            if ahead and executed and len(self._in_flight) < 2:
                 return
         scheduled, output = self._in_flight.popleft()
         self._happen(step, late=True)
@@ -218,22 +285,38 @@ class Engine:
         outputs = self.scheduler.update_from_output(scheduled, output)
         for request in news.finished_recving or () if news is not None else ():
             self._stage.books.load_is_received(request)
+        if self._life.drafts and not self._life.is_async and scheduled.total_num_scheduled_tokens:
+            ids = [*scheduled.num_scheduled_tokens]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[TOKEN] * self._life.drafts for _ in ids]))
         self._note_state(outputs)
+        self._run.seen["step with drafts"] += bool(scheduled.scheduled_spec_decode_tokens)
+        self._run.seen["step of a pipeline"] += self._life.pipeline
+        self._run.seen["step by priority"] += self._life.by_priority
         self._run.seen["step of a sliding window"] += self._life.slides
         self._run.seen["step of a pause"] += any(each.step <= step < each.until for each in self._life.pauses)
         self._run.seen["preempted"] += len(scheduled.preempted_req_ids or ())
 
     def _execute(self, scheduled: Any) -> Any:
         """Run every worker; return what the scheduler is to read."""
-        requests = self.scheduler.requests
-        samples = {name: not requests[name].is_prefill_chunk for name in scheduled.num_scheduled_tokens}
+        samples = {name: self._samples(name, scheduled) for name in scheduled.num_scheduled_tokens}
         if self.aggregator is None:
             return self.workers[0].execute(scheduled, samples)
         sent = pickle.dumps(scheduled)
-        outputs = [pickle.loads(pickle.dumps(worker.execute(pickle.loads(sent), samples))) for worker in self.workers]
+        at = len(self.workers) - 1 if self._life.pipeline else 0  # the rank whose tokens are read
+        outputs = [
+            pickle.loads(pickle.dumps(worker.execute(pickle.loads(sent), samples if rank == at else {})))
+            for rank, worker in enumerate(self.workers)
+        ]
         if scheduled.total_num_scheduled_tokens:
-            self.aggregator.aggregate([None] * len(outputs), 0)  # of the forward; the sampling's come after it
-        return self.aggregator.aggregate(outputs, 0)
+            self.aggregator.aggregate([None] * len(outputs), at)  # of the forward; the sampling's come after it
+        return self.aggregator.aggregate(outputs, at)
+
+    def _samples(self, name: str, scheduled: Any) -> int:
+        """Return how many tokens are sampled for a request: one, and some of those that were drafted."""
+        if self.scheduler.requests[name].is_prefill_chunk:
+            return 0
+        drafted = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        return 1 + int(self._life.dice("accepted", name, self._run.step) * (drafted + 1))
 
     def _note_state(self, outputs: dict[int, Any]) -> None:
         said = [
@@ -242,7 +325,9 @@ class Engine:
             for each in of_client.outputs
         ]
         states = {name: (each.status, each.num_computed_tokens) for name, each in self.scheduler.requests.items()}
-        self._run.note(VLLM, "stepped", states, self._free, said)
+        stats = [of_client.scheduler_stats for of_client in outputs.values() if of_client.scheduler_stats is not None]
+        counts = [(counted(each.kv_connector_stats), each.connector_prefix_cache_stats) for each in stats]
+        self._run.note(VLLM, "stepped", states, self._free, said, counts)
 
     @property
     def _free(self) -> int:

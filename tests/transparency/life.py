@@ -7,7 +7,7 @@ that a connector answers later follows from the life alone, by ``dice``, never f
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -23,6 +23,15 @@ STOCK_ASKS = VERSION >= (0, 30)
 
 FULL, PLAIN, LEAN = "full", "plain", "lean"
 """Shapes of a child: every hook and HMA; every hook, without HMA; the hooks that vLLM cannot do without."""
+
+RAISING = (
+    *("update_state_after_alloc",) * 3,
+    *("on_new_request", "get_num_new_matched_tokens", "build_connector_meta", "update_connector_output"),
+    *("request_finished", "request_finished_all_groups", "take_events", "has_pending_push_work"),
+    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save"),
+    *("get_transfer_results", "get_kv_connector_stats", "build_connector_worker_meta", "clear_connector_metadata"),
+)
+"""Hooks in one of which a child of some lives raises."""
 
 RECEIVES, WITHDRAWS = "receives", "withdraws"
 """What a child does to the output in ``update_connector_output``: reports its loads there, or takes saves back."""
@@ -48,13 +57,14 @@ class Character:
     chats: float = 0.0  # stats, events, worker metadata
     writes: str | None = None
     strays: float = 0.0  # a report about another's request, at each step
+    raises: tuple[str, int] = ("", 0)  # at which call of which hook
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One request."""
 
-    name: str
+    name: str  # if another alive one has it, the request waits for that one's end
     arrives: int
     family: int  # requests of one family begin with the same tokens
     shared: int
@@ -63,6 +73,12 @@ class Plan:
     reads: bool = True  # else the request asks for nothing to be read from a cache
     aborted: int | None = None  # at this step
     aborted_late: bool = False  # while the workers are at it, not before
+    priority: int = 0
+    inputs: tuple[int, ...] = ()  # so many steps later the prompt is streamed in once more; the last ends the stream
+
+    @property
+    def length(self) -> int:
+        return (self.prompt + self.answer) * max(1, len(self.inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +101,27 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    seed: int
-    is_async: bool  # AsyncScheduler, one step ahead
-    runner: str  # "v1" or "v2"
-    executor: str  # "uni": one worker in the scheduler's process; "mp": an aggregator, and all is pickled
-    ranks: int
-    groups: int
-    slides: bool  # the last group keeps a sliding window only
-    dcp: int
-    policy: str
-    blocks: int
-    budget: int
-    drafting: bool  # the step is closed after a draft model's forward
-    graph: bool  # a full graph is replayed: no layer hooks
-    one_reports: bool  # every child says that one rank's report is enough, and the first alone reports
     children: tuple[Character, ...]
     plans: tuple[Plan, ...]
-    resets: tuple[Reset, ...]
+    resets: tuple[Reset, ...] = ()
     pauses: tuple[Pause, ...] = ()
+    seed: int = 1
+    is_async: bool = False  # AsyncScheduler, one step ahead
+    runner: str = "v2"  # or "v1"
+    executor: str = "mp"  # an aggregator, and all is pickled; "uni": one worker in the scheduler's process
+    ranks: int = 1
+    pipeline: bool = False  # the ranks are stages, and as many batches are under way
+    groups: int = 1
+    slides: bool = False  # the last group keeps a sliding window only
+    dcp: int = 1
+    policy: str = "recompute"
+    blocks: int = 40
+    budget: int = 512
+    by_priority: bool = False  # else first come, first served
+    drafts: int = 0  # tokens that are drafted for each request and step
+    drafting: bool = False  # the step is closed after a draft model's forward
+    graph: bool = False  # a full graph is replayed: no layer hooks
+    one_reports: bool = False  # every child says that one rank's report is enough, and the first alone reports
 
     @property
     def block(self) -> int:
@@ -130,9 +149,14 @@ def draw(random: Random, seed: int | None = None) -> Life:
     dcp = 2 if random.random() < 0.2 and (groups == 1 or TAKES_EQUAL_GROUPS) else 1
     has_strays, has_failures = random.random() < 0.15, random.random() < 0.5
     limits = _Limits(has_plain, has_strays, has_failures, executor == "mp", groups)
-    children = tuple(_character(random, limits) for _ in range(random.choice((1, 2, 2, 2, 3, 3))))
+    children = [_character(random, limits) for _ in range(random.choice((1, 2, 2, 2, 3, 3)))]
+    if random.random() < 0.12:
+        raising = random.randrange(len(children))
+        children[raising] = replace(children[raising], raises=(random.choice(RAISING), random.randint(1, 8)))
     plans = tuple(_plan(random, i) for i in range(random.randint(1, 7)))
-    largest = max(plan.prompt + plan.answer for plan in plans) // BLOCK + 4  # or else that one waits for ever
+    # Or else one waits for ever, and a stream keeps what it has while it waits.
+    longest = max(plan.length for plan in plans), sum(plan.length for plan in plans if plan.inputs)
+    largest = sum(longest) // BLOCK + 4
     resets = tuple(
         Reset(random.randint(1, 40), random.random() < 0.5, random.random() < 0.7)
         for _ in range(random.choice((0, 0, 0, 1, 2)))
@@ -148,16 +172,19 @@ def draw(random: Random, seed: int | None = None) -> Life:
         runner=random.choice(("v1", "v2")),
         executor=executor,
         ranks=ranks,
+        pipeline=ranks > 1 and dcp == 1 and random.random() < 0.4,
         groups=groups,
         slides=groups > 1 and dcp == 1 and (random.random() < 0.5 or not TAKES_EQUAL_GROUPS),
         dcp=dcp,
         policy=random.choice(("recompute", "recompute", "fail")),
         blocks=max(largest, random.choice((10, 14, 20, 40, 80))) * groups,
         budget=random.choice((24, 48, 64, 512)),
+        by_priority=random.random() < 0.3,
+        drafts=2 if random.random() < 0.25 else 0,
         drafting=random.random() < 0.15,
         graph=random.random() < 0.3,
         one_reports=random.random() < 0.2 and STOCK_ASKS and all(child.shape != LEAN for child in children),
-        children=children,
+        children=tuple(children),
         plans=plans,
         resets=resets,
         pauses=pauses,
@@ -207,14 +234,17 @@ def _plan(random: Random, number: int) -> Plan:
     shared = random.choice((0, 16, 32, 64))
     arrives = random.choice((0, 0, 1, 3, 6, 12))
     aborted = arrives + random.randint(0, 12) if random.random() < 0.35 else None
+    has_inputs = random.random() < 0.12
     return Plan(
-        name=f"r{number}",
+        name=f"r{random.randrange(number) if number and random.random() < 0.15 else number}",
         arrives=arrives,
         family=family,
         shared=shared,
         prompt=random.choice((5, 17, 33, 48, 64, 70, 96, 120)),
-        answer=random.choice((1, 2, 5, 20, 45)),
+        answer=random.choice((1, 2, 5) if has_inputs else (1, 2, 5, 20, 45)),
         reads=random.random() < 0.9,
         aborted=aborted,
         aborted_late=random.random() < 0.3,
+        priority=random.randint(0, 2),
+        inputs=tuple(sorted(random.sample(range(1, 30), random.randint(1, 3)))) if has_inputs else (),
     )

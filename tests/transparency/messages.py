@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
@@ -55,14 +56,21 @@ class Handshake(KVConnectorHandshakeMetadata):
     rank: int
 
 
+COUNTED = "counted by "
+
+
 @dataclass
 class Count(KVConnectorStats):
-    """Stats that add up."""
+    """Stats that add up, by the child that counted."""
 
-    data: dict[str, Any] = field(default_factory=lambda: {"n": 1})
+    data: dict[str, int]
+
+    @classmethod
+    def of(cls, who: str) -> Count:
+        return cls({COUNTED + who: 1})
 
     def aggregate(self, other: KVConnectorStats) -> Count:
-        self.data["n"] += other.data["n"]
+        self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
     def is_empty(self) -> bool:

@@ -1,21 +1,25 @@
 """What a run leaves behind: one entry for each call into a child and for each thing that vLLM's scheduler did.
 
-Arguments are copied into plain values at the moment of the call, because vLLM changes its objects afterwards.
+Arguments are copied into plain values at each call, because vLLM, or a router, may change its objects afterwards.
+Beside the values stands which object each was: the same one for all children, or a copy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched import output as scheduled
 from vllm.v1.request import Request
+
+from tests.transparency.messages import COUNTED
 
 VLLM, MARK = "vllm", "mark"
 
@@ -27,7 +31,6 @@ NOT_COMPARED = {
     "pooling_params",
     "lora_request",
     "mm_features",
-    "kv_connector_block_state",
     "kv_connector_metadata",  # the router's own
 }
 """Fields of vLLM's own objects that do not compare by value, or that no child looks at."""
@@ -54,6 +57,7 @@ class Entry(NamedTuple):
     who: str  # "child 0 scheduler", "child 1 rank 0", "vllm" or "mark"
     hook: str
     arguments: tuple[Any, ...]
+    objects: tuple[int, ...] = ()  # by argument: which object it is; 0 for constants and callables
 
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.arguments))
@@ -68,20 +72,24 @@ class Run:
     entries: list[Entry] = field(default_factory=list)
     step: int = 0
     error: str | None = None  # what ended the engine
+    raised: str | None = None  # by which child, if it was one's exception
     left: str | None = None  # what was left when nothing more happened: requests, blocks
     causes: list[Cause] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)  # how often what is to be compared happened at all
-    _schedule: tuple[Any, Any] = (None, None)  # the last scheduler output and its copy; all children get the same
+    _objects: dict[int, tuple[int, Any]] = field(default_factory=dict)  # kept, so that none gets another's id
 
     def note(self, who: str, hook: str, *arguments: Any) -> None:
-        self.entries.append(Entry(self.step, who, hook, tuple([self._plain(each) for each in arguments])))
+        copies = tuple([plain(each) for each in arguments])
+        self.entries.append(Entry(self.step, who, hook, copies, tuple([self._number(each) for each in arguments])))
 
-    def _plain(self, value: Any) -> Any:
-        if not isinstance(value, SchedulerOutput):
-            return plain(value)
-        if self._schedule[0] is not value:
-            self._schedule = (value, plain(value))
-        return self._schedule[1]
+    def _number(self, value: Any) -> int:
+        if isinstance(value, _WITHOUT_IDENTITY) or callable(value):
+            return 0
+        return self._objects.setdefault(id(value), (len(self._objects) + 1, value))[0]
+
+    def forget(self) -> None:
+        """Let the objects go: the life is over."""
+        self._objects.clear()
 
     def mark(self, cause: Cause, *arguments: Any) -> None:
         """Note that what follows need not be the same."""
@@ -89,23 +97,26 @@ class Run:
         self.note(MARK, cause.name, *arguments)
 
 
+_WITHOUT_IDENTITY = (type(None), bool, int, float, str, bytes, tuple)
+
+
 def plain(value: Any) -> Any:
-    """Return a copy of ``value`` that compares by content and never changes."""
-    for types, copy in _COPIES:
-        if isinstance(value, types):
-            return copy(value)
-    names = _compared_fields(value.__class__)
-    if names:
-        return (type(value).__name__, *[(name, plain(getattr(value, name))) for name in names])
-    return "callable" if callable(value) and not isinstance(value, type) else type(value).__name__
+    """Return a copy of ``value`` that compares by type and content and never changes."""
+    return _copy_of(value.__class__)(value)
 
 
 @cache
-def _compared_fields(cls: Hashable) -> tuple[str, ...]:
-    """Return the fields of a dataclass that are compared; vLLM's forward context is known by its name alone."""
-    if not is_dataclass(cls) or cls is ForwardContext:
-        return ()
-    return tuple(each.name for each in fields(cls) if each.name not in NOT_COMPARED)
+def _copy_of(cls: Any) -> Callable[[Any], Any]:
+    """Return what copies the values of a class; of those that are not listed only the class is compared."""
+    for types, copy in _COPIES:
+        if issubclass(cls, types):
+            return copy
+    kind = cls.__name__
+    # vLLM's forward context is known by its name alone.
+    if is_dataclass(cls) and cls is not ForwardContext:
+        names = tuple(each.name for each in fields(cls) if each.name not in NOT_COMPARED)
+        return lambda value: (kind, *[(name, plain(getattr(value, name))) for name in names])
+    return lambda value: "callable" if callable(value) and not isinstance(value, type) else kind
 
 
 def _request(request: Request) -> tuple[Any, ...]:
@@ -116,21 +127,54 @@ def _request(request: Request) -> tuple[Any, ...]:
         request.num_computed_tokens,
         request.num_tokens,
         request.num_preemptions,
+        request.num_output_placeholders,
+        len(request.spec_token_ids),
     )
 
 
 def _sequence(values: list[Any] | tuple[Any, ...]) -> Any:
+    kind = type(values).__name__
     if len(values) > LONG and all(isinstance(each, int) for each in values):
-        return f"{len(values)} numbers, {hash(tuple(values)):x}"
-    return tuple([plain(each) for each in values])
+        return f"{kind} of {len(values)} numbers, {hash(tuple(values)):x}"
+    return (kind, *[plain(each) for each in values])
+
+
+def _set(values: set[Any] | frozenset[Any]) -> tuple[Any, ...]:
+    kind = "set" if isinstance(values, set) else "frozenset"  # also one that is read in order
+    return (kind, *sorted(map(plain, values), key=repr))
+
+
+def _block_state(state: Any) -> tuple[Any, ...]:
+    """Return what a child may ask for: the blocks are resolved when it asks."""
+    blocks = [(name, plain(state.get_block_ids(name))) for name in sorted(state.req_ids)]
+    return ("block state", *blocks, plain(state.boundary_state_offloads))
+
+
+def counted(stats: Any) -> tuple[tuple[str, int], ...]:
+    """Return what the children counted, by child, wherever in stats or their plain form it is."""
+    return tuple(sorted(_counts_in(stats).items()))
+
+
+def _counts_in(stats: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    items = stats.data if isinstance(stats, KVConnectorStats) else stats
+    for key, value in items.items() if isinstance(items, Mapping) else ():
+        if isinstance(key, str) and key.startswith(COUNTED):
+            found[key] += value
+        else:
+            found.update(_counts_in(value))
+    return found
 
 
 _COPIES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    ((type(None), bool, int, float, str, bytes), lambda value: value),
+    (bool, str),  # 1 is equal to True
+    (Enum, lambda value: value.name),
+    ((type(None), int, float, str, bytes), lambda value: value),
     (Request, _request),
     ((list, tuple), _sequence),
-    ((set, frozenset), lambda value: ("set", *sorted(map(plain, value), key=repr))),
-    (dict, lambda value: ("dict", *sorted(((plain(k), plain(v)) for k, v in value.items()), key=repr))),
+    ((set, frozenset), _set),
+    (dict, lambda value: ("dict", *[(plain(key), plain(each)) for key, each in value.items()])),
     (KVCacheBlocks, lambda value: ("blocks", plain(value.get_block_ids()))),
-    (Enum, lambda value: value.name),
+    (getattr(scheduled, "KVConnectorBlockState", ()), _block_state),  # vLLM 0.28 has none
+    (KVConnectorStats, counted),
 )

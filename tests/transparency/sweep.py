@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from tests.transparency.comparator import Verdict, judge
 from tests.transparency.life import from_seed
 
 FAULTS_KEPT = 20
+SEEDS = range(160)
+"""The lives that every run of the suite looks at."""
 
 
 @dataclass
@@ -30,9 +32,10 @@ class Findings:
         self.lives += 1
         self.calls += verdict.compared
         self.seen.update(verdict.kvobs.seen)
+        self.seen["ended by a child's exception"] += verdict.stock.raised is not None
         if verdict.cause is not None:
             self.stock[f"{verdict.cause.value}: {verdict.stock_end}"] += 1
-        elif verdict.stock_end != "lived":
+        elif verdict.stock_end not in ("lived", "ended by a child"):
             self.stock[f"vLLM's scheduler, with any router: {verdict.stock_end}"] += 1
         if verdict.fault is not None:
             self.faulty += 1
@@ -53,12 +56,22 @@ class Findings:
 def sweep(seeds: Iterable[int]) -> Findings:
     """Live and compare the lives of these seeds; what they log is dropped."""
     findings = Findings()
+    for verdict in _judged(seeds):
+        findings.add(verdict)
+    return findings
+
+
+def first_faulty(seeds: Iterable[int]) -> Verdict | None:
+    """Return the verdict on the first life that differs, if one does."""
+    return next((verdict for verdict in _judged(seeds) if verdict.fault is not None), None)
+
+
+def _judged(seeds: Iterable[int]) -> Iterator[Verdict]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         for seed in seeds:
             log.forget()
-            findings.add(judge(from_seed(seed)))
+            yield judge(from_seed(seed))
     finally:
         logging.disable(before)
-    return findings

@@ -3,79 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvobs.connector import MultiConnector
-from tests.transparency.children import Answers
 from tests.transparency.comparator import judge
-from tests.transparency.life import FULL, Character, Life, Plan
+from tests.transparency.life import Character, Life, Plan
+from tests.transparency.mutation import SCHEDULER, WORKER, Mutation, mutated
 
-LOADER = Character(shape=FULL, hits=1.0, asynchronous=1.0, promises=1.0, slow=0.5)
-SAVER = Character(shape=FULL, promises=1.0, slow=1.0)
+LOADER = Character(hits=1.0, asynchronous=1.0, promises=1.0, slow=0.5)
+SAVER = Character(promises=1.0, slow=1.0)
 
 LIFE = Life(
-    seed=5,
-    is_async=False,
-    runner="v1",
-    executor="mp",
-    ranks=2,
-    groups=1,
-    slides=False,
-    dcp=1,
-    policy="recompute",
-    blocks=40,
-    budget=48,
-    drafting=False,
-    graph=False,
-    one_reports=False,
     children=(LOADER, SAVER),
     plans=tuple(Plan(f"r{i}", arrives=2 * i, family=i, shared=16, prompt=70, answer=4) for i in range(3)),
-    resets=(),
+    seed=5,
+    runner="v1",
+    ranks=2,
+    budget=48,
 )
-
-SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """``new`` is called with the plain hook in front: wherever kvobs calls a child's, or vLLM calls kvobs's own."""
-
-    role: KVConnectorRole
-    hook: str
-    new: Callable[..., Any]
-    child: int | None = None  # None: kvobs's own; ``new`` is called with the connector before the hook
-    seen_in: str = ""  # the hook whose call gives it away, if it is another
-
-    def apply(self, target: Any, *more: Any) -> None:
-        setattr(target, self.hook, partial(self.new, *more, getattr(target, self.hook)))
-
-
-@pytest.fixture
-def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], None]:
-    """Let kvobs be changed while it is built: before it has looked at its children, or when it is whole."""
-
-    def change(mutation: Mutation) -> None:
-        cls: Any = MultiConnector if mutation.child is None else Answers
-        build = cls.__init__
-
-        def build_and_change(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-            build(self, vllm_config, role, kv_cache_config)
-            if role is not mutation.role:
-                return
-            if mutation.child is None:
-                mutation.apply(self, self)
-            elif self.run.router == "kvobs" and self.who.startswith(f"child {mutation.child} "):
-                mutation.apply(self)
-
-        monkeypatch.setattr(cls, "__init__", build_and_change)
-
-    return change
 
 
 def _without_receipts(show: Any, output: Any) -> None:
@@ -131,32 +77,32 @@ def _swapped(connector: Any, bind: Any, metadata: Any) -> None:
 
 
 MUTATIONS = {
-    "a lookup is left out": Mutation(SCHEDULER, "get_num_new_matched_tokens", lambda ask, *_: (0, False), child=1),
-    "a child is asked twice": Mutation(SCHEDULER, "get_num_new_matched_tokens", _twice, child=1),
+    "a lookup is left out": Mutation(
+        SCHEDULER, "get_num_new_matched_tokens", lambda ask, *_: (0, False), children=(1,)
+    ),
+    "a child is asked twice": Mutation(SCHEDULER, "get_num_new_matched_tokens", _twice, children=(1,)),
     "a sibling is given tokens": Mutation(
         SCHEDULER,
         "update_state_after_alloc",
         lambda say, request, blocks, tokens: say(request, blocks, 16),
-        child=1,
+        children=(1,),
     ),
-    "a sibling's receipt is hidden": Mutation(SCHEDULER, "update_connector_output", _without_receipts, child=1),
-    "a save is hidden": Mutation(SCHEDULER, "update_connector_output", _without_saves, child=0),
-    "a finished request is hidden": Mutation(SCHEDULER, "build_connector_meta", _filtered, child=0),
+    "a sibling's receipt is hidden": Mutation(SCHEDULER, "update_connector_output", _without_receipts, children=(1,)),
+    "a save is hidden": Mutation(SCHEDULER, "update_connector_output", _without_saves, children=(0,)),
+    "a finished request is hidden": Mutation(SCHEDULER, "build_connector_meta", _filtered, children=(0,)),
     "a request's end is hidden": Mutation(
-        SCHEDULER, "request_finished_all_groups", lambda say, *_: (False, None), child=0
+        SCHEDULER, "request_finished_all_groups", lambda say, *_: (False, None), children=(0,)
     ),
-    "a cache is reset": Mutation(SCHEDULER, "build_connector_meta", _resetting, seen_in="reset_cache"),
-    "a receipt comes late to vLLM": Mutation(
-        SCHEDULER, "update_connector_output", _late, seen_in="update_state_after_alloc"
-    ),
-    "a save is never completed": Mutation(SCHEDULER, "update_connector_output", _never, seen_in="stepped"),
+    "a cache is reset": Mutation(SCHEDULER, "build_connector_meta", _resetting),
+    "a receipt comes late to vLLM": Mutation(SCHEDULER, "update_connector_output", _late),
+    "a save is never completed": Mutation(SCHEDULER, "update_connector_output", _never),
     "children load in another order": Mutation(WORKER, "start_load_kv", _backwards),
     "metadata goes to another child": Mutation(WORKER, "bind_connector_metadata", _swapped),
     "finished ids are hidden from a worker": Mutation(
-        WORKER, "get_transfer_results", lambda ask, finished: ask(set()), child=1
+        WORKER, "get_transfer_results", lambda ask, finished: ask(set()), children=(1,)
     ),
-    "metadata stays bound": Mutation(WORKER, "clear_connector_metadata", lambda clear: None, child=0),
-    "preemptions are hidden": Mutation(WORKER, "handle_preemptions", lambda say, meta: None, child=0),
+    "metadata stays bound": Mutation(WORKER, "clear_connector_metadata", lambda clear: None, children=(0,)),
+    "preemptions are hidden": Mutation(WORKER, "handle_preemptions", lambda say, meta: None, children=(0,)),
 }
 
 
@@ -166,20 +112,27 @@ def test_without_a_mutation_nothing_is_found() -> None:
     assert verdict.compared > 300
 
 
+SEEN_IN = {
+    "a cache is reset": "reset_cache",
+    "a receipt comes late to vLLM": "update_state_after_alloc",
+    "a save is never completed": "stepped",
+}
+"""The hook whose call gives it away, if it is another."""
+
+
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_a_deviation_is_found(what: str, mutate: Callable[[Mutation], None]) -> None:
-    mutation = MUTATIONS[what]
-    mutate(mutation)
-    verdict = judge(LIFE)
+def test_a_deviation_is_found(what: str) -> None:
+    with mutated(MUTATIONS[what]):
+        verdict = judge(LIFE)
     assert verdict.fault is not None
     first = verdict.fault.partition("before that")[0]
     assert first.startswith("step ")
-    assert (mutation.seen_in or mutation.hook) in first
+    assert SEEN_IN.get(what, MUTATIONS[what].hook) in first
 
 
-def test_a_message_says_where_and_what(mutate: Callable[[Mutation], None]) -> None:
-    mutate(MUTATIONS["a sibling is given tokens"])
-    fault = judge(LIFE).fault or ""
+def test_a_message_says_where_and_what() -> None:
+    with mutated(MUTATIONS["a sibling is given tokens"]):
+        fault = judge(LIFE).fault or ""
     assert "step 0, child 1 scheduler: the calls differ" in fault
     assert "differs: 0 - 16" in fault
     assert "before that, with both:\n" in fault

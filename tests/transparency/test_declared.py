@@ -17,29 +17,12 @@ from tests.transparency.life import Character, Life, Plan
 from tests.transparency.record import Cause
 
 QUIET = Character(shape="lean")
+OUTPUT = "update_connector_output"
 
 
 def life(*children: Character, **more: Any) -> Life:
     """Return a life with one request, and nothing but what these children do."""
-    plain: dict[str, Any] = {
-        "seed": 1,
-        "is_async": False,
-        "runner": "v2",
-        "executor": "mp",
-        "ranks": 1,
-        "groups": 1,
-        "slides": False,
-        "dcp": 1,
-        "policy": "recompute",
-        "blocks": 40,
-        "budget": 512,
-        "drafting": False,
-        "graph": False,
-        "one_reports": False,
-        "resets": (),
-        "plans": (Plan("r", arrives=0, family=0, shared=0, prompt=70, answer=3),),
-    }
-    return Life(**{**plain, **more}, children=children)
+    return Life(children, (Plan("r", arrives=0, family=0, shared=0, prompt=70, answer=3),), **more)
 
 
 def calls_of(router: str, *functions: Any) -> Counter[str]:
@@ -77,7 +60,7 @@ def test_an_output_with_nothing_but_kvobs_numbers_is_shown() -> None:
     one = life(Character(promises=1.0, slow=1.0), Character(), executor="uni")
     stock, ours = live(one, "stock"), live(one, "kvobs")
     assert compare(one, stock, ours).fault is None
-    shown = [sum(entry.hook == "update_connector_output" for entry in run.entries) for run in (stock, ours)]
+    shown = [sum(entry.hook == OUTPUT for entry in run.entries) for run in (stock, ours)]
     assert shown[0] < shown[1]
 
 

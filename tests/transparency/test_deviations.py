@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NOT_SEEN = {
     "empty-hooks-not-called": "a child that records a call has no empty hook",
     "block-copies-counted": "an operation is recorded as a callable",
-    "all-are-reset": "no recording child raises",
+    "all-are-reset": "no recording child raises there",
     "bad-blocks-fail-the-load": "the lives have no bad blocks where vLLM itself ends on them",
     "open-lookups-polled": "the lives have the default options",
     "isolated-children-see-less": "the lives have the default options",

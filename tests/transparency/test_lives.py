@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tests.transparency.comparator import judge
 from tests.transparency.life import draw
-from tests.transparency.sweep import Findings, sweep
+from tests.transparency.sweep import SEEDS, Findings, sweep
 
 MORE = int(os.environ.get("KVOBS_LIVES", "0"))
-SEEDS = range(160)
 SHRINKABLE = 40
 
 HAPPENS = (
@@ -44,13 +43,19 @@ HAPPENS = (
     "aborted, RUNNING",
     "reset, True",
     "reset, False",
+    "step of a pipeline",
+    "step by priority",
+    "step with drafts",
+    "input streamed in",
+    "id used again",
+    "ended by a child's exception",
 )
 """What must have happened in lives that are to prove anything."""
 
 
 @pytest.fixture(scope="module")
 def findings() -> Findings:
-    """What came of the lives that every run of the suite looks at."""
+    """What came of these lives."""
     return sweep(SEEDS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,18 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from tests.transparency.life import Life
 
-LAYERS = ("layer.0", "layer.1")
 TOKEN = 7
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Stands for one: the connectors must get this very object."""
+
+    name: str
+
+
+LAYERS = {name: Tensor(f"{name}'s cache") for name in ("layer.0", "layer.1")}
+ATTENTION = Tensor("the attention's metadata")
 
 _TAKES_BATCH = "input_batch" in inspect.signature(ActiveKVConnector.pre_forward).parameters
 _HAS_FINISH = hasattr(ActiveKVConnector, "finish_forward")
@@ -33,14 +44,16 @@ class Worker:
 
     def __init__(self, life: Life, connector: Any, config: Any) -> None:
         self._life, self.connector, self._config = life, connector, config
+        self._forwards = 0
         with self._in_this_process():
             if life.runner == "v2":
-                self._active = ActiveKVConnector(config, dict.fromkeys(LAYERS))
+                self._active = ActiveKVConnector(config, dict(LAYERS))
             else:
-                connector.register_kv_caches(dict.fromkeys(LAYERS))
+                connector.register_kv_caches(dict(LAYERS))
                 connector.set_host_xfer_buffer_ops(_copy)
 
-    def execute(self, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
+    def execute(self, scheduled: Any, samples: dict[str, int]) -> ModelRunnerOutput:
+        """Run a step, in which so many tokens are sampled for each request."""
         with self._in_this_process():
             output = self._run_v2(scheduled) if self._life.runner == "v2" else self._run_v1(scheduled)
         if isinstance(output, ModelRunnerOutput):
@@ -49,7 +62,7 @@ class Worker:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request: i for i, request in enumerate(ids)},
-            sampled_token_ids=[[TOKEN] if is_sampled else [] for is_sampled in samples.values()],
+            sampled_token_ids=[[TOKEN] * tokens for tokens in samples.values()],
             kv_connector_output=output,
         )
 
@@ -105,9 +118,11 @@ class Worker:
         """Do what vLLM's attention layers do; a replayed graph has none of it."""
         if self._life.graph or not self.connector.has_connector_metadata():
             return
-        for layer in LAYERS:
-            self.connector.wait_for_layer_load(layer)
-            self.connector.save_kv_layer(layer, None, None)
+        self._forwards += 1
+        more = {"more": ATTENTION} if self._life.happens(0.3, "keywords", self._forwards) else {}
+        for name, cache in LAYERS.items():
+            self.connector.wait_for_layer_load(name)
+            self.connector.save_kv_layer(name, cache, ATTENTION, **more)
 
 
 def _copy(*arguments: Any) -> None:
