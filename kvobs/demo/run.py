@@ -8,7 +8,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,8 @@ class Demo:
                     on_progress=done.starting,
                     host=self.host,
                 )
+                if self.exporter:
+                    stack.callback(see_exporter_end, metrics_url(server))
                 stack.enter_context(server)
                 if ranks > 1:
                     stack.enter_context(keeping_off(cores(1)[0]))
@@ -312,9 +314,9 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
 
 
 def with_exporter(config: dict[str, Any], host: str, port: int) -> dict[str, Any]:
-    """Return the configuration with kvobs's exporter on, which ends with its engine; port 0 picks a free one."""
+    """Return the configuration with kvobs's exporter on; port 0 picks a free one."""
     extra = config["kv_connector_extra_config"]
-    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port), "linger_s": 0.0}}
+    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port)}}
     return {**config, "kv_connector_extra_config": {**extra, "kvobs": options}}
 
 
@@ -323,6 +325,14 @@ def metrics_url(server: Server) -> str:
     extra = (server.kv_transfer_config or {}).get("kv_connector_extra_config", {})
     exporter = extra.get("kvobs", {}).get("exporter")
     return f"{server.url}/metrics" if exporter is None else f"http://{HOST}:{exporter['port']}/metrics"
+
+
+def see_exporter_end(url: str) -> None:
+    """Ask an exporter for the last numbers of its engine, which has ended: then it ends, too, and its port is free."""
+    with suppress(OSError):
+        for _ in range(50):
+            urllib.request.urlopen(url, timeout=1).close()
+            time.sleep(0.1)
 
 
 def readings(server: Server) -> list[Sample]:

@@ -1,9 +1,11 @@
 """The options of `kvobs demo` that a stack of containers needs."""
 
 import time
-from io import StringIO
+import urllib.request
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, Self
+from urllib.error import URLError
 
 import pytest
 from rich.console import Console
@@ -73,16 +75,34 @@ def test_the_exporter_listens_beside_the_server(
     monkeypatch.setattr(run, "make_model", lambda _folder: None)
     for step in ("measure", "show_slowest_load", "look_further"):
         monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+    ended: list[str] = []
+    monkeypatch.setattr(run, "see_exporter_end", ended.append)
     out = StringIO()
     run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=FAULTS["failing-connector"]).run()
     config = FakeServer.last.arguments[2]
     options = config["kv_connector_extra_config"]["kvobs"]
     wanted = exporter_port or 40000
-    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted, "linger_s": 0.0}
+    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted}
     assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
     assert config["kv_load_failure_policy"] == "recompute"
     assert claimed == [exporter_port or 0]
     assert f"kvobs's metrics are at http://127.0.0.1:{wanted}/metrics" in out.getvalue()
+    assert ended == [f"http://127.0.0.1:{wanted}/metrics"]
+
+
+def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a last scrape it need not serve the last numbers any longer."""
+    answers = [BytesIO(), BytesIO()]
+
+    def ask(url: str, timeout: float) -> BytesIO:
+        assert (url, timeout) == ("http://127.0.0.1:9464/metrics", 1)
+        if not answers:
+            raise URLError("refused")
+        return answers.pop()
+
+    monkeypatch.setattr(urllib.request, "urlopen", ask)
+    run.see_exporter_end("http://127.0.0.1:9464/metrics")
+    assert not answers
 
 
 def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
