@@ -7,7 +7,7 @@ back with the next payload. After a restart the engine sends its totals, so that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ from kvobs.signals import (
     SERIES_AT_MOST,
     SIGNALS,
     Kind,
-    Scope,
     Series,
     Signal,
     hook_label,
+    place,
 )
 from kvobs.spans import CONNECTOR, Record, observed_in
 from kvobs.stats import wire
@@ -30,7 +30,7 @@ from kvobs.stats.hello import Engine
 from kvobs.telemetry.taken import Taken
 from kvobs.version import __version__
 
-_BY_NAME = {signal.name: signal for signal in SIGNALS}
+_OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}
 _Key = tuple[Series, int]  # a series of the slot table, and the connector's position (-1: none)
 
 
@@ -66,33 +66,51 @@ class Totals:
         self._names = [connector.name for connector in engine.connectors]
         self._lock = Lock()
         self._counts: dict[_Key, list[int]] = {}
+        self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> the series' totals, and the index in them
         self._gauges: dict[_Key, int] = {}
         self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
         self._marks: dict[_Key, dict[int, Mark]] = {}
         self._own: dict[Signal, Point] = {}
 
     def add(self, taken: Taken) -> None:
-        """Add the increments of a payload; what is of no connector of this engine is left out."""
-        with self._lock:
-            for slot, n in taken.counts.items():
-                series, offset, child = _locate(slot)
-                if child < len(self._names):
-                    totals = self._counts.get((series, child))
-                    if totals is None:
-                        totals = self._counts[series, child] = [0] * series.width
-                    totals[offset] += n
-            for slot, value in taken.gauges.items():
-                series, _, child = _locate(slot)
-                if child < len(self._names) and series.signal.kind is Kind.GAUGE:
-                    self._gauges[series, child] = value
-            for name, child, *values, n in taken.opened:
-                self._add_open(name, child, tuple(values), n)
+        """Add the increments of a payload.
 
-    def _add_open(self, name: str, child: int, values: tuple[str, ...], n: int) -> None:
+        Raises:
+            ValueError: a number is negative, or of no series of this engine; then none is added.
+        """
+        added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts.keys() - self._slots.keys()}
+        gauges = {self._locate(slot, is_gauge=True): value for slot, value in taken.gauges.items()}
+        rows = [self._row(*row) for row in taken.opened]
+        if min(chain(taken.counts.values(), gauges.values()), default=0) < 0:
+            raise ValueError("a number is negative")
+        with self._lock:
+            for slot, (series, offset, child) in added.items():
+                self._slots[slot] = self._counts.setdefault((series, child), [0] * series.width), offset
+            for slot, n in taken.counts.items():
+                totals, offset = self._slots[slot]
+                totals[offset] += n
+            for (series, _, child), value in gauges.items():
+                self._gauges[series, child] = value
+            for row in rows:
+                self._add_open(*row)
+
+    def _locate(self, slot: int, *, is_gauge: bool) -> tuple[Series, int, int]:
+        if not 0 <= slot < place(len(self._names), 0):
+            raise ValueError(f"slot {slot} is of no connector of {', '.join(self._names)}")
+        series, offset, child = signals.locate(slot)
+        if (series.signal.kind is Kind.GAUGE) is not is_gauge:
+            raise ValueError(f"slot {slot} is {'no' if is_gauge else 'a'} gauge")
+        return series, offset, child
+
+    def _row(self, name: str, child: int, *rest: Any) -> tuple[Signal, int, tuple[str, ...], int]:
+        *values, n = rest
+        signal = _OPEN.get(name)
+        if signal is None or len(values) != len(signal.labels) or not 0 <= child < len(self._names) or n < 0:
+            raise ValueError(f"no series has the row {[name, child, *rest]}")
+        return signal, child, tuple(values), n
+
+    def _add_open(self, signal: Signal, child: int, values: tuple[str, ...], n: int) -> None:
         """Add to a series whose label values come from the engine; their number is limited."""
-        signal = _BY_NAME.get(name)
-        if signal is None or not signal.is_open or len(values) != len(signal.labels) or child >= len(self._names):
-            return
         known = self._opened.setdefault(signal, {})
         if (child, values) not in known and sum(key[0] == child for key in known) >= SERIES_AT_MOST:
             values = (OTHER_VALUE,) * len(values)
@@ -115,7 +133,9 @@ class Totals:
     def set_call(self, call: Any) -> None:
         """Set the call that the engine waits for: connector's position, hook, beginning in ns; None: there is none."""
         match call:
-            case [int(child), str(hook), int(began_ns)] if 0 <= child < len(self._names) and hook in HOOKS:
+            case [int(child), str(hook), int(began_ns)] if (
+                0 <= child < len(self._names) and hook in HOOKS and began_ns >= 0
+            ):
                 values = (*self._labels, self._names[child], hook_label(hook))
                 self._set(CALL_IN_PROGRESS, Point(values, began_ns * CALL_IN_PROGRESS.unit))
             case _:
@@ -162,10 +182,3 @@ class Totals:
             Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
             for i, one in enumerate(engine.connectors)
         ]
-
-
-@cache
-def _locate(slot: int) -> tuple[Series, int, int]:
-    series, offset, child = signals.locate(slot)
-    assert series.signal.scope is not Scope.EXPORTER
-    return series, offset, child

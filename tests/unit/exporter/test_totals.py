@@ -59,22 +59,38 @@ def test_each_metric_has_its_labels_and_its_place() -> None:
         assert {len(point.labels) for point in found} <= {len(labelnames(signal))}
 
 
-def test_what_is_of_no_connector_of_this_engine_is_left_out() -> None:
-    totals = added(
-        [
-            Taken(
-                {place(2, HIT): 1},
-                [
-                    ["kvobs_call_errors_total", 2, "a", "b", 1],
-                    ["unknown", 0, 1],
-                    ["kvobs_call_errors_total", 0, "a", 1],
-                ],
-                {place(2, slot(signals.IN_FLIGHT, "load")): 1, place(0, HIT): 7},
-            )
-        ]
-    )
-    own = {signals.BUILD_INFO, signals.CONNECTOR_INFO}
-    assert not [signal for signal, found in totals.series() if found and signal not in own]
+ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"counts": {place(2, HIT): 1}},
+        {"counts": {-1: 1}},
+        {"counts": {place(1, HIT): -5}},
+        {"counts": {place(0, IN_FLIGHT): 1}},
+        {"gauges": {place(2, IN_FLIGHT): 1}},
+        {"gauges": {place(0, IN_FLIGHT): -1}},
+        {"gauges": {place(0, HIT): 7}},
+        {"opened": [[ERROR, 2, "a", "b", 1]]},
+        {"opened": [[ERROR, -1, "a", "b", 1]]},
+        {"opened": [[ERROR, 0, "a", "b", -1]]},
+        {"opened": [[ERROR, 0, "a", 1]]},
+        {"opened": [["unknown", 0, 1]]},
+        {"opened": [["kvobs_lookups_total", 0, "hit", 1]]},
+        {"opened": [["kvobs_connector_info", 0, *"abcde", 1]]},
+        {"opened": [["kvobs_call_in_progress_timestamp_seconds", 0, "one", "wait_for_save", 1]]},
+    ],
+    ids=str,
+)
+def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
+    totals = added([Taken({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
+    before = list(totals.series())
+    right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
+    counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
+    with pytest.raises(ValueError, match="of no connector of one, two|gauge|negative|no series has the row"):
+        totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
+    assert list(totals.series()) == before
 
 
 def test_open_series_are_limited() -> None:
@@ -138,7 +154,17 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [None, [0, "no_hook", 5], [99, "wait_for_save", 5], [-1, "wait_for_save", 5], ["0", "wait_for_save"], 7, {}]
+    "call",
+    [
+        None,
+        [0, "no_hook", 5],
+        [99, "wait_for_save", 5],
+        [-1, "wait_for_save", 5],
+        [0, "wait_for_save", -5],
+        ["0", "wait_for_save"],
+        7,
+        {},
+    ],
 )
 def test_a_call_in_progress_is_shown_until_it_is_over(call: Any) -> None:
     """Whatever else comes is no call."""
