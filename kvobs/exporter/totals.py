@@ -7,7 +7,7 @@ back with the next payload. After a restart the engine sends its totals, so that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class Totals:
         self._names = [connector.name for connector in engine.connectors]
         self._lock = Lock()
         self._counts: dict[_Key, list[int]] = {}
+        self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> the series' totals, and the index in them
         self._gauges: dict[_Key, int] = {}
         self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
         self._marks: dict[_Key, dict[int, Mark]] = {}
@@ -77,30 +78,29 @@ class Totals:
         Raises:
             ValueError: a number is negative, or of no series of this engine; then none is added.
         """
-        self._check(taken.counts, is_gauge=False)
-        self._check(taken.gauges, is_gauge=True)
+        added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts.keys() - self._slots.keys()}
+        gauges = {self._locate(slot, is_gauge=True): value for slot, value in taken.gauges.items()}
         rows = [self._row(*row) for row in taken.opened]
+        if min(chain(taken.counts.values(), gauges.values()), default=0) < 0:
+            raise ValueError("a number is negative")
         with self._lock:
+            for slot, (series, offset, child) in added.items():
+                self._slots[slot] = self._counts.setdefault((series, child), [0] * series.width), offset
             for slot, n in taken.counts.items():
-                series, offset, child = _locate(slot)
-                totals = self._counts.get((series, child))
-                if totals is None:
-                    totals = self._counts[series, child] = [0] * series.width
+                totals, offset = self._slots[slot]
                 totals[offset] += n
-            for slot, value in taken.gauges.items():
-                series, _, child = _locate(slot)
+            for (series, _, child), value in gauges.items():
                 self._gauges[series, child] = value
             for row in rows:
                 self._add_open(*row)
 
-    def _check(self, numbers: Mapping[int, int], *, is_gauge: bool) -> None:
-        if not numbers:
-            return
-        if min(numbers) < 0 or max(numbers) >= place(len(self._names), 0) or min(numbers.values()) < 0:
-            raise ValueError(f"numbers of other connectors than {', '.join(self._names)}, or negative ones")
-        for slot in numbers:
-            if (_locate(slot)[0].signal.kind is Kind.GAUGE) is not is_gauge:
-                raise ValueError(f"slot {slot} is {'no' if is_gauge else 'a'} gauge")
+    def _locate(self, slot: int, *, is_gauge: bool) -> tuple[Series, int, int]:
+        if not 0 <= slot < place(len(self._names), 0):
+            raise ValueError(f"slot {slot} is of no connector of {', '.join(self._names)}")
+        series, offset, child = signals.locate(slot)
+        if (series.signal.kind is Kind.GAUGE) is not is_gauge:
+            raise ValueError(f"slot {slot} is {'no' if is_gauge else 'a'} gauge")
+        return series, offset, child
 
     def _row(self, name: str, child: int, *rest: Any) -> tuple[Signal, int, tuple[str, ...], int]:
         *values, n = rest
@@ -182,6 +182,3 @@ class Totals:
             Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
             for i, one in enumerate(engine.connectors)
         ]
-
-
-_locate = cache(signals.locate)

@@ -88,7 +88,7 @@ def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with
     before = list(totals.series())
     right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
     counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
-    with pytest.raises(ValueError, match="one, two, or negative|gauge|no series has the row"):
+    with pytest.raises(ValueError, match="of no connector of one, two|gauge|negative|no series has the row"):
         totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
     assert list(totals.series()) == before
 
