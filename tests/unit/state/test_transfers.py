@@ -49,11 +49,11 @@ def test_what_is_over_is_forgotten() -> None:
         (1, took(5, 9), Slowest(1, 4)),
         (1, took(5), None),
         (3, took(5, 9), None),
-        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, None),
+        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, Slowest(0, 5)),
     ],
     ids=["two", "three", "one is enough", "alone", "one is missing", "one reported before the order"],
 )
-def test_the_slowest_rank_took_longest_where_that_is_known_of_all(
+def test_the_slowest_rank_took_longest_where_all_have_reported(
     expected: int, ranks: dict[int, Report], slowest: Slowest | None
 ) -> None:
     assert Load(0, 1, True, expected, ranks=ranks).slowest == Save(expected=expected, ranks=ranks).slowest == slowest
