@@ -24,8 +24,8 @@ class Report(NamedTuple):
 
     ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
     are wall-clock time (ns since the epoch) of this rank's host, and are not compared with that of another.
-    ``spent_ns`` is how long this rank took: from the order to the end (0: unknown), or how long its step waited for a
-    synchronous load.
+    ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its step
+    waited for a synchronous load.
     """
 
     rank: int
@@ -67,10 +67,10 @@ class _OnRanks:
 
     @property
     def slowest(self) -> Slowest | None:
-        """Compare how long each rank took; None if there is only one, or if that is not known of every expected one."""
-        took = {rank: report.spent_ns for rank, report in self.ranks.items() if report.began_ns}
-        if len(took) < max(2, self.expected):
+        """Compare how long each rank took; None if there is only one, or if not every expected one has reported."""
+        if len(self.ranks) < max(2, self.expected):
             return None
+        took = {rank: report.spent_ns for rank, report in self.ranks.items()}
         rank = max(took, key=took.__getitem__)
         return Slowest(rank, took[rank] - min(took.values()))
 

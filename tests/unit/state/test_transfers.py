@@ -8,6 +8,7 @@ from hypothesis import given
 
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import IncompleteTransfers, Load, Report, ReportKind, Save, Slowest, Stuck
+from tests.support.reports import took
 
 
 def load(*arrived: int, expected: int = 3) -> Load:
@@ -40,11 +41,6 @@ def test_what_is_over_is_forgotten() -> None:
     assert len(halves) == 0
 
 
-def took(*spent: int, began: int = 100) -> dict[int, Report]:
-    """Return a report of each rank that took so long."""
-    return {rank: Report(rank, ReportKind.RECEIVED, "r", 0, began + ns, ns, began) for rank, ns in enumerate(spent)}
-
-
 @pytest.mark.parametrize(
     ("expected", "ranks", "slowest"),
     [
@@ -53,11 +49,11 @@ def took(*spent: int, began: int = 100) -> dict[int, Report]:
         (1, took(5, 9), Slowest(1, 4)),
         (1, took(5), None),
         (3, took(5, 9), None),
-        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, None),
+        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, Slowest(0, 5)),
     ],
     ids=["two", "three", "one is enough", "alone", "one is missing", "one reported before the order"],
 )
-def test_the_slowest_rank_took_longest_where_that_is_known_of_all(
+def test_the_slowest_rank_took_longest_where_all_have_reported(
     expected: int, ranks: dict[int, Report], slowest: Slowest | None
 ) -> None:
     assert Load(0, 1, True, expected, ranks=ranks).slowest == Save(expected=expected, ranks=ranks).slowest == slowest
