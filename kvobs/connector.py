@@ -38,7 +38,7 @@ from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
-from kvobs.stats.stats import MultiKVConnectorStats, class_path, rebuild
+from kvobs.stats.stats import MultiKVConnectorStats, rebuild
 from kvobs.telemetry import flight, sampling, telemetry
 from kvobs.telemetry.sampling import TracingSettings
 from kvobs.telemetry.telemetry import Telemetry
@@ -267,8 +267,7 @@ def _feed(
     if options.exporter is None:
         return None
     try:
-        engine = described(vllm_config, specs, options, options.exporter, tracing)
-        return Feed(engine, {spec.name: class_path(spec.connector_class) for spec in specs})
+        return Feed(described(vllm_config, specs, options, options.exporter, tracing))
     except Exception:
         faults.contain("flush")
         return None

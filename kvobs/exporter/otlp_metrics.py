@@ -42,6 +42,7 @@ from kvobs.version import __version__
 INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CLOSING_S = 3.0
+_INT_END = 2**63  # of OTLP's whole numbers
 _CLASSES = {Kind.COUNTER: Counter, Kind.HISTOGRAM: Histogram}
 _Known = dict[tuple[Signal, tuple[str, ...]], Point]
 
@@ -184,7 +185,8 @@ def _difference(point: Point, before: Point | None) -> Point:
 def _row(signal: Signal, point: Point, begin_ns: int, now_ns: int) -> Any:
     attributes = _attributes(signal, point)
     if signal.kind is Kind.COUNTER:
-        return NumberDataPoint(attributes, begin_ns, now_ns, point.value)
+        value = point.value if point.value < _INT_END else float(point.value)  # else nothing at all could be sent
+        return NumberDataPoint(attributes, begin_ns, now_ns, value)
     exemplars = [_exemplar(mark) for mark in point.marks.values()]
     # The smallest and the largest are not known; OTLP leaves them out then.
     return HistogramDataPoint(

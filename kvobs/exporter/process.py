@@ -155,8 +155,8 @@ class Exporter:
             self._count(signals.INTERNAL_ERRORS, where, n)
         if not self._own:
             return
-        own = {"v": wire.VERSION, "table": signals.TABLE_DIGEST, **wire.parts(Taken(self._own, [], {}))}
-        line = b"\n" + wire.to_line(own)  # a line of its own, whatever got out before
+        # A line of its own, whatever got out before.
+        line = b"\n" + wire.to_line(wire.message(Taken(self._own, [], {})))
         with suppress(OSError):
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
                 self._own = {}

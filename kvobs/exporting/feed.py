@@ -1,8 +1,8 @@
 """Feed the exporter from EngineCore, and keep it running: payloads go out by a thread, never within a step.
 
-The thread keeps the totals of all that was sent. An exporter that ended is started again with a back-off, and gets them
-first: no counter falls when the exporter restarts. While it does not read, what waits is added up; only its spans
-are limited, and counted where they are lost.
+The thread keeps the totals of all that was sent, of any size. An exporter that ended is started again with a back-off,
+and gets them first: no counter falls when the exporter restarts. While it does not read, what waits is added up; only
+its spans are limited, and counted where they are lost.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident, get_native_id
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import vllm
 
@@ -31,8 +31,9 @@ from kvobs.proc import cores_of_parent
 from kvobs.stats import wire
 from kvobs.stats.hello import Connector, Engine
 from kvobs.stats.payload import KvobsStats
+from kvobs.telemetry.journal import Group
 from kvobs.telemetry.sampling import TracingSettings
-from kvobs.telemetry.taken import nothing
+from kvobs.telemetry.taken import Taken, nothing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,15 +90,14 @@ class Feed:
 
     Args:
         engine: the first message of each exporter.
-        children: name -> "module:Class", as in payloads.
     """
 
-    def __init__(self, engine: Engine, children: Mapping[str, str]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._children = dict(children)
         self._queue: SimpleQueue[KvobsStats | None] = SimpleQueue()
-        self._sent = self._empty()
-        self._waiting = self._empty()
+        self._sent = nothing()
+        self._waiting = nothing()
+        self._spans: list[Group] = []  # that wait
         self._exporter: _Process | None = None
         self._starts = 0  # since it last ran well
         self._start_at = 0.0
@@ -136,9 +136,6 @@ class Feed:
 
         return shut_down
 
-    def _empty(self) -> KvobsStats:
-        return KvobsStats.of(self._children, nothing())
-
     # The thread
 
     def _run(self) -> None:
@@ -166,13 +163,18 @@ class Feed:
     def _take(self, stats: KvobsStats | None) -> None:
         if stats is None:
             self._is_over = True
-            return
-        self._waiting.aggregate(stats)
-        groups = self._waiting.data["spans"]
-        if len(groups) > SPANS_WAITING:
-            lost = sum(map(len, groups[SPANS_WAITING:]))
-            del groups[SPANS_WAITING:]
-            self._waiting.spend(_DROPPED, lost)
+        else:
+            self._add(stats)
+
+    @faults.contained("flush")
+    def _add(self, stats: KvobsStats) -> None:
+        taken = stats.taken()
+        self._waiting.add(taken)
+        self._spans += taken.spans
+        if len(self._spans) > SPANS_WAITING:
+            lost = sum(map(len, self._spans[SPANS_WAITING:]))
+            del self._spans[SPANS_WAITING:]
+            self._waiting.add(Taken({_DROPPED: lost}, [], {}))
 
     def _keep_running(self) -> None:
         """Start the exporter, again if it has ended."""
@@ -181,8 +183,8 @@ class Feed:
             if now >= self._start_at:
                 self._start(now)
             return
-        for message in self._exporter.read():
-            self._waiting.aggregate(KvobsStats.read(message))  # what it has counted itself is part of the totals
+        for counted in self._exporter.read():
+            self._waiting.add(counted)  # is part of the totals
         if self._exporter.has_ended:
             if now - self._exporter.started > WELL_AFTER_S:
                 self._starts = 1
@@ -219,8 +221,7 @@ class Feed:
             return
         self._call = None
         self._exporter.add(wire.to_line(self._engine.message()))
-        if not self._sent.is_empty():
-            self._exporter.add(wire.to_line({**self._sent.to_dict(), "is_total": True}))
+        self._exporter.add(wire.to_line({**wire.message(self._sent), "is_total": True}))
 
     def _stop(self) -> None:
         if self._exporter is not None:
@@ -235,12 +236,15 @@ class Feed:
     def _send(self) -> None:
         if self._exporter is None:
             return
-        if not self._exporter.has_unsent and not self._waiting.is_empty():
-            self._exporter.add(wire.to_line(self._waiting.to_dict()))
-            self._waiting.data["spans"] = []
-            self._sent.aggregate(self._waiting)
-            self._waiting = self._empty()
+        if not self._exporter.has_unsent and (any(self._waiting) or self._spans):
+            self._hand_over(self._exporter)
         self._exporter.write()
+
+    def _hand_over(self, exporter: _Process) -> None:
+        """Pass on what waits; from now on it is part of the totals."""
+        exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
+        self._sent.add(self._waiting)
+        self._waiting, self._spans = nothing(), []
 
     def _say_goodbye(self) -> None:
         """Send the rest, without waiting long."""
@@ -307,8 +311,8 @@ class _Process:
                 return
             del self._unsent[:n]
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return its messages about what it has counted."""
+    def read(self) -> list[Taken]:
+        """Return what it has counted itself."""
         try:
             data = self._socket.recv(READ)
         except BlockingIOError:
@@ -317,13 +321,13 @@ class _Process:
             data = b""
         self.has_ended = not data
         *lines, self._unread = (self._unread + data).split(b"\n")
-        messages = []
+        counted = []
         for text in lines:
             with suppress(ValueError):
                 message = wire.from_line(text)
-                self.pid = message.pop("pid", self.pid)
-                messages.append(message)
-        return messages
+                self.pid = message.get("pid", self.pid)
+                counted.append(wire.read(message))
+        return counted
 
     def kill(self) -> None:
         """End it at once, if it still runs."""

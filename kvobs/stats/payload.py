@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs import host
+from kvobs import faults, host
 from kvobs.signals import TABLE_DIGEST
 from kvobs.stats import wire
-from kvobs.stats.wire import MOST, ROWS, SLOTS, VERSION
-from kvobs.telemetry.taken import Taken
+from kvobs.stats.wire import BASE, ROWS, SLOTS, VERSION
+from kvobs.telemetry.taken import Taken, add_rows, nothing
 
 FEW = 1_000  # numbers, of three parts or four
 LONG = 50_000  # numbers; vLLM's log adds up all payloads of its interval, however long that is
@@ -28,7 +28,7 @@ class KvobsStats(KVConnectorStats):
 
     @classmethod
     def of(cls, children: Mapping[str, str], taken: Taken) -> KvobsStats:
-        return cls(data={"v": VERSION, "table": TABLE_DIGEST, "children": dict(children), **wire.parts(taken)})
+        return cls(data={**wire.message(taken), "children": dict(children)})
 
     @classmethod
     def bare(cls, children: Mapping[str, str]) -> KvobsStats:
@@ -37,7 +37,7 @@ class KvobsStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Any) -> KvobsStats:
-        """Parse a peer's payload for merging. Malformed fields are dropped; other versions are kept unparsed.
+        """Parse a peer's payload for merging. Malformed numbers are refused; other versions are kept unparsed.
 
         Spans are omitted: only the receiver of the payload itself needs them.
         """
@@ -45,8 +45,12 @@ class KvobsStats(KVConnectorStats):
         if stats.is_bare:  # most are, and need no copy
             stats.data = {**stats.data, "children": stats.children, **wire.empty()}
         elif stats.is_ours:
-            taken = stats.taken()._replace(spans=())
-            stats.data = {**stats.data, "children": stats.children, **wire.parts(taken)}
+            taken = nothing()
+            try:
+                taken = stats.taken()._replace(spans=())
+            except Exception:
+                faults.contain("rebuild")
+            stats.data = {**stats.data, "children": stats.children, **wire.message(taken)}
         return stats
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvobsStats:
@@ -81,7 +85,7 @@ class KvobsStats(KVConnectorStats):
         return self.is_ours and self.is_empty()
 
     def taken(self) -> Taken:
-        """Return the well-formed numbers; none if another version of kvobs wrote them."""
+        """Return the numbers; none if another version of kvobs wrote them; ValueError if some are malformed."""
         return wire.read(self.data)
 
     def spans(self) -> list[Any]:
@@ -106,7 +110,7 @@ class KvobsStats(KVConnectorStats):
             self.data["gauges"].update(theirs.data["gauges"])
             self.data["spans"] += theirs.data["spans"]
             if theirs.data["opened"]:
-                self.data["opened"] = wire.add_rows(self.data["opened"], theirs.data["opened"])[:ROWS]
+                self.data["opened"] = add_rows(self.data["opened"], theirs.data["opened"])[:ROWS]
         return self
 
     def spend(self, slot: int, ns: int) -> None:
@@ -115,19 +119,18 @@ class KvobsStats(KVConnectorStats):
             self.data["counts"] += (slot, ns, -slot, 0)
 
 
-def _added_up(packed: list[int]) -> list[int]:
+def _added_up(pairs: list[int]) -> list[int]:
     """Return the same counts with each slot once."""
-    if not packed:
-        return packed
-    flat = np.fromiter(packed, np.int64, len(packed))
+    flat = np.fromiter(pairs, np.int64, len(pairs))
     slots = flat[::2].cumsum()
-    if slots.max() >= SLOTS:
-        raise ValueError(f"slot {slots.max()} of a payload is out of range: slots are below {SLOTS}")
-    totals = np.bincount(slots, weights=flat[1::2]).clip(max=MOST)
-    slots = totals.nonzero()[0]
-    once = np.zeros(2 * len(slots) + 2, np.int64)
-    once[:-2:2] = slots
-    once[2::2] -= slots  # the last pair leads back to slot 0
-    once[1:-2:2] = totals[slots]
-    added_up: list[int] = once.tolist()
-    return added_up
+    if slots.max(initial=0) < SLOTS:
+        totals = np.bincount(slots, weights=flat[1::2])
+        if totals.max(initial=0) < BASE:  # exact, and three times as fast
+            slots = totals.nonzero()[0]
+            once = np.zeros(2 * len(slots) + 2, np.int64)
+            once[:-2:2] = slots
+            once[2::2] -= slots  # the last pair leads back to slot 0
+            once[1:-2:2] = totals[slots]
+            added_up: list[int] = once.tolist()
+            return added_up
+    return wire.packed(wire.unpacked(pairs))

@@ -2,21 +2,22 @@
 
 ::
 
-    {"v": 3, "table": digest of the slot table,
-     "children": {name: "module:Class"},               # in the order of the configuration
+    {"v": 4, "table": digest of the slot table,
+     "children": {name: "module:Class"},               # in the order of the configuration; not in lines
      "counts": [gap, n, gap, n, ...],                  # how much was added, by the gaps between slots
      "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
      "gauges": {slot: value},                          # the last one counts
      "spans": [[record, ...], ...]}                    # see spans.Record; a group is exported whole, or not at all
 
-The gaps of a whole list add up to 0, so that two lists merge by concatenation. Only plain builtins, safe for pickle,
-msgpack and, as a line for the exporter, JSON.
+The gaps of a whole list add up to 0, so that two lists merge by concatenation. A count of any size is sent in digits
+below ``BASE``: the second digit, in units of ``BASE``, ``SLOTS`` slots after the first, and so on. Only plain builtins,
+safe for pickle, msgpack and, as a line for the exporter, JSON.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from math import nan
 from typing import Any
@@ -24,12 +25,13 @@ from typing import Any
 from kvobs.signals import OLDEST_IN_FLIGHT, TABLE_DIGEST, Signal, place
 from kvobs.telemetry.taken import Taken, nothing
 
-VERSION = 3
+VERSION = 4
+BASE = 2**53  # a sum below it is exact as a float, and msgpack takes it
 # Limits of a peer's input: anything beyond is malformed, and must not determine memory use.
+DIGITS = 16  # the largest count is a finite float
 SLOTS = place(1_000, 0)
 ROWS = 4_096
 LABEL = 128  # characters
-MOST = 2**53  # the largest count: exact as a float, and well below msgpack's largest number
 
 
 def is_ours(data: Mapping[str, Any]) -> bool:
@@ -38,12 +40,15 @@ def is_ours(data: Mapping[str, Any]) -> bool:
 
 
 def read(data: Mapping[str, Any]) -> Taken:
-    """Return the well-formed numbers of a payload; none if another version of kvobs wrote them."""
+    """Return the numbers of a payload; none if another version of kvobs wrote them.
+
+    Raises:
+        ValueError: some of them are malformed; then all are refused.
+    """
     if not is_ours(data):
         return nothing()
-    opened = data.get("opened")
-    rows = [row for row in opened if _is_row(row)][:ROWS] if isinstance(opened, list) else []
-    return Taken(_unpacked(data.get("counts")), rows, _slots(data.get("gauges")), spans(data))
+    counts, rows, gauges = (data.get(part, none) for part, none in (("counts", []), ("opened", []), ("gauges", {})))
+    return Taken(unpacked(counts), _checked_rows(rows), _checked_gauges(gauges), spans(data))
 
 
 def spans(data: Mapping[str, Any]) -> list[Any]:
@@ -57,18 +62,16 @@ def empty() -> dict[str, Any]:
     return {"counts": [], "opened": [], "gauges": {}, "spans": []}
 
 
-def parts(taken: Taken) -> dict[str, Any]:
-    """Return the parts of a payload with these numbers."""
-    packed = _packed(taken.counts)
-    return {"counts": packed, "opened": taken.opened, "gauges": taken.gauges, "spans": list(taken.spans)}
-
-
-def add_rows(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
-    """Return the sums of two lists of open series."""
-    added: dict[tuple[Any, ...], int] = {}
-    for *key, n in (*mine, *theirs):
-        added[tuple(key)] = added.get(tuple(key), 0) + n
-    return [[*key, n] for key, n in added.items()]
+def message(taken: Taken) -> dict[str, Any]:
+    """Return a payload with these numbers."""
+    return {
+        "v": VERSION,
+        "table": TABLE_DIGEST,
+        "counts": packed(taken.counts),
+        "opened": taken.opened,
+        "gauges": taken.gauges,
+        "spans": list(taken.spans),
+    }
 
 
 def gauge_value(signal: Signal, value: int) -> float:
@@ -99,35 +102,57 @@ def from_line(line: bytes) -> dict[str, Any]:
     return message
 
 
-def _packed(counts: Mapping[int, int]) -> list[int]:
-    if max(counts.values(), default=0) > MOST:  # a value that msgpack rejects would end the engine
-        counts = {slot: min(n, MOST) for slot, n in counts.items()}
-    packed: list[int] = []
+def packed(counts: Mapping[int, int]) -> list[int]:
+    """Return counts by the gaps between their slots."""
+    if max(counts.values(), default=0) >= BASE:  # a value that msgpack rejects would end the engine
+        counts = dict(digit for slot, n in counts.items() for digit in _digits(slot, n))
+    pairs: list[int] = []
     last = 0
     for slot in sorted(counts):
-        packed += (slot - last, counts[slot])
-        last = slot
-    return [*packed, -last, 0] if last else packed
+        if counts[slot] > 0:
+            pairs += (slot - last, counts[slot])
+            last = slot
+    return [*pairs, -last, 0] if last else pairs
 
 
-def _unpacked(packed: Any) -> dict[int, int]:
+def _digits(slot: int, n: int) -> Iterator[tuple[int, int]]:
+    while n > 0:
+        yield slot, n % BASE
+        slot, n = slot + SLOTS, n // BASE
+
+
+def unpacked(pairs: Any) -> dict[int, int]:
+    """Return the sums of packed counts.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    if not isinstance(pairs, list) or not {int}.issuperset(map(type, pairs)) or len(pairs) % 2:
+        raise ValueError("a payload's counts are pairs of whole numbers")
     counts: dict[int, int] = {}
-    if not isinstance(packed, list) or not all(type(number) is int for number in packed):
-        return counts
-    for slot, n in zip(accumulate(packed[::2]), packed[1::2], strict=False):
-        if 0 < n <= MOST and 0 <= slot < SLOTS:
+    for slot, n in zip(accumulate(pairs[::2]), pairs[1::2], strict=True):
+        if 0 < n < BASE and 0 <= slot < SLOTS:
             counts[slot] = counts.get(slot, 0) + n
+        elif 0 < n < BASE and 0 <= slot < SLOTS * DIGITS:
+            digit, first = divmod(slot, SLOTS)
+            counts[first] = counts.get(first, 0) + n * BASE**digit
+        elif n:
+            raise ValueError(f"a payload's count {n} of slot {slot} is out of range")
     return counts
 
 
-def _slots(numbers: Any) -> dict[int, int]:
-    if not isinstance(numbers, dict):
-        return {}
-    return {
-        slot: n
-        for slot, n in numbers.items()
-        if type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n < 2**63
-    }
+def _checked_gauges(gauges: Any) -> dict[int, int]:
+    if not isinstance(gauges, dict) or not all(
+        type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n < 2**63 for slot, n in gauges.items()
+    ):
+        raise ValueError("a payload's gauges are whole numbers by slot")
+    return dict(gauges)
+
+
+def _checked_rows(rows: Any) -> list[list[Any]]:
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise ValueError("a payload's rows are lists of a signal, a child, label values and a number")
+    return rows[:ROWS]
 
 
 def _is_row(row: Any) -> bool:
@@ -137,6 +162,6 @@ def _is_row(row: Any) -> bool:
     return (
         type(child) is int
         and type(n) is int
-        and child >= 0 <= n <= MOST
+        and child >= 0 <= n < BASE**DIGITS
         and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
     )

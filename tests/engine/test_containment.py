@@ -66,6 +66,7 @@ NOT_HERE = {
         (
             "connector:_feed",
             "children.collector:divert",
+            "exporting.feed:Feed._add",
             "exporting.feed:Feed._run",
             "exporting.feed:Feed._say_goodbye",
         ),

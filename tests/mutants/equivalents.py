@@ -58,20 +58,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "from how many numbers on they are added up early, for speed: what they add up to is the same",
     ),
     Equivalent(
-        "kvobs/stats/wire.py",
-        "_packed",
-        "if max(counts.values(), default=0) > MOST:  # a value that msgpack rejects would end the engine",
-        "if max(counts.values(), default=1) > MOST:  # a value that msgpack rejects would end the engine",
-        "without counts there is nothing to limit",
-    ),
-    Equivalent(
-        "kvobs/stats/wire.py",
-        "_packed",
-        "if max(counts.values(), default=0) > MOST:  # a value that msgpack rejects would end the engine",
-        "if max(counts.values(), default=0) >= MOST:  # a value that msgpack rejects would end the engine",
-        "a count of exactly MOST is limited to itself",
-    ),
-    Equivalent(
         "kvobs/telemetry/recorder.py",
         "cost_of_recording",
         "def cost_of_recording(calls: int = 200, rounds: int = 5) -> float:",

@@ -34,10 +34,17 @@ def engine(**more: Any) -> Engine:
     return Engine(**given | more)
 
 
+def _is_bucket(slot: int) -> bool:
+    series, offset, _ = signals.locate(slot)
+    return offset < series.width - 1
+
+
 @st.composite
 def numbers(draw: st.DrawFn) -> Taken:
     """Draw the increments of one payload."""
-    counts = draw(st.dictionaries(st.sampled_from(_COUNTED), st.integers(1, 2**40), max_size=12))
+    drawn = draw(st.dictionaries(st.sampled_from(_COUNTED), st.integers(1, 2**40), max_size=12))
+    power = draw(st.sampled_from([1, 5]))  # sums may be of any size, what is counted one by one may not
+    counts = {slot: n if _is_bucket(slot) else n**power for slot, n in drawn.items()}
     gauges = {
         signals.place(child, series.first): value
         for series, child, value in draw(

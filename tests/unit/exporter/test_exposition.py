@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import vllm
 from hypothesis import given, settings
@@ -16,8 +17,9 @@ from kvobs import signals, spans
 from kvobs.exporter.exposition import FRESH_S, Exposition
 from kvobs.exporter.totals import Totals
 from kvobs.signals import LOAD_DURATION, Kind, place, slot
+from kvobs.stats import wire
 from kvobs.stats.payload import KvobsStats
-from kvobs.telemetry.taken import Taken
+from kvobs.telemetry.taken import Taken, nothing
 from tests.support.contexts import record
 from tests.support.front import Front, metered
 from tests.support.payloads import CONNECTORS, engine, numbers
@@ -71,6 +73,29 @@ def test_it_has_the_samples_of_the_api_server(front: Any, parts: list[Taken]) ->
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=1e-9, nan_ok=True), key
+
+
+@given(st.lists(numbers(), max_size=4), st.integers(1, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Taken], times: int) -> None:
+    """Two ranks' payloads, merged; by msgpack, as to an API server; and, added up, by a line to an exporter."""
+    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), nothing()
+    for part in parts:
+        many = part._replace(counts={slot: n * times for slot, n in part.counts.items()})
+        merged = KvobsStats.of(children, many).aggregate(KvobsStats.of(children, part._replace(gauges={})))
+        arrived = KvobsStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
+        sent.add(arrived.taken())
+        expected.add(many)
+        expected.add(part)
+    totals = Totals(engine())
+    totals.add(wire.read(wire.from_line(wire.to_line(wire.message(sent)))))
+    assert sent.counts == sum_of(parts, times + 1)
+    ours, theirs = (samples(plain(exposition(one).text("")[1].decode())) for one in (totals, expected))
+    assert ours == pytest.approx(theirs, rel=0, nan_ok=True)
+
+
+def sum_of(parts: list[Taken], times: int) -> dict[int, int]:
+    return {slot: sum(part.counts.get(slot, 0) for part in parts) * times for part in parts for slot in part.counts}
 
 
 def loaded() -> Totals:

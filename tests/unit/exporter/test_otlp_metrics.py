@@ -57,7 +57,7 @@ class Kept(MetricExporter):
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
                     for point in metric.data.data_points:
-                        value: float = point.sum if hasattr(point, "sum") else point.value
+                        value = float(point.sum if hasattr(point, "sum") else point.value)
                         key = (metric.name, tuple(sorted((point.attributes or {}).items())))
                         found[key] = (value, tuple(getattr(point, "bucket_counts", ())))
         return found
@@ -69,7 +69,7 @@ def push(totals: Totals, exporter: MetricExporter) -> MetricsPush:
 
 def scraped(totals: Totals) -> Sent:
     return {
-        (s.name, tuple(sorted(zip(labelnames(s), p.labels, strict=True)))): (p.value, tuple(p.buckets))
+        (s.name, tuple(sorted(zip(labelnames(s), p.labels, strict=True)))): (float(p.value), tuple(p.buckets))
         for s, points in totals.series()
         for p in points
         if math.isfinite(p.value)

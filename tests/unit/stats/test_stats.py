@@ -248,6 +248,7 @@ own_entry = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.usefixtures("in_production")
 @given(
     st.dictionaries(st.text(max_size=5) | st.just("OffloadingConnector"), anything, max_size=3), anything | own_entry
 )
@@ -258,6 +259,7 @@ def test_whatever_a_peer_sends_nothing_is_raised(wire: dict[str, Any], ours: Any
         stats.reduce()
         stats.is_empty()
         stats.to_dict()
+    faults.take()
 
 
 def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:

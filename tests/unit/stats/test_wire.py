@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 
 from kvobs import signals
-from kvobs.signals import TABLE_DIGEST
 from kvobs.spans import Record
 from kvobs.stats import wire
 from kvobs.telemetry.taken import Taken, nothing
@@ -18,13 +17,9 @@ from tests.support.contexts import record
 from tests.support.payloads import numbers
 
 
-def payload(taken: Taken) -> dict[str, Any]:
-    return {"v": wire.VERSION, "table": TABLE_DIGEST, "children": {}, **wire.parts(taken)}
-
-
 @given(numbers())
 def test_numbers_are_the_same_after_a_line(taken: Taken) -> None:
-    line = wire.to_line(payload(taken))
+    line = wire.to_line(wire.message(taken))
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
     assert wire.read(wire.from_line(line)) == taken._replace(spans=[])
@@ -32,7 +27,7 @@ def test_numbers_are_the_same_after_a_line(taken: Taken) -> None:
 
 def test_span_records_are_the_same_after_a_line() -> None:
     group = [record(), record(attributes={"kv_transfer.connector": "one", "n": 1, "x": 0.5})]
-    (read,) = wire.spans(wire.from_line(wire.to_line(payload(nothing()._replace(spans=[group])))))
+    (read,) = wire.spans(wire.from_line(wire.to_line(wire.message(nothing()._replace(spans=[group])))))
     assert [tuple(row) for row in read] == [(*one[:-1], list(one.links)) for one in group]
     assert all(Record.read(row) is not None for row in read)
 
@@ -50,61 +45,84 @@ def test_malformed_gauges_are_a_value_error(gauges: Any) -> None:
 
 
 def test_another_version_has_no_numbers() -> None:
-    other = payload(Taken({1: 1}, [], {}, [[record()]]))
+    other = wire.message(Taken({1: 1}, [], {}, [[record()]]))
     assert wire.read({**other, "v": wire.VERSION + 1}) == nothing()
     assert wire.spans({**other, "table": 0}) == []
 
 
 def sent(**parts: Any) -> dict[str, Any]:
-    return {**payload(nothing()), **parts}
+    return {**wire.message(nothing()), **parts}
+
+
+REFUSED = None
+"""What is malformed is refused with all that came with it: it is not known what the rest is worth."""
+
+
+def is_read(part: str, value: Any, expected: Any) -> bool:
+    others: dict[str, Any] = {"counts": [5, 6], "gauges": {7: 8}, "opened": [["s", 0, 1]], part: value}
+    if expected is REFUSED:
+        with pytest.raises(ValueError, match=f"a payload's {'rows' if part == 'opened' else part[:5]}"):
+            wire.read(sent(**others))
+        return True
+    return bool(getattr(wire.read(sent(**others)), part) == expected)
+
+
+FARTHEST = wire.SLOTS * wire.DIGITS - 1
 
 
 @pytest.mark.parametrize(
     ("packed", "counts"),
     [
+        ([], {}),
         ([0, 1], {0: 1}),
         ([0, 0], {}),
-        ([0, -1], {}),
-        ([0, wire.MOST], {0: wire.MOST}),
-        ([0, wire.MOST + 1], {}),
-        ([-1, 5, 1, 6], {0: 6}),
-        ([wire.SLOTS - 1, 5, 1, 6], {wire.SLOTS - 1: 5}),
+        ([0, -1], REFUSED),
+        ([0, wire.BASE - 1], {0: wire.BASE - 1}),
+        ([0, wire.BASE], REFUSED),
+        ([-1, 5, 1, 6], REFUSED),
+        ([wire.SLOTS - 1, 5, 1, 6], {wire.SLOTS - 1: 5, 0: 6 * wire.BASE}),
+        ([FARTHEST, 7], {wire.SLOTS - 1: 7 * wire.BASE ** (wire.DIGITS - 1)}),
+        ([FARTHEST + 1, 7], REFUSED),
+        ([FARTHEST, -7], REFUSED),
+        ([FARTHEST, wire.BASE], REFUSED),
         ([3, 1, -3, 2, 3, 4], {3: 5, 0: 2}),
-        ([3, 1, 4], {3: 1}),
-        ([3, True], {}),
-        ([3, 1.0], {}),
-        ((3, 1), {}),
-        (None, {}),
+        ([2 * wire.SLOTS + 3, 1, 0, 2], {3: 3 * wire.BASE**2}),
+        ([3, 1, 4], REFUSED),
+        ([3, True], REFUSED),
+        ([3, 1.0], REFUSED),
+        (["3", 1], REFUSED),
+        ((3, 1), REFUSED),
+        (None, REFUSED),
     ],
     ids=str,
 )
-def test_of_a_peers_counts_those_within_the_limits_are_taken(packed: Any, counts: dict[int, int]) -> None:
+def test_a_peers_counts_are_taken_within_the_limits(packed: Any, counts: dict[int, int] | None) -> None:
     """Memory and numbers of this process must not be the peer's choice."""
-    assert wire.read(sent(counts=packed)).counts == counts
+    assert is_read("counts", packed, counts)
 
 
 @pytest.mark.parametrize(
     ("gauges", "taken"),
     [
         ({0: 0, wire.SLOTS - 1: 2**63 - 1}, {0: 0, wire.SLOTS - 1: 2**63 - 1}),
-        ({-1: 1, wire.SLOTS: 1, 1: -1, 2: 2**63}, {}),
-        ({True: 1, 3: True, 2: 1.0, "3": 1}, {}),
-        ([[1, 1]], {}),
+        *[(malformed, REFUSED) for malformed in (
+            {0: 1, -1: 1}, {wire.SLOTS: 1}, {1: -1}, {2: 2**63}, {True: 1}, {3: True}, {2: 1.0}, {"3": 1}, [[1, 1]]
+        )],
     ],
     ids=str,
-)
-def test_of_a_peers_gauges_those_within_the_limits_are_taken(gauges: Any, taken: dict[int, int]) -> None:
-    assert wire.read(sent(gauges=gauges)).gauges == taken
+)  # fmt: skip
+def test_a_peers_gauges_are_taken_within_the_limits(gauges: Any, taken: dict[int, int] | None) -> None:
+    assert is_read("gauges", gauges, taken)
 
 
 @pytest.mark.parametrize(
     ("row", "is_taken"),
     [
         (["s", 0, 0], True),
-        (["s", 3, "x" * wire.LABEL, wire.MOST], True),
+        (["s", 3, "x" * wire.LABEL, wire.BASE**wire.DIGITS - 1], True),
         (["s", 3, "x" * (wire.LABEL + 1), 1], False),
         (["x" * (wire.LABEL + 1), 3, 1], False),
-        (["s", 3, wire.MOST + 1], False),
+        (["s", 3, wire.BASE**wire.DIGITS], False),
         (["s", 3, -1], False),
         (["s", -1, 1], False),
         (["s", True, 1], False),
@@ -118,14 +136,15 @@ def test_of_a_peers_gauges_those_within_the_limits_are_taken(gauges: Any, taken:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_of_a_peers_rows_those_within_the_limits_are_taken(row: Any, is_taken: bool) -> None:
-    assert wire.read(sent(opened=[row])).opened == ([row] if is_taken else [])
-    assert wire.read(sent(opened=(row,))).opened == []
+def test_a_peers_rows_are_taken_within_the_limits(row: Any, is_taken: bool) -> None:
+    assert is_read("opened", [row], [row] if is_taken else REFUSED)
+    assert is_read("opened", [["s", 0, 1], row], [["s", 0, 1], row] if is_taken else REFUSED)
+    assert is_read("opened", (row,), REFUSED)
 
 
-def test_rows_have_a_limit_and_malformed_ones_do_not_count() -> None:
+def test_rows_have_a_limit() -> None:
     rows = [["s", 0, str(n), 1] for n in range(wire.ROWS + 1)]
-    assert wire.read(sent(opened=[["s"], *rows])).opened == rows[:-1]
+    assert is_read("opened", rows, rows[:-1])
 
 
 def test_groups_of_spans_are_lists() -> None:
@@ -134,18 +153,17 @@ def test_groups_of_spans_are_lists() -> None:
     assert [*wire.read(sent(spans=[[], 2])).spans] == [[]]
 
 
-def test_counts_are_packed_by_gaps_that_add_up_to_0_and_no_count_is_too_large_for_msgpack() -> None:
-    assert wire.parts(Taken({7: 2, 3: 5}, [], {}))["counts"] == [3, 5, 4, 2, -7, 0]
-    assert wire.parts(Taken({0: 5}, [], {}))["counts"] == [0, 5]
-    assert wire.parts(Taken({1: wire.MOST, 2: wire.MOST + 1, 3: 4}, [], {}))["counts"] == [
-        *(1, wire.MOST, 1, wire.MOST, 1, 4, -3, 0)
-    ]
-    assert wire.parts(nothing()) == wire.empty() == {"counts": [], "opened": [], "gauges": {}, "spans": []}
+def test_counts_are_packed_by_gaps_that_add_up_to_0_and_no_number_is_too_large_for_msgpack() -> None:
+    assert wire.packed({7: 2, 3: 5}) == [3, 5, 4, 2, -7, 0]
+    assert wire.packed({0: 5}) == [0, 5]
+    assert wire.packed({1: wire.BASE - 1, 2: -1, 3: 0, 4: 4}) == [1, wire.BASE - 1, 3, 4, -4, 0]
+    large = {1: 5 * wire.BASE**2 + 7, 2: wire.BASE, 3: -1}
+    assert wire.packed(large) == [1, 7, wire.SLOTS + 1, 1, wire.SLOTS - 1, 5, -2 * wire.SLOTS - 1, 0]
 
 
-def test_equal_rows_are_summed_in_the_order_of_their_first() -> None:
-    mine, theirs = [["s", 0, "x", 1], ["s", 0, "y", 2]], [["s", 1, "x", 4], ["s", 0, "x", 8]]
-    assert wire.add_rows(mine, theirs) == [["s", 0, "x", 9], ["s", 0, "y", 2], ["s", 1, "x", 4]]
+def test_a_payload_of_nothing_is_empty() -> None:
+    assert wire.message(nothing()).items() >= wire.empty().items()
+    assert wire.empty() == {"counts": [], "opened": [], "gauges": {}, "spans": []}
 
 
 def test_a_gauge_is_in_its_unit_and_a_time_that_is_not_set_is_no_number() -> None:
