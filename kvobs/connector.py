@@ -124,7 +124,8 @@ class MultiConnector(stock.MultiConnector):
         shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
         ended = records.reports.log.ended_by(shutdown)
         if self._feed is not None:
-            ended = self._feed.ended_by(ended)
+            assert isinstance(self._side, SchedulerSide)
+            ended = self._feed.ended_by(ended, self._side.feed_last)
         if ended is not shutdown:
             setattr(self, "shutdown", ended)  # noqa: B010
 

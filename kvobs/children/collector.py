@@ -56,14 +56,18 @@ class Collector:
             if (stats := hook()) is not None:
                 data[name] = stats
         if self._feed is not None and is_due:
-            if (numbers := self._own()) is not None:
-                self._feed.put(numbers)
+            self.feed(self._feed)
             is_due = False
         if not data and not is_due:
             return None
         if (own := self._own() if is_due else KvobsStats.bare(self._classes)) is not None:
             data[RESERVED_NAME] = own
         return MultiKVConnectorStats(data=data) if data else None
+
+    def feed(self, feed: Feed) -> None:
+        """Pass kvobs's numbers on to the exporter."""
+        if (numbers := self._own()) is not None:
+            feed.put(numbers)
 
     @faults.contained("flush")
     def _own(self) -> KvobsStats:

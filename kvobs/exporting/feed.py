@@ -124,14 +124,15 @@ class Feed:
         self._queue.put(None)
         self._thread.join(CLOSING_S)
 
-    def ended_by(self, shutdown: Callable[[], None]) -> Callable[[], None]:
-        """Return vLLM's hook ``shutdown`` with the end of this feed after it."""
+    def ended_by(self, shutdown: Callable[[], None], feed_last: Callable[[Feed], None]) -> Callable[[], None]:
+        """Return vLLM's hook ``shutdown`` with the last numbers and the end of this feed after it."""
 
         def shut_down() -> None:
             error = sys.exc_info()[0]  # vLLM also calls it while an error ends the engine
             try:
                 shutdown()
             finally:
+                feed_last(self)
                 self.close(is_well=error is None or not issubclass(error, Exception))
 
         return shut_down
@@ -250,13 +251,14 @@ class Feed:
         """Send the rest, without waiting long."""
         try:
             deadline = time.monotonic() + CLOSING_S * 0.8
-            self._send()
             if self._exporter is not None:
+                self._hand_over(self._exporter)
                 if self._ends_well:
                     self._exporter.add(wire.to_line({"bye": True}))
+                self._exporter.write()
                 while self._exporter.has_unsent and time.monotonic() < deadline:
-                    self._exporter.write()
                     time.sleep(0.01)
+                    self._exporter.write()
         except Exception:
             faults.contain("flush")
         finally:

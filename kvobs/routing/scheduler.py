@@ -350,5 +350,10 @@ class SchedulerSide:
             self._records.note_first_tokens()
         return stats
 
+    def feed_last(self, feed: Feed) -> None:
+        """Pass on to the exporter what was counted since the last flush: the engine ends."""
+        self._gains.flush()
+        self._collector.feed(feed)
+
     def _reports_expected(self, child: int | None) -> int:
         return (child is not None and self._finished_counts[child]) or self._ranks.reporting

@@ -25,6 +25,7 @@ from kvobs.signals import LOOKUPS, place, slot
 from kvobs.stats.payload import KvobsStats
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.taken import Taken
+from kvobs.testing import Rig, Script
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import CONNECTORS, engine
 
@@ -52,6 +53,11 @@ def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     return condition()
 
 
+def value_in(page: str, name: str, *labels: str) -> float:
+    wanted = dict(zip(labels[::2], labels[1::2], strict=True)).items()
+    return sum(s.value for s in parse_metrics(page) if s.name == name and wanted <= s.labels.items())
+
+
 class Fed:
     """An engine without vLLM: a feed, and a look at what its exporter serves."""
 
@@ -64,10 +70,7 @@ class Fed:
             return answer.read().decode()
 
     def value(self, name: str, *labels: str) -> float:
-        wanted = dict(zip(labels[::2], labels[1::2], strict=True)).items()
-        return sum(
-            s.value for s in parse_metrics(self.get("/metrics")) if s.name == name and wanted <= s.labels.items()
-        )
+        return value_in(self.get("/metrics"), name, *labels)
 
     def hits(self) -> float:
         return self.value(*HITS)
@@ -188,6 +191,7 @@ from kvobs.exporting.feed import Feed
 from kvobs.stats.payload import KvobsStats
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.taken import Taken
+from kvobs.testing import Rig, Script
 from tests.support.payloads import engine
 from tests.unit.exporting.test_feed import payload
 feed = Feed(engine(port={port}, pid=os.getpid(), linger_s=3.0))
@@ -299,24 +303,52 @@ def test_vllms_shutdown_ends_the_exporter_after_the_connectors(monkeypatch: pyte
     order: list[Any] = []
     fed = object.__new__(Feed)
     monkeypatch.setattr(Feed, "close", lambda _, is_well: order.append(is_well))
-    fed.ended_by(lambda: order.append("connectors"))()
-    assert order == ["connectors", True]
+    fed.ended_by(lambda: order.append("connectors"), order.append)()
+    assert order == ["connectors", fed, True]
     with pytest.raises(ZeroDivisionError):
-        fed.ended_by(lambda: 1 / 0)()  # type: ignore[arg-type]
-    assert order[2:] == [True]
+        fed.ended_by(lambda: 1 / 0, order.append)()  # type: ignore[arg-type]
+    assert order[3:] == [fed, True]
 
     def end(error: BaseException) -> None:
         try:
             raise error
         finally:
-            fed.ended_by(lambda: None)()
+            fed.ended_by(lambda: None, lambda _: None)()
 
     with pytest.raises(RuntimeError):
         end(RuntimeError())
-    assert order[3:] == [False], "an error is ending the engine"
+    assert order[5:] == [False], "an error is ending the engine"
     with pytest.raises(SystemExit):
         end(SystemExit())
-    assert order[4:] == [True], "SIGTERM is a good end"
+    assert order[6:] == [True], "SIGTERM is a good end"
+
+
+def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr("kvobs.routing.scheduler.wall_ns", lambda: 10**18)
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    rig = Rig("kvobs", a, b, kvobs={"names": list(CONNECTORS), "exporter": {"port": fed.port, "linger_s": 60}})
+    lookups = ("kvobs_lookups_total", "connector", CONNECTORS[0])
+    try:
+        rig.add("flushed")
+        rig.step()
+        rig.step()
+        assert eventually(lambda: fed.get("/healthz"))
+        assert fed.value(*lookups) <= 1, "one scrape, so that it waits for another one"
+        for i in range(5):
+            rig.add(f"late-{i}")
+        rig.step()
+        assert not a.called("shutdown")
+    finally:
+        rig.connector.shutdown()
+    time.sleep(1.0)  # it reads to the end of the engine
+    page = fed.get("/metrics")
+    assert value_in(page, *lookups) == 6
+    calls = value_in(page, "kvobs_call_duration_seconds_count", *lookups[1:], "hook", "other")
+    assert calls >= len(a.called("shutdown")) > 0, "the end is counted, too"
 
 
 def test_the_exporter_finds_kvobs_and_pythons_own_modules_first(monkeypatch: pytest.MonkeyPatch) -> None:
