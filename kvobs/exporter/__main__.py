@@ -10,7 +10,7 @@ def main() -> int:
     # No child of the engine: vLLM kills those with it, and the last numbers would be lost. It sees the engine's end.
     if len(sys.argv) > 1 and os.fork():
         os._exit(0)
-    from kvobs.exporter.process import Exporter, first_message
+    from kvobs.exporter.process import Exporter, first_lines
     from kvobs.log import log
 
     handler = logging.StreamHandler()
@@ -19,7 +19,7 @@ def main() -> int:
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
     try:
         channel = socket.socket(fileno=int(sys.argv[1]))
-        engine, rest = first_message(channel)
+        engine, rest = first_lines(channel)
     except (IndexError, OSError, ValueError) as error:
         log.error("the exporter is started by an engine, see docs/exporter.md: %s", error)
         return 2

@@ -39,6 +39,8 @@ PORT_RETRY_S = 0.5
 AFTER_SIGTERM_S = 5.0
 """How long an exporter that is asked to end waits for its engine to end, which is asked at the same time mostly."""
 READ = 1 << 16  # bytes
+FIRST_LINES = 3
+"""The engine, its totals, and what it has counted since it sent them: without these the counters would be low."""
 
 
 class Exporter:
@@ -89,12 +91,11 @@ class Exporter:
     # Reading
 
     def run(self, rest: bytes) -> None:
-        """Serve until the engine is gone; ``rest`` is what came after its first message."""
+        """Serve until the engine is gone; ``rest`` is what came after its first line."""
         signal.signal(signal.SIGTERM, self._asked_to_end)
         if self._push is not None:
             self._push.start()
         self._channel.sendall(wire.to_line({"pid": os.getpid()}))
-        self._tick()
         for line in lines(self._channel, rest, self._tick):
             try:
                 self._apply(wire.from_line(line))
@@ -238,16 +239,19 @@ class Exporter:
 
 
 def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield the lines of a socket to its end, and call ``tick`` about once a second; it ends the reading with False."""
+    """Yield the lines of a socket to its end, and call ``tick`` after the first ones and then about once a second.
+
+    When it returns False, only what has come already is still read.
+    """
     channel.settimeout(TICK_S)
-    unread, ticked = rest, time.monotonic()
+    unread, ticked = rest, -TICK_S
     while True:
         *whole, unread = unread.split(b"\n")
         yield from whole
         if time.monotonic() - ticked >= TICK_S:
             ticked = time.monotonic()
             if not tick():
-                return
+                channel.setblocking(False)
         try:
             data = channel.recv(READ)
         except TimeoutError:
@@ -259,16 +263,16 @@ def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iter
         unread += data
 
 
-def first_message(channel: socket.socket) -> tuple[Engine, bytes]:
-    """Read the engine's first message; return it, and what came after it.
+def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
+    """Read the engine's first lines; return the engine, and what came after the line that introduces it.
 
     Raises:
         ValueError: the engine is gone, or says something else.
     """
     data = b""
-    while b"\n" not in data:
+    while data.count(b"\n") < FIRST_LINES:
         if not (more := channel.recv(READ)):
-            raise ValueError("the engine ended before its first message")
+            raise ValueError("the engine ended before its first lines")
         data += more
     line, _, rest = data.partition(b"\n")
     return Engine.read(wire.from_line(line)), rest

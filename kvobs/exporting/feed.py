@@ -223,6 +223,7 @@ class Feed:
         self._call = None
         self._exporter.add(wire.to_line(self._engine.message()))
         self._exporter.add(wire.to_line({**wire.message(self._sent), "is_total": True}))
+        self._hand_over(self._exporter)  # the exporter serves nothing before it has these three lines
 
     def _stop(self) -> None:
         if self._exporter is not None:

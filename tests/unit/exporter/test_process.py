@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvobs.exporter import process
-from kvobs.exporter.process import first_message, lines
+from kvobs.exporter.process import first_lines, lines
 from kvobs.stats import wire
 from tests.support.payloads import engine
 
@@ -34,26 +34,38 @@ def test_lines_come_whole_however_they_are_cut() -> None:
     thread.join()
 
 
-def test_a_silent_engine_is_ticked_and_a_tick_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_ticked_after_the_first_lines_and_in_silence_and_a_tick_may_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(process, "TICK_S", 0.05)
-    ticks = iter([True, True, False])
     ours, theirs = socket.socketpair()
+    order: list[bytes | str] = []
+
+    def tick() -> bool:
+        order.append("tick")
+        if order.count("tick") == 3:
+            theirs.sendall(b"c\nd")
+        return order.count("tick") < 3
+
     with ours, theirs:
-        assert list(lines(ours, b"a\nb", lambda: next(ticks))) == [b"a"]
-    assert list(ticks) == []
+        for line in lines(ours, b"a\nb\n", tick):
+            order.append(line)  # noqa: PERF402 - ticks come in between
+    assert order == [b"a", b"b", "tick", "tick", "tick", b"c"], "what has come is read to its end"
 
 
-def test_the_first_message_is_read_and_the_rest_kept() -> None:
+def test_the_first_lines_are_read_and_the_rest_kept() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(wire.to_line(engine().message()) + b'{"v"')
-        assert first_message(ours) == (engine(), b'{"v"')
-        theirs.sendall(b"{}\n")
+        theirs.sendall(wire.to_line(engine().message()) + b"{}\n")
+        theirs.sendall(b'{}\n{"v"')
+        assert first_lines(ours) == (engine(), b'{}\n{}\n{"v"')
+        theirs.sendall(b"{}\n{}\n{}\n")
         with pytest.raises(ValueError, match="version None"):
-            first_message(ours)
+            first_lines(ours)
+        theirs.sendall(b"{}\n{}\n")
         theirs.close()
         with pytest.raises(ValueError, match="ended before"):
-            first_message(ours)
+            first_lines(ours)
 
 
 def test_it_needs_neither_vllm_nor_torch_nor_numpy() -> None:

@@ -137,6 +137,17 @@ def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed, un
     assert min(seen) >= 5 * unit
 
 
+def test_a_scrape_at_once_after_a_restart_has_all_that_was_counted_before(fed: Fed) -> None:
+    fed.feed.put(payload(5))
+    assert fed.counts(5)
+    pid = fed.pid
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: is_gone(pid))
+    fed.feed.put(payload(2))
+    page = eventually(lambda: fed.get("/metrics"))
+    assert value_in(page, *HITS) == 7
+
+
 def test_nothing_waits_for_an_exporter_that_stands_still_and_nothing_is_lost_but_spans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,7 +218,9 @@ def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while
     port = claim_port(0)
     fed = object.__new__(Fed)
     fed.port = port
-    killed = subprocess.Popen([sys.executable, "-c", ENGINE.format(port=port)], stdout=subprocess.PIPE, text=True)
+    killed = subprocess.Popen(
+        [sys.executable, "-c", ENGINE.format(port=port)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert killed.stdout is not None
         pid = int(killed.stdout.readline())
