@@ -11,6 +11,15 @@ def stat(pid: int) -> tuple[str, list[str]]:
     return name, fields.split()
 
 
+def start_time(pid: int) -> str | None:
+    """Return when a process was started, in ticks since the machine's; None if it has ended, or can't be seen."""
+    try:
+        _, (state, *fields) = stat(pid)
+    except OSError:
+        return None
+    return None if state in ("Z", "X") else fields[18]
+
+
 def cores_of_parent() -> set[int]:
     """Return the cores of the process that started this one: its own may be bound to those of the model."""
     try:

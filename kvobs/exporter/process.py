@@ -1,7 +1,8 @@
 """Run the exporter: read the engine's messages until it is gone, serve what they add up to, export their spans.
 
-The engine's end is the end of the socket. After an engine that said goodbye the last numbers are served for one more
-scrape; after one that was killed or crashed, for ``linger_s``, so that its last seconds are seen.
+The engine's end is the end of the socket, or of its process: a child that it forked keeps the socket open. After an
+engine that said goodbye the last numbers are served for one more scrape; after one that was killed or crashed, for
+``linger_s``, so that its last seconds are seen.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvobs.exporter.ports import holder
 from kvobs.exporter.totals import Totals
 from kvobs.exporting.span_export import SpanCutter, make_exporter
 from kvobs.log import log, once
+from kvobs.proc import start_time
 from kvobs.stats import wire
 from kvobs.stats.hello import Engine
 from kvobs.telemetry.otel_environment import is_disabled
@@ -54,6 +56,7 @@ class Exporter:
     def __init__(self, channel: socket.socket, engine: Engine) -> None:
         self._channel = channel
         self._engine = engine
+        self._started = start_time(engine.pid)
         self._totals = Totals(engine)
         self._exposition = Exposition(self._totals, self._refresh)
         self._own: dict[int, int] = {}  # slot -> what was counted here since it was sent to the engine
@@ -141,7 +144,10 @@ class Exporter:
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._engine.port)
         self._send_own()
-        return not self._is_over()
+        return not self._is_over() and not self._engine_has_ended()
+
+    def _engine_has_ended(self) -> bool:
+        return self._started is not None and start_time(self._engine.pid) != self._started
 
     # What the exporter counts itself goes to the engine, and comes back with its numbers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.proc import cores_of_parent, stat
+from kvobs.proc import cores_of_parent, start_time, stat
 
 
 def test_this_process_has_a_state_and_its_parent() -> None:
@@ -34,6 +34,18 @@ def test_a_process_that_has_ended_is_an_error() -> None:
     process.wait()
     with pytest.raises(OSError, match=str(process.pid)):
         stat(process.pid)
+
+
+def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how() -> None:
+    ours = start_time(os.getpid())
+    assert ours is not None
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert int(start_time(process.pid) or 0) >= int(ours)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert (stat(process.pid)[1][0], start_time(process.pid)) == ("Z", None)
+    process.communicate()
+    assert start_time(process.pid) is None
 
 
 def test_the_cores_are_those_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,8 @@ feed.put(payload(7))
 while feed._exporter is None or feed._exporter.pid is None:
     time.sleep(0.01)
 print(feed._exporter.pid, flush=True)
+if {forks} and (child := os.fork()):
+    print(child, flush=True)
 time.sleep(600)
 """
 
@@ -219,7 +221,7 @@ def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while
     fed = object.__new__(Fed)
     fed.port = port
     killed = subprocess.Popen(
-        [sys.executable, "-c", ENGINE.format(port=port)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENGINE.format(port=port, forks=False)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert killed.stdout is not None
@@ -238,6 +240,28 @@ def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while
     assert time.monotonic() - begin < 3 + 5
 
 
+def test_an_engine_that_was_killed_is_gone_even_if_a_child_that_it_forked_keeps_its_socket() -> None:
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    script = ENGINE.format(port=fed.port, forks=True)
+    killed = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert killed.stdout is not None
+        exporter, child = (int(killed.stdout.readline()) for _ in range(2))
+        assert fed.counts(7)
+    finally:
+        killed.kill()
+        killed.wait()
+    try:
+        assert eventually(lambda: fed.value("kvobs_engine_up") == 0, 10)
+        assert fed.hits() == 7
+        assert eventually(lambda: is_gone(exporter), 15), "a new engine needs its port"
+        assert not is_gone(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        killed.communicate()
+
+
 def test_a_full_disk_costs_log_lines_only() -> None:
     """What the exporter logs goes to the engine's stderr, which may be a file that can't grow any more."""
     fed = object.__new__(Fed)
@@ -245,7 +269,7 @@ def test_a_full_disk_costs_log_lines_only() -> None:
     with socket.socket() as taken, open("/dev/full", "w") as full:
         taken.bind(("127.0.0.1", fed.port))
         taken.listen()
-        script = ENGINE.format(port=fed.port)
+        script = ENGINE.format(port=fed.port, forks=False)
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True)
         assert process.stdout is not None
         assert process.stdout.readline()
