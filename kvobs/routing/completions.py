@@ -115,15 +115,13 @@ class Completions:
     def _close(self, over: Over) -> None:
         """Close the complete loads and saves that their children have not withdrawn."""
         for request_id in over.loads:
-            load = self._ledger.close_load(request_id)
+            load = self._ledger.close_load(request_id, wall_ns())
             if load is not None:
                 self._next.orders.closed.append(request_id)
-                if load.aborted:  # a save that its child may have promised has ended too
-                    self._next.orders.saved.append((load.child, request_id))
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self._offers.ban(request_id, load.child)
                 self._listener.load_ended(request_id, load)
-        for request_id in over.saves:
+        for request_id in (*over.saves, *self._ledger.take_saves_in()):  # some end with their load
             for index, save in self._ledger.close_saves(request_id).items():
                 self._next.orders.saved.append((index, request_id))
                 ended_ns = max(save.arrived.values(), default=wall_ns())

@@ -341,7 +341,7 @@ def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(a: Scr
 
 def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Script) -> None:
     """FlexKV promises, and then reports the load only."""
-    rig = Rig("kvobs", a, b)
+    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)])
     a.offers["r"] = KV
     a.promises.add("r")
     rig.add("r")
@@ -353,6 +353,7 @@ def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Sc
     rig.step()
     assert rig.status("r") == "gone"
     a.on_output = None
+    assert counted(rig, "kvobs_saves_total", 0, "ok") == 1
     seen = len(b.calls)
     rig.run(3)
     later = [detail for hook, detail in b.calls[seen:] if hook == "update_connector_output"]
@@ -362,7 +363,7 @@ def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Sc
 
 def test_the_workers_forget_a_promise_that_ended_with_its_load(a: Script, b: Script) -> None:
     """Also where both become known to them in the same step."""
-    rig = Rig("kvobs", a, b, ranks=2)
+    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)], ranks=2)
     a.finished_count = 1
     rig.connector.get_finished_count()
     a.offers["r"] = KV
