@@ -165,6 +165,11 @@ class Ledger:
             self._note_save_over(report.request, entry)
         return None
 
+    def is_saved_on(self, rank: int, request: str) -> bool:
+        """Return whether this rank has reported all promised saves of a request that are not over."""
+        entry = self._entries.get(request)
+        return entry is not None and all(rank in save.arrived or save.is_over for save in entry.saves.values())
+
     def _note_save_over(self, request: str, entry: RequestTransfers) -> None:
         if all(save.is_over for save in entry.saves.values()):
             self._saves_in.append(request)

@@ -165,6 +165,17 @@ def test_a_promise_that_a_load_would_end_and_that_is_over_ends_once() -> None:
     assert ledger.take_sent() == {"r"}
 
 
+def test_a_rank_has_saved_a_request_when_all_its_promises_are_reported_there() -> None:
+    """Or are not waited for: of those that one rank reports for all."""
+    ledger = Ledger()
+    ledger.finish("r", [(0, 2), (1, 1)])
+    assert not ledger.is_saved_on(0, "unknown")
+    ledger.record(report(ReportKind.SAVED, "r", 0, 1))
+    assert not ledger.is_saved_on(1, "r")
+    ledger.record(report(ReportKind.SAVED, "r", 1, 0))
+    assert (ledger.is_saved_on(0, "r"), ledger.is_saved_on(1, "r")) == (False, True)
+
+
 def test_a_report_before_a_partial_tail_is_not_about_the_tail() -> None:
     """Its blocks would be freed while they are read."""
     ledger = Ledger()
