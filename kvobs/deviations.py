@@ -6,6 +6,8 @@ differently" is generated from it.
 
 from dataclasses import dataclass
 
+from kvobs.hooks import HOOKS, Side
+
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
@@ -45,6 +47,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="A hook that a connector's class does not implement (its body provably does nothing) is not called.",
         why="The call has no effect, and most connectors do not implement the per-layer hooks.",
         test="tests/transparency/test_declared.py::test_empty_hooks_are_not_called",
+    ),
+    Deviation(
+        name="hooks-bound-at-start",
+        hooks=tuple(name for name, hook in HOOKS.items() if hook.side is not Side.CONFIG and not hook.is_property),
+        differs="A hook that is replaced on a connector or its class after the start is not called: the one before is.",
+        why="Looking hooks up again would cost more than most calls do; connectors do not replace them.",
+        test="tests/transparency/test_declared.py::test_a_hook_replaced_after_the_start_is_not_called",
     ),
     Deviation(
         name="handshakes-go-home",
