@@ -354,4 +354,6 @@ class SchedulerSide:
         return stats
 
     def _reports_expected(self, child: int | None) -> int:
-        return (child is not None and self._finished_counts[child]) or self._ranks.reporting
+        # At most the ranks that there are: vLLM ignores the number with one worker, and waits for ever with several.
+        stated = self._finished_counts[child] if child is not None else None
+        return min(stated or self._ranks.reporting, self._ranks.reporting)

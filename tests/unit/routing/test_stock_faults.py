@@ -253,6 +253,23 @@ def test_w11_children_may_state_different_counts(router: str, a: Script, b: Scri
     assert rig.status("r") == "gone"
 
 
+@wrong_in_stock(AssertionError, "waits for reports of ranks that there are not")
+def test_w11_a_count_above_the_number_of_ranks_is_theirs(router: str, a: Script) -> None:
+    a.finished_count = 3
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig = Rig(router, a, ranks=2)
+    rig.add("r")
+    rig.step()
+    for word in ("received", "saved"):
+        for rank in (0, 1):
+            a.say(rank, **{word: "r"})
+        rig.run(4)
+    assert rig.status("r") == "gone"
+    if router == "kvobs":
+        assert_nothing_is_left(rig)
+
+
 @wrong_in_stock(AssertionError, "any child's report counts down another's promise")
 def test_w12_only_the_promising_childs_report_releases(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
