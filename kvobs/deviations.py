@@ -6,6 +6,8 @@ differently" is generated from it.
 
 from dataclasses import dataclass
 
+from kvobs.hooks import HOOKS, Side
+
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
@@ -47,6 +49,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
         test="tests/transparency/test_declared.py::test_empty_hooks_are_not_called",
     ),
     Deviation(
+        name="hooks-bound-at-start",
+        hooks=tuple(name for name, hook in HOOKS.items() if hook.side is not Side.CONFIG and not hook.is_property),
+        differs="A hook that is replaced on a connector or its class after the start is not called: the one before is.",
+        why="Looking hooks up again would cost more than most calls do; connectors do not replace them.",
+        test="tests/transparency/test_declared.py::test_a_hook_replaced_after_the_start_is_not_called",
+    ),
+    Deviation(
         name="handshakes-go-home",
         hooks=("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
         differs="Every connector is asked for its handshake, and gets the handshakes of its own ranks only.",
@@ -77,7 +86,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="finished-counts-by-child",
         hooks=("get_finished_count", "update_connector_output"),
-        differs="Each connector states its own number of reporting ranks; the output's expected_finished_count is all.",
+        differs="Each connector states its own number of reporting ranks, at most all; the output's "
+        "expected_finished_count is all.",
         why="Older vLLM classes ignore it; newer ones use one number for all, and fail if two connectors differ.",
         test="tests/unit/routing/test_stock_faults.py::test_w11_children_may_state_different_counts",
     ),

@@ -25,6 +25,9 @@ NEVER_AGAIN = frozenset({"SimpleCPUOffloadConnector"})
 """Connector classes whose hits can't be trusted after a failure on a worker: a save that was never begun counts as done
 as soon as a later one is."""
 
+LOAD_ENDS_SAVE = frozenset({"FlexKVConnectorV1"})
+"""Connector classes that promise to save a request that ends during their load of it, and then report the load only."""
+
 SYNC_ONLY = frozenset({"LMCacheConnectorV1", "ExampleConnector"})
 """Connector classes that only ever offer synchronous loads."""
 
@@ -77,6 +80,12 @@ def loads_synchronously(spec: ChildSpec) -> bool | None:
     if name_among(spec.connector_class, SYNC_ONLY) is not None:
         return True
     return False if spec.connector_class.__name__ in ASYNC_ONLY else None  # a subclass may differ
+
+
+def load_ends_save(connector: object) -> bool:
+    """Return whether a connector, or one within a router of vLLM, reports no save of what ended during its load."""
+    within = getattr(connector, "_connectors", ())
+    return name_among(type(connector), LOAD_ENDS_SAVE) is not None or any(map(load_ends_save, within))
 
 
 def name_among(connector_class: type, names: Container[str]) -> str | None:

@@ -10,10 +10,11 @@ from kvobs.faults import contained
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, NextOrders, checked
-from kvobs.routing.output_view import OutputView, Over, failed_loads
+from kvobs.routing.output_view import OutputView, Over, failed_loads, in_order_of
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
+from kvobs.state.release_order import released_set
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.recorder import wall_ns
@@ -81,14 +82,29 @@ class Completions:
         for request_id in failed_loads(output):
             self._ledger.echoed(request_id)
         loads = self._ledger.take_loads_in()
-        saves = [*self._ledger.take_saves_in(), *self.early]
-        self.early.clear()
-        if loads or saves or self._view.is_watched:
-            self._close(self._view.show(output, meta, loads, saves))
+        sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
+        if loads or sent or self._view.is_watched:
+            over = self._view.show(output, meta, loads, sent)
+            self._close(over)
+            sent = over.saves
         output.finished_recving = self._ledger.take_received() or None
-        output.finished_sending = self._ledger.take_sent() or None
+        output.finished_sending = in_order_of(sent, self._ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
             self._listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+
+    def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
+        """Return the requests whose promised saves are complete, as vLLM would have them."""
+        ended = [*self._ledger.take_saves_in(), *self.early]
+        self.early.clear()
+        if len(ended) <= 1 or meta is None:
+            return set(ended)
+        by_rank: dict[int, dict[str, None]] = {}
+        for rank, kind, request, *_ in meta.reports:
+            if kind is ReportKind.SAVED and self._ledger.is_saved_on(rank, request):
+                requests = by_rank.setdefault(rank, {})
+                requests.pop(request, None)  # its last promise counts
+                requests[request] = None
+        return released_set(ended, map(list, by_rank.values()), is_aggregated=is_aggregated)
 
     def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, set[str]]:
         """Process the reports; return the requests whose synchronous load failed, by child."""
@@ -115,15 +131,13 @@ class Completions:
     def _close(self, over: Over) -> None:
         """Close the complete loads and saves that their children have not withdrawn."""
         for request_id in over.loads:
-            load = self._ledger.close_load(request_id)
+            load = self._ledger.close_load(request_id, wall_ns())
             if load is not None:
                 self._next.orders.closed.append(request_id)
-                if load.aborted:  # a save that its child may have promised has ended too
-                    self._next.orders.saved.append((load.child, request_id))
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self._offers.ban(request_id, load.child)
                 self._listener.load_ended(request_id, load)
-        for request_id in over.saves:
+        for request_id in (*over.saves, *self._ledger.take_saves_in()):  # some end with their load
             for index, save in self._ledger.close_saves(request_id).items():
                 self._next.orders.saved.append((index, request_id))
                 ended_ns = max(save.arrived.values(), default=wall_ns())

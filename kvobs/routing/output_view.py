@@ -8,7 +8,7 @@ reports its receipts here, MoRIIO withholds reports until it is ready. Changes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs import host
@@ -30,7 +30,7 @@ class Over(NamedTuple):
     """Requests whose load may be closed, and those whose promised saves may be."""
 
     loads: list[str]
-    saves: list[str]
+    saves: set[str]
 
 
 class OutputView:
@@ -65,7 +65,7 @@ class OutputView:
         output: KVConnectorOutput,
         meta: MultiKVConnectorWorkerMetadata | None,
         loads: Sequence[str],
-        saves: Iterable[str],
+        sent: set[str],
     ) -> Over:
         """Show the output with these loads and saves; return those that have ended after all children have seen it.
 
@@ -74,7 +74,6 @@ class OutputView:
         # A synchronous load ends with its step: vLLM reports it to nobody.
         received = {request for request in loads if self._ledger.is_async(request)}
         sync = [request for request in loads if request not in received]
-        sent = set(saves)
         events, stats = output.kv_cache_events, output.kv_connector_stats
         try:
             for child in self._shown_to:
@@ -82,30 +81,38 @@ class OutputView:
                 output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
                 own = None if stats is None else own_stats(stats, child.name, self._classes[child.name])
                 output.kv_connector_stats = own
-                self._show_one(child, output, received, sent)
+                received, sent = self._show_one(child, output, received, sent)
                 if (left := output.kv_connector_stats) is not own:
                     stats = with_own_stats(stats, child.name, left, self._classes)
         finally:
             output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
-        return Over([*sync, *received], list(sent))
+        return Over([*sync, *received], sent)
 
-    def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> None:
-        """Show the output to one child; apply its changes of its own requests to ``received`` and ``sent``."""
+    def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
+        """Show the output to one child; return both sets with its changes of its own requests.
+
+        As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
+        """
         hidden = self._visibility[child.index].hidden
-        seen_received, seen_sent = received - hidden, sent - hidden
-        output.finished_recving = _as_vllm_has_it(seen_received, output.finished_recving)
-        output.finished_sending = _as_vllm_has_it(seen_sent, output.finished_sending)
+        now_received, now_sent = set(received), set(sent)
+        seen_received, seen_sent = now_received - hidden, now_sent - hidden
+        if hidden:
+            received, sent = set(seen_received), set(seen_sent)
+        # As in vLLM an empty set is None if it was None before.
+        output.finished_recving = received if received or output.finished_recving is not None else None
+        output.finished_sending = sent if sent or output.finished_sending is not None else None
         failed = set(failed_loads(output))
         child.update_connector_output(output)
-        now_received, now_sent = output.finished_recving or set(), output.finished_sending or set()
+        received, sent = output.finished_recving or set(), output.finished_sending or set()
         if added := set(failed_loads(output)) - failed:
             output.failed_recving = failed  # vLLM has read it already, and does not read it again
-            self._add_failures(child.index, added, received)
-            now_received = now_received - added
-        if now_received != seen_received:
-            self._change_loads(child.index, seen_received, now_received, received)
-        if now_sent != seen_sent:
-            self._change_saves(child.index, seen_sent, now_sent, sent)
+            self._add_failures(child.index, added, now_received)
+            received = received - added
+        if received != seen_received:
+            self._change_loads(child.index, seen_received, received, now_received)
+        if sent != seen_sent:
+            self._change_saves(child.index, seen_sent, sent, now_sent)
+        return in_order_of(received, now_received), in_order_of(sent, now_sent)
 
     def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
         """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
@@ -141,6 +148,8 @@ class OutputView:
                 sent.add(request)
 
 
-def _as_vllm_has_it(requests: set[str], before: set[str] | None) -> set[str] | None:
-    """Return a copy; an empty result is None if it was None before, as in vLLM, otherwise an empty set."""
-    return set(requests) if requests or before is not None else None
+def in_order_of(shown: set[str], requests: set[str]) -> set[str]:
+    """Return ``requests``: ``shown`` itself if it has the same, else a set made in its order."""
+    if shown == requests:
+        return shown
+    return set([request for request in shown if request in requests] + list(requests - shown))

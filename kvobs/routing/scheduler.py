@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
+from kvobs.children.specs import load_ends_save
 from kvobs.faults import contain, contained
 from kvobs.options import Options
 from kvobs.routing.completions import Completions
@@ -93,7 +94,7 @@ class SchedulerSide:
         self._gains = Gains(recorder, TransferListeners(listeners), limits)
         fastest = Fastest.of(options, children, self._gains, TransferListeners(listeners))
         self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])  # these announce, too
-        self.ledger = Ledger()
+        self.ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
@@ -354,4 +355,6 @@ class SchedulerSide:
         self._collector.feed(feed)
 
     def _reports_expected(self, child: int | None) -> int:
-        return (child is not None and self._finished_counts[child]) or self._ranks.reporting
+        # At most the ranks that there are: vLLM ignores the number with one worker, and waits for ever with several.
+        stated = self._finished_counts[child] if child is not None else None
+        return min(stated or self._ranks.reporting, self._ranks.reporting)

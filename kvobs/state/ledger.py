@@ -15,7 +15,7 @@ may withdraw its own report (``reopen_save``; a load is simply not closed), or a
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from kvobs.state.in_progress import InProgress
 from kvobs.state.transfers import (
@@ -37,12 +37,17 @@ _TO_BE_ECHOED, _OF_BLOCKS = (_FAILED, _SPOILED), (_SPOILED, _HOLED)
 class Ledger:
     """Load owners, promised saves and rank tallies of all live requests.
 
+    Args:
+        load_ends_save: children that report no save of a request that has ended during their load: the load's end is
+            that of the promised save, too.
+
     Attributes:
         failures: the async loads that every rank must report to vLLM as failed; see ``take_failures``.
         incomplete: the transfers that only some ranks have reported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, load_ends_save: Collection[int] = ()) -> None:
+        self._load_ends_save = load_ends_save
         self._entries: dict[str, RequestTransfers] = {}
         self._loads_in: list[str] = []  # requests whose load is complete, not yet closed
         self._saves_in: list[str] = []  # requests whose promised saves are all complete
@@ -160,6 +165,11 @@ class Ledger:
             self._note_save_over(report.request, entry)
         return None
 
+    def is_saved_on(self, rank: int, request: str) -> bool:
+        """Return whether this rank has reported all promised saves of a request that are not over."""
+        entry = self._entries.get(request)
+        return entry is not None and all(rank in save.arrived or save.is_over for save in entry.saves.values())
+
     def _note_save_over(self, request: str, entry: RequestTransfers) -> None:
         if all(save.is_over for save in entry.saves.values()):
             self._saves_in.append(request)
@@ -275,31 +285,21 @@ class Ledger:
         requests, self._saves_in = self._saves_in, []
         return requests
 
-    def close_load(self, request: str) -> Load | None:
+    def close_load(self, request: str, now_ns: int = 0) -> Load | None:
         """Close the open load: vLLM may resume the request, or release it if it has finished in the meantime."""
         entry = self._entries.get(request)
         if entry is None or entry.load is None:
             return None
         load, entry.load = entry.load, None
         self._not_open(request, load)
-        if load.aborted:
-            load.settled = self._settle_promise_of_loader(request, entry, load.child)
+        save = entry.saves.get(load.child)
+        if load.aborted and load.child in self._load_ends_save and save is not None and not save.is_over:
+            self.complete_save(request, load.child, now_ns)
+            self._note_save_over(request, entry)
         if load.is_async and not entry.finished:
             self._received.add(request)
         self._settle(request, entry)
         return load
-
-    def _settle_promise_of_loader(self, request: str, entry: RequestTransfers, child: int) -> Save | None:
-        """Close the save that ``child`` promised while its own load was open: the load's end covers it (FlexKV)."""
-        save = entry.saves.get(child)
-        if save is None or save.done:
-            return None
-        was_over, save.done = save.is_over, True
-        self._open_saves[child].end(request)
-        self.incomplete.forget("save", child, request)
-        if not was_over and not entry.is_settled:
-            self._note_save_over(request, entry)
-        return save
 
     def close_saves(self, request: str) -> dict[int, Save]:
         """Close the promised saves of a request, all complete; return those that were open, by child."""

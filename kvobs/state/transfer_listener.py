@@ -47,7 +47,7 @@ class TransferListener:
         """Receive a load that begins."""
 
     def load_ended(self, request_id: str, load: Load) -> None:
-        """Receive a load that has ended on every rank, with the save that it has settled, if any."""
+        """Receive a load that has ended on every rank."""
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
         """Receive what an ended load gained; of an async one when its request is scheduled again, if it ever is."""

@@ -94,7 +94,6 @@ class Load(_OnRanks):
     failed_on: set[int] = field(default_factory=set)  # ranks
     needs_echo: bool = False  # the workers must report the failure to vLLM
     aborted: bool = False  # the request ended while it was open
-    settled: "Save | None" = None  # its child's promised save, which the end of the load has ended too
 
     @property
     def failed(self) -> bool:

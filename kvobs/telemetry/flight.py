@@ -228,8 +228,6 @@ class Flight(TransferListener):
     def load_ended(self, request_id: str, load: Load) -> None:
         now_ns = self._now_ns
         self._ended(What.LOAD_ENDED, load.child, request_id, load.opened_ns, now_ns, outcome=load.outcome)
-        if load.settled is not None:
-            self._save_ended(request_id, load.child, load.settled)
         if load.is_async and not load.failed and not load.aborted:
             self._loaded[request_id] = load.child, now_ns
 
@@ -240,10 +238,7 @@ class Flight(TransferListener):
 
     @contained("record")
     def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
-        self._save_ended(request_id, child, save)
-
-    def _save_ended(self, request: str, child: int, save: Save) -> None:
-        self._ended(What.SAVE_ENDED, child, request, save.promised_ns, self._now_ns, outcome=save.outcome)
+        self._ended(What.SAVE_ENDED, child, request_id, save.promised_ns, self._now_ns, outcome=save.outcome)
 
     # On either side
 

@@ -177,8 +177,6 @@ class Traces(Untraced, TransferListener):
 
     @contained("trace")
     def load_ended(self, request_id: str, load: Load) -> None:
-        if load.settled is not None:
-            self._saves.pop((load.child, request_id), None)
         if (opened := self._loads.pop(request_id, None)) is None:
             return
         self._write_load(request_id)

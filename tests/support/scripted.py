@@ -52,6 +52,10 @@ class BestEffortConnector(ScriptedConnector):
         self._note("finish_forward")
 
 
+class FlexKVConnectorV1(ScriptedConnector):
+    """Has the name of a connector of vLLM that reports the load only of a request that ended in it."""
+
+
 class UnwatchingConnector(ScriptedConnector):
     """Does not look at the workers' output, as most real connectors."""
 

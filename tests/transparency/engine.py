@@ -162,14 +162,13 @@ class Engine:
         return answer
 
     def _read_in_order(self) -> None:
-        """Let vLLM release requests by name: the order of a set may follow from how it was made."""
+        """Let vLLM read receipts by name: the order of a set follows from how it was made, which differs."""
         connector = self.scheduler.connector
         update = connector.update_connector_output
 
         def update_and_order(output: Any) -> None:
             update(output)
             output.finished_recving = InOrder(output.finished_recving or ())
-            output.finished_sending = InOrder(output.finished_sending or ())
 
         connector.update_connector_output = update_and_order
 

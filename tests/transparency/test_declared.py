@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvobs.testing import Rig, Script
+from kvobs.testing import Rig, Script, ScriptedConnector
 from tests.transparency.comparator import compare
 from tests.transparency.engine import live
 from tests.transparency.life import Character, Life, Plan
@@ -53,6 +53,21 @@ def test_empty_hooks_are_not_called() -> None:
     assert stock["update_connector_output"] > 0
     assert ours["finish_forward"] == ours["update_connector_output"] == 0
     assert stock["clear_connector_metadata"] == ours["clear_connector_metadata"] > 0
+
+
+def test_a_hook_replaced_after_the_start_is_not_called(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """As tracers and profilers do; vLLM's class looks hooks up at each call."""
+    rigs = {router: Rig(router, a, b) for router in ("stock", "kvobs")}
+    replaced, found = [], {}
+
+    def replacement(child: Any) -> None:
+        replaced.append(child)
+
+    monkeypatch.setattr(ScriptedConnector, "wait_for_save", replacement)
+    for router, rig in rigs.items():
+        rig.step()
+        found[router] = len(replaced), len(a.called("wait_for_save"))
+    assert found == {"stock": (2, 0), "kvobs": (2, 1)}
 
 
 def test_an_output_with_nothing_but_kvobs_numbers_is_shown() -> None:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import kvobs
 from kvobs.children.child import Child
 from kvobs.children.configured import read_specs
+from kvobs.children.specs import load_ends_save
 from kvobs.config import ConfigError
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.hooks import HOOKS, Cadence
@@ -205,3 +206,12 @@ def test_children_see_the_requests_context_where_that_is_wanted_and_traced(
     child.on_new_request = lambda request: seen.append(trace.get_current_span().get_span_context().is_valid)
     connector.on_new_request(request("r"))
     assert seen == [propagates and endpoint is not None]
+
+
+def test_whose_load_ends_its_promised_save_is_known_by_class_also_within_a_router_of_vllm() -> None:
+    flexkv = type("Mine", (type("FlexKVConnectorV1", (), {}),), {})()
+    other = Script("other")
+    assert load_ends_save(flexkv)
+    assert load_ends_save(SimpleNamespace(_connectors=[other, flexkv]))
+    assert not load_ends_save(SimpleNamespace(_connectors=[other]))
+    assert not load_ends_save(other)

@@ -32,7 +32,7 @@ class Announced(TransferListener):
         self._note(request_id, "admitted", load.child, load.tokens)
 
     def load_ended(self, request_id: str, load: Load) -> None:
-        self._note(request_id, "load ended", load.outcome, load.settled is not None)
+        self._note(request_id, "load ended", load.outcome)
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
         assert gain.waited_ns >= (gain.resume_ns or 0) >= 0
@@ -79,7 +79,7 @@ def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
     b.say(0, saved="r")
     rig.run(2)
     assert announced.events == {
-        "r": [*LOADED, ("load ended", "ok", False), AGAIN, ("promised", [1], []), ("ended",), ("saved", 1, "ok")]
+        "r": [*LOADED, ("load ended", "ok"), AGAIN, ("promised", [1], []), ("ended",), ("saved", 1, "ok")]
     }
 
 
@@ -101,8 +101,10 @@ def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script
     rig.abort("r")
     rig.step()
     a.say(0, received="r")
+    rig.step()
+    a.say(0, saved="r")
     rig.run(4)
-    ended = [("promised", [0], []), ("aborted", 0, False), ("ended",), ("load ended", "aborted", True)]
+    ended = [("promised", [0], []), ("aborted", 0, False), ("ended",), ("load ended", "aborted"), ("saved", 0, "ok")]
     assert announced.events == {"r": [*LOADED, *ended]}
 
 
@@ -127,4 +129,4 @@ def test_of_a_failed_sync_load_and_the_caches_that_were_reset_after_it(a: Script
     a.bad_blocks[0] = {2}
     rig.run(4)
     assert announced.events[""] == [("sync loads failed", 0, 1, ["two"])]
-    assert ("load ended", "failed", False) in announced.events["r"]
+    assert ("load ended", "failed") in announced.events["r"]

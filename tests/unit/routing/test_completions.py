@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +16,7 @@ from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.scheduler_life import Life, actions
 
+Said: TypeAlias = tuple[int, int, int]  # child, rank, request
 KINDS = ("ScriptedConnector", "UnwatchingConnector")
 
 
@@ -84,3 +87,47 @@ def test_a_failure_that_vllm_reads_closes_its_load(idle: Completions) -> None:
     idle.take_in(KVConnectorOutput(failed_recving={"r"}))
     assert ledger.load("r") is None
     assert idle._next.take().closed == ["r"]
+
+
+def freed(router: str, plan: Sequence[Sequence[Said]], promises: Sequence[set[int]], *, is_aggregated: bool) -> Any:
+    """Return the free blocks after each step, in their order; ``promises`` are the children's, by request."""
+    a, b = Script("a"), Script("b")
+    rig = Rig(router, a, b, ranks=2 if is_aggregated else 1, blocks=200)
+    rig.scheduler.max_num_running_reqs = len(promises)
+    if not is_aggregated:
+        rig.aggregator = SimpleNamespace(aggregate=lambda outputs, rank: outputs[rank])
+    for i, children in enumerate(promises):
+        for script in (a, b):
+            script.promises |= {f"r{i}"} if (script is b) in children else set()
+        rig.add(f"r{i}", max_tokens=1, tokens=2 * BLOCK + i)
+    rig.run(2)
+    orders = []
+    for step in plan:
+        for child, rank, request in step:
+            (a, b)[child].say(rank, saved=f"r{request}")
+        rig.step()
+        free = rig.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+        orders.append([block.block_id for block in free])
+    return orders
+
+
+@pytest.mark.parametrize("is_aggregated", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, data: st.DataObject) -> None:
+    """It is that of sets that are made again and again: of a worker, by pickle, of the aggregator."""
+    promises = data.draw(st.lists(st.sampled_from([{0}, {1}, {0, 1}]), min_size=2, max_size=14))
+    reports = [
+        (child, rank, request)
+        for request, children in enumerate(promises)
+        for child in children
+        for rank in range(1 + is_aggregated)
+    ]
+    plan: list[list[Said]] = [[], [], []]
+    for report in data.draw(st.permutations(reports)):
+        plan[data.draw(st.sampled_from([0, 0, 0, 1, 2]))].append(report)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_aggregated:  # the worker is in the scheduler's process: nothing is pickled
+            patch.setattr("kvobs.testing.rig.pickle", SimpleNamespace(dumps=lambda sent: sent, loads=lambda sent: sent))
+        stock, ours = (freed(router, plan, promises, is_aggregated=is_aggregated) for router in ("stock", "kvobs"))
+    assert ours == stock

@@ -6,6 +6,7 @@ The connectors here break where a router does to them what vLLM would not have d
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,23 @@ def test_a_failed_load_is_repeated_after_the_request_has_run(router: str, is_syn
     rig.step()
     assert a.called("update_state_after_alloc")[-1][1] == 2 * BLOCK
     assert request.num_preemptions == 1
+
+
+@both
+def test_the_one_worker_of_an_engine_reports_for_all_that_a_child_counts(router: str, a: Script) -> None:
+    """As with an external launcher: vLLM has no aggregator then, and takes each report as it is."""
+    a.finished_count = 2
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig = Rig(router, a, ranks=2, external_rank=0)
+    rig.aggregator = SimpleNamespace(aggregate=lambda outputs, rank: outputs[rank])
+    rig.add("r")
+    rig.step()
+    a.say(0, received="r")
+    rig.run(4)
+    a.say(0, saved="r")
+    rig.run(2)
+    assert rig.status("r") == "gone"
 
 
 class LockingConnector(ScriptedConnector):

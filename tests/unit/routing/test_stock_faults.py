@@ -253,6 +253,23 @@ def test_w11_children_may_state_different_counts(router: str, a: Script, b: Scri
     assert rig.status("r") == "gone"
 
 
+@wrong_in_stock(AssertionError, "waits for reports of ranks that there are not")
+def test_w11_a_count_above_the_number_of_ranks_is_theirs(router: str, a: Script) -> None:
+    a.finished_count = 3
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig = Rig(router, a, ranks=2)
+    rig.add("r")
+    rig.step()
+    for word in ("received", "saved"):
+        for rank in (0, 1):
+            a.say(rank, **{word: "r"})
+        rig.run(4)
+    assert rig.status("r") == "gone"
+    if router == "kvobs":
+        assert_nothing_is_left(rig)
+
+
 @wrong_in_stock(AssertionError, "any child's report counts down another's promise")
 def test_w12_only_the_promising_childs_report_releases(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
@@ -380,21 +397,24 @@ def test_w19_a_childs_own_failure_policy_is_warned_of(router: str, a: Script, ca
 
 @wrong_in_stock(AssertionError, "two completions for one request: the scheduler asserts, the server dies")
 @pytest.mark.parametrize("load_first", [True, False])
+@pytest.mark.parametrize("saver", ["a", "b"])
 def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
-    router: str, load_first: bool, a: Script, b: Script
+    router: str, load_first: bool, saver: str, a: Script, b: Script
 ) -> None:
+    """LMCache MP promises to save what it loads itself, and reports both."""
     a.offers["r"] = KV
-    b.promises.add("r")
+    saves = a if saver == "a" else b
+    saves.promises.add("r")
     rig = Rig(router, a, b, ranks=2)
     rig.add("r")
     rig.step()
     rig.abort("r")
     rig.step()
     completions = []
-    for script in (a, b) if load_first else (b, a):
+    for is_load in (load_first, not load_first):
         for rank in (0, 1):
             assert rig.status("r") == "FINISHED_ABORTED"
-            script.say(rank, received="r" if script is a else "", saved="r" if script is b else "")
+            (a if is_load else saves).say(rank, **{"received" if is_load else "saved": "r"})
             output = rig.step()
             completions += [*(output.finished_recving or ()), *(output.finished_sending or ())]
     assert completions == ["r"]
@@ -402,6 +422,8 @@ def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
     if router == "kvobs":
         assert counted(rig, "kvobs_loads_total", 0, "async", "aborted") == 1
         assert counted(rig, "kvobs_loads_total", 0, "async", "ok") == 0
+        assert counted(rig, "kvobs_saves_total", int(saves is b), "ok") == 1
+        assert counted(rig, "kvobs_stray_reports_total", 0, "save") == 0
         assert_nothing_is_left(rig)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import settings
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, Stuck
+from kvobs.state.transfers import ReportKind, Stuck
 from tests.unit.state.ledger_model import LedgerAgainstModel, report
 
 LedgerAgainstModel.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
 TestLedger = LedgerAgainstModel.TestCase
 
 
-def opened(is_async: bool = True, expected: int = 2) -> Ledger:
-    ledger = Ledger()
+def opened(is_async: bool = True, expected: int = 2, ends_save: bool = False) -> Ledger:
+    ledger = Ledger([0] * ends_save)
     ledger.propose("r", (0, is_async))
     assert ledger.admit("r", 16, expected) is not None
     return ledger
@@ -61,20 +63,23 @@ def test_the_choice_is_the_candidate_until_vllm_allocates_and_then_the_owner() -
     assert (ledger.choice("r"), ledger.owner("r")) == (1, 1)
 
 
-def test_saves_that_are_in_with_the_loaders_own_among_them_are_handed_out_once() -> None:
-    """The load's end covers its connector's promise, which all ranks have reported already."""
-    ledger = Ledger()
-    ledger.propose("r", (0, True))
-    ledger.admit("r", 16, 1)
-    ledger.finish("r", [(0, 1), (1, 1)])
-    for kind, child in ((ReportKind.RECEIVED, 0), (ReportKind.SAVED, 0), (ReportKind.SAVED, 1)):
-        ledger.record(Report(0, kind, "r", child, 5))
-    assert (ledger.take_loads_in(), ledger.take_saves_in()) == (["r"], ["r"])
-    assert ledger.close_load("r") is not None
-    assert set(ledger.close_saves("r")) == {1}
-    assert ledger.take_saves_in() == []
-    assert ledger.take_sent() == {"r"}
-    assert len(ledger) == 0
+@pytest.mark.parametrize("promises", [[0], [1], [0, 1]])
+def test_a_request_that_ended_in_its_load_is_released_after_every_report_in_any_order(promises: list[int]) -> None:
+    """Also where the loader itself has promised, as LMCache MP does for every request."""
+    reports = [(ReportKind.RECEIVED, 0), *((ReportKind.SAVED, child) for child in promises)]
+    for order in permutations([(kind, child, rank) for kind, child in reports for rank in (0, 1)]):
+        ledger = opened()
+        assert ledger.finish("r", [(child, 2) for child in promises]).holds
+        closed: list[int] = []
+        for kind, child, rank in order:
+            assert ledger.take_sent() == set()
+            assert ledger.record(report(kind, "r", child, rank)) is None
+            for request in ledger.take_loads_in():
+                assert ledger.close_load(request) is not None
+            for request in ledger.take_saves_in():
+                closed += ledger.close_saves(request)
+        assert (sorted(closed), ledger.take_sent(), len(ledger)) == (promises, {"r"}, 0)
+        assert [len(each) for child in (0, 1) for each in ledger.in_flight(child)] == [0, 0, 0, 0]
 
 
 def test_a_sync_load_outlives_its_request_by_its_last_report_and_releases_nothing() -> None:
@@ -126,44 +131,49 @@ def test_a_load_that_its_child_withdrew_can_still_fail() -> None:
     assert load.failed
 
 
-def test_the_promise_of_a_child_is_settled_by_its_own_aborted_load() -> None:
+@pytest.mark.parametrize("sibling_is_first", [True, False])
+def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_other(sibling_is_first: bool) -> None:
     """FlexKV promises at an abort, and reports no more than the end of the load."""
-    ledger = opened(expected=1)
-    assert ledger.finish("r", [(0, 1)]).holds
-    ledger.record(report(ReportKind.RECEIVED, "r", 0))
-    ledger.close_load("r")
+    ledger = opened(ends_save=True)
+    ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
+    ledger.record(report(ReportKind.SAVED, "r", 0, 1), 20)
+    if sibling_is_first:
+        ledger.record(report(ReportKind.SAVED, "r", 1), 20)
+    for rank in (0, 1):
+        ledger.record(report(ReportKind.RECEIVED, "r", 0, rank), 30)
+    assert ledger.close_load("r", 40) is not None
+    assert ledger.incomplete.take_stuck(100, 2) == []
+    assert ledger.take_saves_in() == ["r"] * sibling_is_first
+    if not sibling_is_first:
+        ledger.record(report(ReportKind.SAVED, "r", 1), 50)
+        assert ledger.take_saves_in() == ["r"]
+    assert ledger.close_saves("r")[0].arrived == {0: 40, 1: 40}
     assert ledger.take_sent() == {"r"}
     assert len(ledger) == 0
-    assert ledger.take_saves_in() == [], "vLLM has released it; a request of this id is another one"
+    assert [len(each) for child in (0, 1) for each in ledger.in_flight(child)] == [0, 0, 0, 0]
 
 
-def test_a_promise_that_a_load_has_settled_is_neither_open_nor_stuck() -> None:
-    ledger = opened(expected=1)
-    ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
+def test_a_promise_that_a_load_would_end_and_that_is_over_ends_once() -> None:
+    ledger = opened(expected=1, ends_save=True)
+    ledger.finish("r", [(0, 1)])
     ledger.record(report(ReportKind.SAVED, "r", 0), 20)
-    ledger.record(report(ReportKind.RECEIVED, "r", 0), 30)
-    load = ledger.close_load("r")
-    assert load is not None
-    assert load.settled is not None
-    assert [(len(of), of.tokens) for child in (0, 1) for of in ledger.in_flight(child)] == [
-        (0, 0),
-        (0, 0),
-        (0, 0),
-        (1, 16),
-    ]
-    assert ledger.incomplete.take_stuck(100, 2) == []
-
-
-def test_the_promise_of_a_sibling_is_not_settled_by_a_load() -> None:
-    ledger = opened(expected=1)
-    ledger.finish("r", [(0, 1), (1, 1)])
-    ledger.record(report(ReportKind.RECEIVED, "r", 0))
-    ledger.close_load("r")
-    assert ledger.take_sent() == set()
-    ledger.record(report(ReportKind.SAVED, "r", 1))
     assert ledger.take_saves_in() == ["r"]
-    assert set(ledger.close_saves("r")) == {1}
+    ledger.record(report(ReportKind.RECEIVED, "r", 0), 30)
+    ledger.close_load("r", 40)
+    assert ledger.take_saves_in() == []
+    assert ledger.close_saves("r")[0].arrived == {0: 0}
     assert ledger.take_sent() == {"r"}
+
+
+def test_a_rank_has_saved_a_request_when_all_its_promises_are_reported_there() -> None:
+    """Or are not waited for: of those that one rank reports for all."""
+    ledger = Ledger()
+    ledger.finish("r", [(0, 2), (1, 1)])
+    assert not ledger.is_saved_on(0, "unknown")
+    ledger.record(report(ReportKind.SAVED, "r", 0, 1))
+    assert not ledger.is_saved_on(1, "r")
+    ledger.record(report(ReportKind.SAVED, "r", 1, 0))
+    assert (ledger.is_saved_on(0, "r"), ledger.is_saved_on(1, "r")) == (False, True)
 
 
 def test_a_report_before_a_partial_tail_is_not_about_the_tail() -> None:

@@ -149,7 +149,7 @@ def test_transfers_and_reports_begin_with_nothing_known() -> None:
         None,
         {},
     )
-    assert (load.failed_on, load.needs_echo, load.aborted, load.settled) == (set(), False, False, None)
+    assert (load.failed_on, load.needs_echo, load.aborted) == (set(), False, False)
     assert (save.promised, save.done, save.expected, save.promised_ns) == (False, False, 1, 0)
     assert (save.arrived, save.ranks, save.is_abandoned, save.is_given_up) == ({}, {}, False, False)
     assert Report(3, ReportKind.SAVED, "r", 1, 7) == (3, ReportKind.SAVED, "r", 1, 7, 0, 0)

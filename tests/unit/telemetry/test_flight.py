@@ -110,24 +110,6 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
             assert process.first_ns <= one.start <= (one.end or one.start) <= process.last_ns
 
 
-def test_a_promised_save_that_its_load_settles_has_ended(folder: Path, a: Script, b: Script) -> None:
-    """FlexKV promises at an abort, and then reports the load only."""
-    rig = recording_rig(folder, a, b)
-    a.offers["r"] = (BLOCK, True)
-    a.promises.add("r")
-    rig.add("r")
-    rig.step()
-    rig.abort("r")
-    rig.step()
-    a.say(0, received="r")
-    rig.run(4)
-    assert rig.status("r") == "gone"
-    found = transfers(by_name(folder)["scheduler"])
-    ended = [(one.kind, one.child, one.outcome) for one in found if one.end is not None]
-    assert sorted(ended) == [("load", 0, "aborted"), ("save", 0, "ok")]
-    assert all(one.begun is not None for one in found)
-
-
 def waits(process: Process) -> list[tuple[str, str]]:
     return [(one.kind, one.outcome) for one in process.transfers if one.kind in ("lookup", "resume")]
 

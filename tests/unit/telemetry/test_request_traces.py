@@ -321,16 +321,14 @@ def test_a_save_done_before_its_promise_is_written_at_once() -> None:
     assert (saved.title, saved.start_ns, saved.end_ns) == ("kv.save cpu", 3, 3)
 
 
-def test_of_an_abandoned_save_and_of_one_that_a_load_settled_nothing_is_written_and_nothing_stays() -> None:
+def test_of_an_abandoned_save_nothing_is_written_and_nothing_stays() -> None:
     scheduler = Scheduler()
     scheduler.traces.of(request())
-    abandoned, settled = Save(True, is_abandoned=True), Save(True, True)
-    scheduler.traces.admitted("r", Load(0, 16, True, 1))
-    scheduler.traces.promised("r", {0: settled, 1: abandoned}, {})
+    abandoned = Save(True, is_abandoned=True)
+    scheduler.traces.promised("r", {1: abandoned}, {})
     scheduler.traces.request_ended("r")
     scheduler.traces.saved("r", 1, abandoned, 5)
-    scheduler.traces.load_ended("r", Load(0, 16, True, 1, settled=settled))
-    assert [one.name for one in scheduler.written()] == ["kv.load"]
+    assert scheduler.written() == []
     assert len(scheduler.traces) == 0
 
 
