@@ -227,8 +227,8 @@ def slowest_rank(site: Site) -> Alert:
         f"and ignoring (rank) {rules.RANK_SKEW} > {site.rank_skew_s}\n"
         f"and ignoring (rank) {transfers} >= {site.few_transfers}",
         "10m",
-        "One rank finishes last in most loads and saves.",
-        "Rank {{ $labels.rank }} was last in {{ $value | humanizePercentage }} of the loads and saves of " + OF_CHILD
+        "One rank takes longest in most loads and saves.",
+        "Rank {{ $labels.rank }} took longest in {{ $value | humanizePercentage }} of loads and saves of " + OF_CHILD
         + " in the last fifteen minutes; all other ranks waited for it.",
     )  # fmt: skip
 

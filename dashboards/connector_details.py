@@ -64,7 +64,7 @@ def ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Rank skew (p99)",
                 About(
-                    "Time between the first and the last rank's report of a load, or promised save (dashed).",
+                    "By how much the slowest rank took longer than the quickest for a load, or promised save (dashed).",
                     "Close to the load's own duration: one rank makes the load slow.",
                     "See 'Slowest rank' to the right.",
                     "Values are interpolated within a bucket, a factor of four wide. One rank has no skew.",
@@ -79,10 +79,10 @@ def ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Slowest rank (transfers/s)",
                 About(
-                    "Loads and promised saves that this rank finished last, per second.",
+                    "Loads and promised saves for which this rank took longest, per second.",
                     "Similar rates are normal. One line far above the others is a slow rank.",
                     "Check that worker's machine: PCIe, network, disk, other processes.",
-                    "One rank is always last, even with little skew: check the skew first.",
+                    "One rank is always the slowest, even with little skew: check the skew first.",
                 ),
                 Query(
                     f"topk(10, {SELECTION.rate(signals.SLOWEST_RANK, 'connector', 'rank')})",

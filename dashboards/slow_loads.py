@@ -147,7 +147,7 @@ def _slow_loads() -> Panel:
         "Slow loads",
         About(
             "Loads that took longer than slow_load_ms, as spans.",
-            "Rank skew close to the duration: one rank was late, shown in the column Slowest rank.",
+            "Rank skew close to the duration: one rank was slow, shown in the column Slowest rank.",
             "Click a name for its trace, on this board or in Explore: kv.load.rank shows each rank.",
             "Slow loads are always exported, others as sampled: use metrics for counts.",
         ),

@@ -78,7 +78,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
     "SlowestRank": lambda site: (
-        f"one rank is last in more than {_percent(site.rank_share)} of the transfers, by more than "
+        f"one rank is the slowest in more than {_percent(site.rank_share)} of the transfers, by more than "
         f"{site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
     ),
     "LoadsDontPay": lambda site: (

@@ -173,13 +173,13 @@ HELD_TOKENS = Signal(
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
-    "Time between the first and the last rank's report of a load or promised save.",
+    "By how much the slowest rank took longer for a load or promised save than the quickest, each by its own clock.",
     {"kind": _TRANSFERS},
     Kind.HISTOGRAM,
     _SKEW_BOUNDS,
 )
 SLOWEST_RANK = Signal(
-    "kvobs_slowest_rank_total", "Loads and promised saves that this rank finished last.", {"rank": OPEN}
+    "kvobs_slowest_rank_total", "Loads and promised saves for which this rank took longest.", {"rank": OPEN}
 )
 STUCK_TRANSFERS = Signal(
     "kvobs_stuck_transfers_total",

@@ -373,7 +373,8 @@ class WorkerSide:
         now = wall_ns() if requests else 0
         for request in requests or ():
             began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
-            self._reports.append(Report(self._rank, kind, request, child.index, now, began_ns=began_ns))
+            spent_ns = now - began_ns if began_ns else 0
+            self._reports.append(Report(self._rank, kind, request, child.index, now, spent_ns, began_ns))
 
 
 def _alien(metadata: KVConnectorMetadata) -> TypeError:

@@ -115,8 +115,8 @@ class Ledger:
     # Reports
 
     def record(self, report: Report, now_ns: int = 0) -> Stray | None:
-        """Process one report; return it as stray if its child owns no such load or save."""
-        rank, kind, request, child, time_ns, spent_ns, began_ns = report
+        """Process one report, read at ``now_ns``; return it as stray if its child owns no such load or save."""
+        rank, kind, request, child = report[:4]
         entry = self._entries.get(request)
         if kind is _SAVED:
             return self._record_save(entry, report, now_ns)
@@ -133,8 +133,8 @@ class Ledger:
                 return None  # does not mean that the load has arrived
         if rank in load.arrived:
             return None
-        load.arrived[rank] = spent_ns if is_sync else time_ns
-        load.ranks[rank] = began_ns, time_ns
+        load.arrived[rank] = now_ns
+        load.ranks[rank] = report
         if self._is_last("load", report, load, now_ns):
             if load.needs_echo:
                 self.failures.append(request)
@@ -154,8 +154,8 @@ class Ledger:
             return Stray(report.child, "save", report.request)
         if report.rank in save.arrived:
             return None
-        save.arrived[report.rank] = report.time_ns
-        save.ranks[report.rank] = (report.began_ns, report.time_ns)
+        save.arrived[report.rank] = now_ns
+        save.ranks[report.rank] = report
         if save.promised and self._is_last("save", report, save, now_ns):
             self._note_save_over(report.request, entry)
         return None

@@ -23,8 +23,9 @@ class Report(NamedTuple):
     """One report of one rank.
 
     ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
-    are wall-clock time (ns since the epoch). ``spent_ns`` is the time of a synchronous load within this rank's step; an
-    asynchronous load has none.
+    are wall-clock time (ns since the epoch) of this rank's host, and are not compared with that of another.
+    ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its
+    step waited for a synchronous load.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class Stray(NamedTuple):
 
 
 class Slowest(NamedTuple):
-    """The rank that was last, and its time after the first."""
+    """The rank that took longest, and how much longer than the quickest."""
 
     rank: int
     skew_ns: int
@@ -57,7 +58,8 @@ class _OnRanks:
     __slots__ = ()
 
     expected: int
-    arrived: dict[int, int]
+    arrived: dict[int, int]  # rank -> when its report was read, by the scheduler's clock
+    ranks: dict[int, Report]  # the report of each rank that made one
 
     @property
     def is_in(self) -> bool:
@@ -65,11 +67,12 @@ class _OnRanks:
 
     @property
     def slowest(self) -> Slowest | None:
-        """Compare the ranks; None if there is only one."""
-        if len(self.arrived) <= 1:
+        """Compare how long each rank took; None if there is only one, or if not every expected one has reported."""
+        if len(self.ranks) < max(2, self.expected):
             return None
-        rank = max(self.arrived, key=self.arrived.__getitem__)
-        return Slowest(rank, self.arrived[rank] - min(self.arrived.values()))
+        took = {rank: report.spent_ns for rank, report in self.ranks.items()}
+        rank = max(took, key=took.__getitem__)
+        return Slowest(rank, took[rank] - min(took.values()))
 
 
 @dataclass(slots=True)
@@ -83,11 +86,11 @@ class Load(_OnRanks):
     opened_ns: int = 0
     blocks: Blocks = ()  # that it fills
     size: int = 0  # in bytes, over all ranks
-    arrived: dict[int, int] = field(default_factory=dict)  # rank -> time of its report; what a sync load took there
+    arrived: dict[int, int] = field(default_factory=dict)
     local_tokens: int = 0  # before it, in vLLM's own cache
     rest_tokens: int = 1  # after it, which are computed in any case
     lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
-    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> its begin and end there
+    ranks: dict[int, Report] = field(default_factory=dict)
     failed_on: set[int] = field(default_factory=set)  # ranks
     needs_echo: bool = False  # the workers must report the failure to vLLM
     aborted: bool = False  # the request ended while it was open
@@ -110,8 +113,9 @@ class Load(_OnRanks):
     @property
     def duration_ns(self) -> int:
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
-        last = max(self.arrived.values(), default=0)
-        return max(0, last - self.opened_ns) if self.is_async else last
+        if self.is_async:
+            return max(0, max(self.arrived.values(), default=0) - self.opened_ns)
+        return max((report.spent_ns for report in self.ranks.values()), default=0)
 
 
 class Gain(NamedTuple):
@@ -141,7 +145,7 @@ class Save(_OnRanks):
     expected: int = 1
     promised_ns: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ranks: dict[int, Report] = field(default_factory=dict)
     is_abandoned: bool = False  # counted as done without a report of its connector
     is_given_up: bool = False  # its connector has completed it on the scheduler's side, as MoRIIO does after a while
 

@@ -157,17 +157,19 @@ class RequestSpans:
         of_ranks: dict[int, dict[str, Value]] = {rank: {spans.MODE: mode} for rank in load.ranks}
         for rank, more in of_ranks.items():
             if not load.is_async:
-                more[spans.STALL] = load.arrived[rank] / 1e9
+                more[spans.STALL] = load.ranks[rank].spent_ns / 1e9
             if rank in load.failed_on:
                 more[spans.ERROR_TYPE] = LOAD_FAILED
-        last_ns = max((ended for _, ended in load.ranks.values()), default=0)
+        # A rank's times are of its own host's clock: only how long it took can be added to the scheduler's.
+        steps_ns = (report.time_ns - report.began_ns for report in load.ranks.values() if report.began_ns)
+        lasted_ns = load.duration_ns if load.is_async else max(steps_ns, default=0)
         head = Record(
             spans.LOAD.name,
             opened.trace.trace_id,
             opened.span_id,
             opened.parent_id,
             load.opened_ns,
-            max(load.opened_ns, last_ns),
+            load.opened_ns + lasted_ns,
             reason,
             opened.trace.labels | attributes | _compared(load),
             load.duration_ns if load.outcome == "ok" else 0,
@@ -193,26 +195,29 @@ class RequestSpans:
             opened.trace.labels | attributes | _compared(save),
             held_ns,
         )
-        # A report before the promise precedes the span, which then has no length.
+        # A span without length has no ranks: they had reported before the promise.
         self._write(head, spans.SAVE_RANK, save, {rank: {} for rank in save.ranks if held_ns})
 
     def _write(
         self, head: Record, of_rank: Span, transfer: Load | Save, more: Mapping[int, Mapping[str, Value]]
     ) -> None:
-        """Write a load's or save's span and its ranks' (of very many only the slowest) as one group."""
+        """Write a load's or save's span and its ranks' (of very many only the slowest) as one group.
+
+        A rank's span has the times of its own host's clock.
+        """
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]
-        for rank in sorted(heapq.nlargest(AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank][1])):
-            began, ended = transfer.ranks[rank]
-            start = began or head.start_ns
+        for rank in sorted(heapq.nlargest(AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank].spent_ns)):
+            ended_ns = transfer.ranks[rank].time_ns
+            start_ns = transfer.ranks[rank].began_ns or ended_ns
             group.append(
                 Record(
                     of_rank.name,
                     head.trace_id,
                     new_span_id(),
                     head.span_id,
-                    start,
-                    max(start, ended),
+                    start_ns,
+                    ended_ns,
                     head.reason,
                     {**same, spans.RANK: rank, **more[rank]},
                 )

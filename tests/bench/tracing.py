@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from kvobs import signals, spans
 from kvobs.exporting.span_export import SpanCutter
-from kvobs.state.transfers import Load
+from kvobs.state.transfers import Load, Report, ReportKind
 from kvobs.stats.flush_rule import FlushRule
 from kvobs.stats.payload import KvobsStats
 from kvobs.telemetry.call_event import CallEvent
@@ -300,7 +300,8 @@ def _writing() -> tuple[list[float], list[float]]:
         traces.allocated(request.request_id, [(0, LOADED)], 0, 0, LOADED)
         load = Load(0, LOADED, is_async=True, expected=RANKS, opened_ns=1)
         traces.admitted(request.request_id, load)
-        load.ranks, load.arrived = dict.fromkeys(range(RANKS), (1, 3)), dict.fromkeys(range(RANKS), 3)
+        report = Report(0, ReportKind.RECEIVED, request.request_id, 0, 3, 2, 1)
+        load.ranks, load.arrived = dict.fromkeys(range(RANKS), report), dict.fromkeys(range(RANKS), 3)
         traces.load_ended(request.request_id, load)
         traces.request_ended(request.request_id)
         return SPANS_PER_LOAD

@@ -111,6 +111,35 @@ def test_a_sync_load_ends_with_what_it_took_of_the_step(monkeypatch: pytest.Monk
         assert whole.start_time <= (span.start_time or 0) < span.end_time <= whole.end_time
 
 
+@pytest.mark.parametrize("offset_s", [-600, -0.05, 0.05, 600])
+def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an asynchronous load and a promised save; only where the spans of that rank begin."""
+    names = ("load_duration", "load_waited", "load_resume_delay", "save_hold", "rank_skew", "slowest_rank")
+
+    def numbers(rank_s: dict[int, float]) -> Any:
+        a = Script("a", offers={"r": KV}, promises={"r"})
+        engine = Traced(monkeypatch, a, Script("b"))
+        engine.rank_s = rank_s
+        load(engine, trace_headers=SAMPLED)
+        for rank in (0, 1):
+            a.say(rank, saved="r")
+            engine.step()
+        engine.step()
+        spans = [
+            (span.name, (span.end_time or 0) - (span.start_time or 0), attributes(span)) for span in engine.spans()
+        ]
+        series = [engine.series(f"kvobs_{name}{end}") for name in names for end in ("_seconds_sum", "_total")]
+        return series, sorted(spans, key=lambda span: (span[0], str(span[2].get("rank"))))
+
+    (series, spans), (expected, others) = numbers({1: offset_s}), numbers({})
+    assert series == [pytest.approx(of, abs=1e-6) for of in expected]
+    assert [(name, more) for name, _, more in spans] == [
+        (name, pytest.approx(more, abs=1e-6)) for name, _, more in others
+    ]
+    assert [ns for _, ns, _ in spans] == pytest.approx([ns for _, ns, _ in others], abs=1000)
+    assert len(spans) == 7
+
+
 def test_without_a_clients_context_the_lookup_is_the_root_of_a_trace_for_each_request(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:

@@ -68,7 +68,7 @@ _LEFT = ("in progress", "slowest loads", "request", "waits for", "last rank", "c
 
 
 def last_rank(one: Joined) -> str:
-    """Return the rank that was last, and its time after the first."""
+    """Return the rank that took longest, and how much longer than the quickest."""
     if one.slowest is None:
         return NONE
     rank, skew_ns = one.slowest

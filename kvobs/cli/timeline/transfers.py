@@ -58,12 +58,16 @@ class Joined:
 
     @property
     def slowest(self) -> tuple[int, int] | None:
-        """Return the rank that was last, and its time after the first; None unless several have ended."""
-        ends = {part.rank: part.end for part in self.parts if part.end is not None}
-        if len(ends) <= 1:
+        """Return the rank that took longest, and how much longer than the quickest.
+
+        None if there is only one, or if it is not known how long each took. Ends are not compared: they are of the
+        clocks of several machines.
+        """
+        took = {part.rank: part.spent_ns for part in self.parts if part.spent_ns is not None}
+        if len(took) < max(2, len(self.parts)):
             return None
-        last = max(ends, key=ends.__getitem__)
-        return last, ends[last] - min(ends.values())
+        rank = max(took, key=took.__getitem__)
+        return rank, took[rank] - min(took.values())
 
 
 def join(processes: Sequence[Process]) -> list[Joined]:
@@ -135,5 +139,5 @@ def _conclude(one: Joined) -> None:
     if one.waits_for:
         one.end, one.outcome = None, OPEN
     else:
-        one.end = max(part.end for part in one.parts if part.end is not None)
+        one.end = one.start + max(part.spent_ns or 0 for part in one.parts)
         one.outcome = next((part.outcome for part in one.parts if part.outcome != "ok"), "ok")

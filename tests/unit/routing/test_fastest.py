@@ -18,6 +18,7 @@ from kvobs.state.transfers import Load
 from kvobs.telemetry.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.observed import KV, SYNC, Observed
+from tests.support.reports import took
 from tests.support.rig import assert_nothing_is_left
 
 MS = 1_000_000
@@ -108,7 +109,7 @@ def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:
 
 
 def test_a_synchronous_load_takes_what_its_step_waited_for_it(policy: Policy) -> None:
-    policy.load(0, 500, is_async=False, arrived={0: 20 * MS, 1: 30 * MS})
+    policy.load(0, 500, is_async=False, ranks=took(20 * MS, 30 * MS))
     assert policy.decide(1000).predicted[0] == pytest.approx(0.03 + 0.015, rel=0.05)
 
 

@@ -13,6 +13,7 @@ from kvobs.routing.gains import Gains, StepLimits
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.recorder import Recorder
+from tests.support.reports import took
 
 MS = 1_000_000
 TOKEN_NS, STEP_NS = 100_000, 5 * MS
@@ -41,7 +42,7 @@ class Engine(TransferListener):
 
     def learn(self) -> None:
         for i in range(100):
-            self.step(1 + 37 * i % 1500)
+            self.step(1 + 37 * (i % 41))
 
     def resume(self, request_id: str) -> None:
         self.gains.allocated(request_id, [], 0, None, 0)
@@ -81,7 +82,7 @@ def test_a_load_for_which_is_waited_longer_than_computing_takes_is_slower(engine
 
 
 def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
-    engine.gains.load_ended("r", engine.load(is_async=False, arrived={0: 3 * MS, 1: 4 * MS}))
+    engine.gains.load_ended("r", engine.load(is_async=False, ranks=took(3 * MS, 4 * MS)))
     ((_, gain),) = engine.weighed
     assert (gain.waited_ns, gain.resume_ns) == (4 * MS, None)
     assert gain.saved_ns == pytest.approx(1000 * TOKEN_NS, rel=0.02)

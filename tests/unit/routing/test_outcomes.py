@@ -10,6 +10,7 @@ from kvobs.routing.outcomes import Outcomes
 from kvobs.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
 from kvobs.state.transfers import Gain, Load, Save, Stray
 from kvobs.telemetry.recorder import Recorder
+from tests.support.reports import took
 
 
 class Counted:
@@ -34,9 +35,8 @@ class Counted:
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(is_async: bool, failed: bool) -> None:
     counted = Counted(2)
-    counted.outcomes.load_ended(
-        "r", Load(1, 32, is_async, 1, size=320, failed_on={0} if failed else set(), opened_ns=100, arrived={0: 107})
-    )
+    load = Load(1, 32, is_async, 1, 100, size=320, failed_on={0} if failed else set(), arrived={0: 107}, ranks=took(5))
+    counted.outcomes.load_ended("r", load)
     mode = "async" if is_async else "sync"
     assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if failed else "ok"): 1} | (
         {(1, "kvobs_recomputed_tokens_total"): 32}
@@ -44,21 +44,19 @@ def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(is_asy
         else {
             (1, "kvobs_load_tokens_total"): 32,
             (1, "kvobs_load_bytes_total"): 320,
-            (1, "kvobs_load_duration_seconds", mode): 7 if is_async else 107,
+            (1, "kvobs_load_duration_seconds", mode): 7 if is_async else 5,
         }
     )
 
 
-@pytest.mark.parametrize(
-    ("arrived", "skew", "slowest"), [({0: 5, 1: 9, 2: 6}, 4, "1"), ({2: 7, 0: 7, 1: 3}, 4, "2")], ids=str
-)
+@pytest.mark.parametrize(("spent", "skew", "slowest"), [((5, 9, 6), 4, "1"), ((7, 3, 7), 4, "0")], ids=str)
 @pytest.mark.parametrize("kind", ["load", "save"])
-def test_ranks_are_compared(arrived: dict[int, int], skew: int, slowest: str, kind: str) -> None:
+def test_ranks_are_compared(spent: tuple[int, ...], skew: int, slowest: str, kind: str) -> None:
     counted = Counted(1)
     if kind == "load":
-        counted.outcomes.load_ended("r", Load(0, 1, True, 3, arrived=arrived))
+        counted.outcomes.load_ended("r", Load(0, 1, True, 3, ranks=took(*spent)))
     else:
-        counted.outcomes.saved("r", 0, Save(True, True, 3, 1, arrived), 1)
+        counted.outcomes.saved("r", 0, Save(True, True, 3, 1, ranks=took(*spent)), 1)
     counts = counted.counts()
     assert counts[0, "kvobs_rank_skew_seconds", kind] == skew
     assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
@@ -66,7 +64,7 @@ def test_ranks_are_compared(arrived: dict[int, int], skew: int, slowest: str, ki
 
 def test_one_rank_alone_is_not_the_slowest() -> None:
     counted = Counted(1)
-    counted.outcomes.load_ended("r", Load(0, 1, True, 1, arrived={0: 5}))
+    counted.outcomes.load_ended("r", Load(0, 1, True, 1, ranks=took(5)))
     assert not [key for key in counted.counts() if "rank" in key[1]]
 
 

@@ -264,7 +264,7 @@ def test_a_load_that_a_child_adds_after_a_rank_failed_is_reported_as_failed_firs
     assert ledger.take_loads_in() == ["r"]
     load = ledger.close_load("r")
     assert load is not None
-    assert (load.outcome, load.arrived) == ("failed", {0: 20, 1: 0})
+    assert (load.outcome, load.arrived) == ("failed", {0: 20, 1: 10})
 
 
 def test_a_child_adds_its_own_asynchronous_loads_only() -> None:

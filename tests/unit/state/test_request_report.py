@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.state.request_report import LOADS_AT_MOST, RequestReport
-from kvobs.state.transfers import Gain, Load
+from kvobs.state.transfers import Gain, Load, Report, ReportKind
 
 NAMES = ("cpu", "disk", "remote")
 MS = 1_000_000
@@ -22,7 +22,8 @@ def load(child: int = 0, **more: Any) -> Load:
 
 def in_after(ms: int, loaded: Load) -> Load:
     """Let the load's only rank report so long after it was opened."""
-    loaded.arrived[0] = (loaded.opened_ns if loaded.is_async else 0) + ms * MS
+    loaded.arrived[0] = loaded.opened_ns + ms * MS
+    loaded.ranks[0] = Report(0, ReportKind.RECEIVED, "r", loaded.child, 0, ms * MS)
     return loaded
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
+from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import IncompleteTransfers, Load, Report, ReportKind, Save, Slowest, Stuck
+from tests.support.reports import took
 
 
 def load(*arrived: int, expected: int = 3) -> Load:
@@ -37,25 +41,71 @@ def test_what_is_over_is_forgotten() -> None:
     assert len(halves) == 0
 
 
-def test_the_slowest_rank_is_the_last_one() -> None:
-    assert load(0).slowest is None
-    assert Load(0, 1, True, 2, arrived={0: 5, 1: 9, 2: 7}).slowest == Slowest(1, 4)
+@pytest.mark.parametrize(
+    ("expected", "ranks", "slowest"),
+    [
+        (2, took(5, 9), Slowest(1, 4)),
+        (3, took(7, 3, 7), Slowest(0, 4)),
+        (1, took(5, 9), Slowest(1, 4)),
+        (1, took(5), None),
+        (3, took(5, 9), None),
+        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, Slowest(0, 5)),
+    ],
+    ids=["two", "three", "one is enough", "alone", "one is missing", "one reported before the order"],
+)
+def test_the_slowest_rank_took_longest_where_all_have_reported(
+    expected: int, ranks: dict[int, Report], slowest: Slowest | None
+) -> None:
+    assert Load(0, 1, True, expected, ranks=ranks).slowest == Save(expected=expected, ranks=ranks).slowest == slowest
 
 
 @pytest.mark.parametrize(
-    ("is_async", "opened", "arrived", "duration"),
-    [
-        (True, 10, {0: 12, 1: 25}, 15),
-        (True, 10, {0: 7}, 0),
-        (True, 10, {}, 0),
-        (False, 10, {0: 12, 1: 25}, 25),
-        (False, 10, {}, 0),
-    ],
+    ("is_async", "arrived", "duration"),
+    [(True, {0: 12, 1: 25}, 15), (True, {0: 7}, 0), (True, {}, 0), (False, {0: 12, 1: 25}, 9), (False, {}, 0)],
 )
 def test_a_load_lasts_until_its_last_rank_and_a_synchronous_one_as_long_as_on_its_slowest(
-    is_async: bool, opened: int, arrived: dict[int, int], duration: int
+    is_async: bool, arrived: dict[int, int], duration: int
 ) -> None:
-    assert Load(0, 16, is_async, 2, opened, arrived=arrived).duration_ns == duration
+    ranks = took(5, 9) if arrived else {}
+    assert Load(0, 16, is_async, 2, 10, arrived=arrived, ranks=ranks).duration_ns == duration
+
+
+RANKS = range(3)
+moments = st.integers(1, 10**10)
+offsets = st.sampled_from([0, 50_000_000, -50_000_000, 600 * 10**9, -600 * 10**9]) | st.integers(-(10**12), 10**12)
+
+
+@given(
+    st.sampled_from([ReportKind.RECEIVED, ReportKind.SAVED, ReportKind.SYNC_DONE]),
+    st.lists(st.tuples(offsets, moments, moments, moments), min_size=3, max_size=3),
+)
+def test_no_clock_of_a_rank_changes_a_number(kind: ReportKind, ranks: list[tuple[int, int, int, int]]) -> None:
+    """Each rank got its order, took a while and was read some time later; its host's clock is off by an offset."""
+    start = 10**18
+
+    def numbers(offset_of: list[int]) -> tuple[int, Slowest | None]:
+        ledger = Ledger()
+        ledger.propose("r", (0, kind is ReportKind.RECEIVED))
+        load = ledger.admit("r", 16 * (kind is not ReportKind.SAVED), len(RANKS), start)
+        if kind is ReportKind.SAVED:
+            ledger.finish("r", [(0, len(RANKS))], start)
+        read = start
+        for rank, offset in zip(RANKS, offset_of, strict=True):
+            _, late, spent, more = ranks[rank]
+            began = start + late + offset
+            read = max(read, start + late + spent + more)
+            ledger.record(Report(rank, kind, "r", 0, began + spent, spent, began), read)
+        if load is not None:
+            return load.duration_ns, load.slowest
+        (save,) = ledger.close_saves("r").values()
+        return max(save.arrived.values()) - save.promised_ns, save.slowest
+
+    found = numbers([offset for offset, *_ in ranks])
+    assert found == numbers([0, 0, 0])
+    spent = [spent for _, _, spent, _ in ranks]
+    waited = max(late + spent + more for _, late, spent, more in ranks)
+    assert found[0] == (max(spent) if kind is ReportKind.SYNC_DONE else waited)
+    assert found[1] == Slowest(spent.index(max(spent)), max(spent) - min(spent))
 
 
 @pytest.mark.parametrize(

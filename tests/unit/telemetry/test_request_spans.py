@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.spans import Reason, Record
-from kvobs.state.transfers import Gain, Load, Save
+from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save
 from kvobs.telemetry.journal import AT_MOST, Group, Journal
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.request_spans import Opened, RequestSpans, Trace
@@ -143,6 +143,12 @@ def test_ids_of_any_length_are_cut(request_id: str) -> None:
 # --- loads
 
 
+def part(rank: int, began_ns: int, ended_ns: int, spent_ns: int | None = None) -> Report:
+    """Return a rank's report: if not said how long it took, then from its begin, if that is known, to its end."""
+    spent_ns = spent_ns if spent_ns is not None else ended_ns - began_ns if began_ns else 0
+    return Report(rank, ReportKind.RECEIVED, "r", 1, ended_ns, spent_ns, began_ns)
+
+
 def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) -> Load:
     """Return a load that began at 1 s and took ``ms`` on its last rank, 1 ms less on the one before, and so on."""
     began = 1_000 * MS
@@ -153,8 +159,8 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
         is_async,
         ranks,
         opened_ns=began,
-        arrived={rank: began + ns if is_async else ns for rank, ns in took.items()},
-        ranks={rank: (began + MS, began + ns) for rank, ns in took.items()},
+        arrived={rank: began + ns for rank, ns in took.items()},
+        ranks={rank: part(rank, began + MS, began + MS + ns, ns) for rank, ns in took.items()},
         size=640,
         **more,
     )
@@ -195,7 +201,7 @@ def test_a_load_says_what_it_brought_and_each_rank_its_part() -> None:
         "kv_transfer.rank_skew": 0.002,
     }
     assert [(one.name, one.trace_id, one.parent_id, one.start_ns, one.end_ns) for one in ranks] == [
-        ("kv.load.rank", head.trace_id, head.span_id, 1_001 * MS, (1_003 + rank) * MS) for rank in range(3)
+        ("kv.load.rank", head.trace_id, head.span_id, 1_001 * MS, (1_004 + rank) * MS) for rank in range(3)
     ]
     assert ranks[2].attributes == {
         **LABELS,
@@ -246,7 +252,7 @@ times = st.integers(0, 2**62)
     st.dictionaries(st.integers(0, 9), st.tuples(st.just(0) | times, times, times), max_size=4),
     st.sampled_from([{}, {"failed_on": {0}}, {"aborted": True}]),
 )
-def test_whatever_clocks_say_no_span_ends_before_it_begins(
+def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_its_own_times(
     is_async: bool, opened_ns: int, ranks: dict[int, tuple[int, int, int]], outcome: dict[str, Any]
 ) -> None:
     load = Load(
@@ -256,14 +262,26 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins(
         1,
         opened_ns=opened_ns,
         arrived={rank: arrived for rank, (_, _, arrived) in ranks.items()},
-        ranks={rank: (began, ended) for rank, (began, ended, _) in ranks.items()},
+        ranks={rank: part(rank, began, began + spent) for rank, (began, spent, _) in ranks.items()},
         **outcome,
     )
-    head, *parts = Writer().loaded(trace_of(), load)
-    assert all(part.end_ns <= head.end_ns or part.start_ns == part.end_ns for part in parts)
-    assert [part.start_ns for part in parts if ranks[int(part.attributes["kv_transfer.rank"])][0] == 0] == [
-        head.start_ns for began, *_ in ranks.values() if began == 0
-    ]
+    _, *parts = Writer().loaded(trace_of(), load)
+    assert {(one.attributes["kv_transfer.rank"], one.start_ns, one.end_ns) for one in parts} == {
+        (rank, began or spent, began + spent) for rank, (began, spent, _) in ranks.items()
+    }, "where its begin is unknown, its end"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("offset_s", [-0.5, -0.05, 0.05, 600])
+def test_a_load_is_as_long_whatever_the_clock_of_a_rank(is_async: bool, offset_s: float) -> None:
+    """Its ranks' spans, too, are only elsewhere."""
+    right, wrong = load_of(is_async=is_async, ranks=2), load_of(is_async=is_async, ranks=2)
+    report, offset_ns = wrong.ranks[1], int(offset_s * 1e9)
+    wrong.ranks[1] = report._replace(time_ns=report.time_ns + offset_ns, began_ns=report.began_ns + offset_ns)
+    (head, *parts), (expected, *others) = (Writer().loaded(trace_of(), load) for load in (wrong, right))
+    assert head == expected
+    assert [one.end_ns - one.start_ns for one in parts] == [one.end_ns - one.start_ns for one in others]
+    assert [one.start_ns for one in parts] == [others[0].start_ns, others[1].start_ns + offset_ns]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +312,7 @@ def save_of(**more: Any) -> Save:
 
 def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     head, *ranks = Writer().saved(
-        trace_of(), save_of(arrived={0: 150, 1: 350}, ranks={0: (0, 150), 1: (120, 350)}), 400
+        trace_of(), save_of(arrived={0: 200, 1: 400}, ranks={0: part(0, 120, 150), 1: part(1, 120, 350)}), 400
     )
     assert (head.title, head.span_id, head.parent_id) == ("kv.save cpu", "3" * 16, SAMPLED.span_id)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 400, 300)
@@ -308,13 +326,13 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     assert [
         (one.name, one.parent_id, one.start_ns, one.end_ns, one.attributes["kv_transfer.rank"]) for one in ranks
     ] == [
-        ("kv.save.rank", head.span_id, 100, 150, 0),
+        ("kv.save.rank", head.span_id, 120, 150, 0),
         ("kv.save.rank", head.span_id, 120, 350, 1),
     ]
 
 
 def test_a_save_that_was_done_before_its_promise_has_no_length_and_no_ranks() -> None:
-    (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: (20, 50)}), 100)
+    (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(0, 20, 50)}), 100)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 100, 0)
 
 

@@ -8,12 +8,14 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
 from kvobs.telemetry import ring
+from kvobs.telemetry.recorder import wall_ns
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.recording_rigs import recording_rig
 from tests.support.recordings import run
@@ -123,14 +125,15 @@ def test_a_file_that_is_there_stays_unless_it_may_be_overwritten(tmp_path: Path,
 
 
 def stuck(folder: Path, a: Script) -> Rig:
-    """Let one load be done and one wait for rank 1."""
+    """Let one load be done, on rank 1 a second later, and one wait for rank 1."""
     rig = recording_rig(folder, a, ranks=2)
     a.offers |= {"good": (2 * BLOCK, True), "stuck": (BLOCK, True)}
     rig.add("good")
     rig.add("stuck")
-    rig.run(2)
-    a.say(0, received="good stuck")
-    rig.step()
+    with mock.patch("kvobs.routing.worker.wall_ns", return_value=wall_ns() - 10**9):
+        rig.run(2)
+        a.say(0, received="good stuck")
+        rig.step()
     a.say(1, received="good")
     rig.run(3)
     return rig

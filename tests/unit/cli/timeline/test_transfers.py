@@ -42,16 +42,21 @@ def test_a_load_of_a_real_recording_has_a_part_on_each_rank(tmp_path: Path, a: S
             assert one.start <= part.start <= (part.end or 0) <= (one.end or 0)
 
 
-def test_the_rank_that_was_last_is_known() -> None:
-    ranks = [recorded((110, 0, LOAD, 5), (110, spent, LOADED, 5), rank=rank) for rank, spent in enumerate((20, 70, 30))]
+@pytest.mark.parametrize("offset", [-60, 0, 40])
+def test_the_rank_that_took_longest_is_known_whatever_its_clock(offset: int) -> None:
+    """Rank 1's begin lies before that of the load if its clock is behind."""
+    times = [(110, 20), (110 + offset, 70), (110, 30)]
+    ranks = [recorded((at, 0, LOAD, 5), (at, spent, LOADED, 5), rank=rank) for rank, (at, spent) in enumerate(times)]
     one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), *ranks]))
     assert one.slowest == (1, 50)
     assert [part.spent_ns for part in one.parts] == [20, 70, 30]
     assert (one.spent_ns, one.tokens, one.connector) == (90, 64, "one")
 
 
-def test_one_rank_is_not_the_last_of_several() -> None:
-    assert only(join([recorded(BEGUN), recorded(BEGUN, (100, 5, LOADED, 5), rank=0)])).slowest is None
+@pytest.mark.parametrize("other", [CALL, (150, 0, LOADED, 5), BEGUN], ids=["no part", "no begin", "no end"])
+def test_ranks_are_compared_if_it_is_known_how_long_each_of_several_took(other: tuple[int, int, int, int]) -> None:
+    ranks = [recorded(BEGUN, (100, 5, LOADED, 5), rank=0), recorded(other, rank=1)]
+    assert only(join([recorded(BEGUN), *ranks])).slowest is None
 
 
 def test_an_open_load_waits_for_ranks_that_have_not_reported() -> None:

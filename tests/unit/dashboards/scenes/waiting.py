@@ -134,7 +134,7 @@ SCENES = {
             Fires(
                 ranks("0+1x400", "0+19x400", "0+4x400", "0+20x400"),
                 "60m",
-                f"Rank 1 was last in 95% of the loads and saves of {OF_CHILD} in the last fifteen minutes; all "
+                f"Rank 1 took longest in 95% of loads and saves of {OF_CHILD} in the last fifteen minutes; all "
                 "other ranks waited for it.",
                 RANK_1,
             ),
