@@ -6,6 +6,7 @@ There is one instance in every worker. It does not decide on completions: the sc
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -324,15 +325,23 @@ class WorkerSide:
         return gates.take_broken()
 
     def _report_syncs(self) -> None:
-        """Report the end of this step's synchronous loads: children do not report it."""
-        for request, load in self._orders.loads.items():
-            if not load.is_async:
-                kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
-                spent_ns = self._load_ns.get(load.child, 0)
-                began_ns = self._began.pop((load.child, request), 0)
-                # With layer hooks it is complete after the last layer wait.
-                ended_ns = max(began_ns + spent_ns, self._loaded_ns.get(load.child, 0))
-                self._reports.append(Report(self._rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
+        """Report the end of this step's synchronous loads: children do not report it.
+
+        The step waited once for all loads of a child: each has its share of that, by its blocks.
+        """
+        loads = {request: load for request, load in self._orders.loads.items() if not load.is_async}
+        left_ns, left_blocks = Counter(self._load_ns), Counter[int]()
+        for load in loads.values():
+            left_blocks[load.child] += _size(load)
+        for request, load in loads.items():
+            kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
+            spent_ns = left_ns[load.child] * _size(load) // left_blocks[load.child]
+            left_ns[load.child] -= spent_ns
+            left_blocks[load.child] -= _size(load)
+            began_ns = self._began.pop((load.child, request), 0)
+            # With layer hooks it is complete after the last layer wait.
+            ended_ns = max(began_ns + self._load_ns.get(load.child, 0), self._loaded_ns.get(load.child, 0))
+            self._reports.append(Report(self._rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
@@ -379,6 +388,11 @@ class WorkerSide:
 
 def _alien(metadata: KVConnectorMetadata) -> TypeError:
     return TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
+
+
+def _size(load: LoadOrder) -> int:
+    """Return the number of blocks that a load fills; at least one."""
+    return max(1, sum(map(len, load.blocks)))
 
 
 def _hits(bad: set[int], load: LoadOrder) -> set[int]:

@@ -66,6 +66,19 @@ def test_a_sync_load_takes_what_its_child_took_of_the_step_on_the_slowest_rank(
     assert sum(took) == pytest.approx(calls)
 
 
+def test_sync_loads_of_one_step_take_together_what_it_waited(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    for request in ("r", "q"):
+        a.offers[request] = SYNC
+        engine.rig.add(request, max_tokens=1)
+    engine.step()
+    waited = engine.value("kvobs_load_stall_seconds_sum")
+    assert engine.value("kvobs_load_duration_seconds_count", mode="sync") == 2
+    assert engine.value("kvobs_load_duration_seconds_sum", mode="sync") == pytest.approx(waited)
+
+
 def test_what_loads_save_and_how_long_is_waited_for_them(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Each token is computed in 5 ms: 32 tokens in 160 ms. The first load takes two steps, the second none."""
     engine = Observed(monkeypatch, a, b, ranks=1)

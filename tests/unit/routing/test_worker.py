@@ -153,6 +153,20 @@ def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, 
     assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
 
 
+def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(
+    scripts: tuple[Script, Script],
+) -> None:
+    """By their blocks; one without counts like one with a block. All of the time is divided."""
+    blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
+    side = side_of(Rig("kvobs", *scripts), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
+    side._load_ns = {0: 1003, 1: 70}
+    sent = side.build_connector_worker_meta()
+    assert sent is not None
+    assert {one.request: one.spent_ns for one in sent.reports} == {"r": 200, "s": 602, "t": 201, "u": 70}
+    begun = {one.began_ns for one in sent.reports}
+    assert {one.time_ns - min(begun) for one in sent.reports} == {1003, 70}, "they end when the step goes on"
+
+
 @pytest.mark.parametrize(
     ("groups", "passed_on", "kind"),
     [(1, {4}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
