@@ -173,7 +173,8 @@ def _tokens() -> Panel:
             "was chosen; recomputed, because a load failed.",
             "Admitted close to offered: this connector is the one in use.",
             "Many unused: try load_policy longest, or another order. Recomputed: fix the failures.",
-            "Offered but not admitted is no loss if another connector had the same tokens.",
+            "Offered but not admitted is no loss if another connector had the same tokens. A request's offers count "
+            "once, its loads every time: after preemptions more may be admitted than offered.",
         ),
         *(
             Query(SELECTION.rate(signal, "connector"), f"{{{{connector}}}} {name}", looks.BY_TOKENS[name])

@@ -141,7 +141,8 @@ def _verdicts() -> list[Panel]:
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",
                 "If it falls, check hit shares and unused hit tokens.",
-                "Tokens in vLLM's own prefix cache are not loaded: a good local cache lowers this share.",
+                "Tokens in vLLM's own prefix cache are not loaded: a good local cache lowers this share. By vLLM, "
+                "which counts a prompt once: without loads after a preemption.",
             ),
             Query(questions.loaded_share()),
             unit="percentunit",

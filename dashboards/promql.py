@@ -93,16 +93,16 @@ class Selection:
         """Return a quantile of a histogram of vLLM's own."""
         return f"histogram_quantile({q}, sum{_by(('le', *by))} ({self._host_rates(f'{name}_bucket')}))"
 
-    def host_rate(self, name: str, *by: str) -> str:
-        """Return the rate per second of a counter of vLLM's own."""
-        return f"sum{_by(by)} ({self._host_rates(name)})"
+    def host_rate(self, name: str, *by: str, matching: str = "") -> str:
+        """Return the rate per second of a counter of vLLM's own, or of its series with this matcher."""
+        return f"sum{_by(by)} ({self._host_rates(name, matching)})"
 
     def host_gauge(self, name: str, *by: str, how: str = "sum") -> str:
         """Return a gauge of vLLM's own, put together by these labels."""
         return f"{how}{_by(by)} ({self._beside(self.host_series(name))})"
 
-    def _host_rates(self, name: str) -> str:
-        return self._beside(f"rate({self.host_series(name)}[{self.window}])")
+    def _host_rates(self, name: str, matching: str = "") -> str:
+        return self._beside(f"rate({self.host_series(name, matching)}[{self.window}])")
 
     def _beside(self, series: str) -> str:
         if not self.beside:

@@ -145,8 +145,12 @@ def estimate_error(*by: str) -> str:
 
 
 def loaded_share() -> str:
-    """Return the prompt tokens that children brought, among all."""
-    return share(SELECTION.rate(signals.LOAD_TOKENS), VLLM.host_rate("prompt_tokens_total"))
+    """Return the prompt tokens that children brought, among all.
+
+    Both by vLLM, which counts a prompt once: kvobs counts a preempted request's loads every time.
+    """
+    loaded = VLLM.host_rate("prompt_tokens_by_source_total", matching='source="external_kv_transfer"')
+    return ratio(loaded, VLLM.host_rate("prompt_tokens_total"))
 
 
 def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:

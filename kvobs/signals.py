@@ -72,7 +72,10 @@ LOOKUP_DELAY = Signal(
 OFFERED_TOKENS = Signal(
     "kvobs_offered_tokens_total", "Tokens the connector could have loaded, once per request (tokens)."
 )
-ADMITTED_TOKENS = Signal("kvobs_admitted_tokens_total", "Tokens vLLM decided to load from the connector (tokens).")
+ADMITTED_TOKENS = Signal(
+    "kvobs_admitted_tokens_total",
+    "Tokens vLLM decided to load from the connector, every time: again after a preemption (tokens).",
+)
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
     "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); in offers below "
@@ -90,7 +93,7 @@ LOAD_DECISIONS = Signal(
 )
 LOADS = Signal(
     "kvobs_loads_total",
-    "Finished loads, by mode and outcome.",
+    "Finished loads, by mode and outcome; a preempted request may load again.",
     {"mode": _MODES, "outcome": ("ok", "failed", "aborted")},
 )
 LOAD_DURATION = Signal(

@@ -19,6 +19,7 @@ SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",), 
 QUERIED = {signal.name + suffix: signal for signal in SIGNALS for suffix in SUFFIXES[signal.kind]}
 NOT_OURS = {
     "vllm[:_]prompt_tokens_total",
+    "vllm[:_]prompt_tokens_by_source_total",
     "vllm[:_]time_to_first_token_seconds_bucket",
     "vllm[:_]inter_token_latency_seconds_bucket",
     "vllm[:_]request_queue_time_seconds_bucket",

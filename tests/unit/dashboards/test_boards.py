@@ -100,7 +100,7 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
         "kvobs_load_stall_seconds_bucket",
         "kvobs_quarantined",
         "kvobs_oldest_in_flight_timestamp_seconds",
-        "kvobs_load_tokens_total",
+        "prompt_tokens_by_source_total",
         "kvobs_prefill_saved_seconds_total",
     ):
         assert name in text

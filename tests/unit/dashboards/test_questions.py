@@ -235,22 +235,25 @@ def test_the_error_of_the_estimate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
 def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path: Path, name: str) -> None:
-    series = child("cpu", load_tokens_total=RISING)
-    of_vllm = {f'{name}{{job="another",instance="i",model_name="m",engine="0"}}': "0+240x20"}
-    of_others = {f'{name}{{job="another",instance="other:8000",model_name="m",engine="0"}}': "0+600x20"}
+    """Prompts count once, also where preempted requests load again."""
+    series = child("cpu", load_tokens_total="0+480x20")
     asked = questions.loaded_share().replace("$job", "j")
-    assert answers(tmp_path, series | of_vllm | of_others, asked) == {"": 0.25}
+    for at, prompted in (("i", 240), ("other:8000", 600)):
+        of = f'job="another",instance="{at}",model_name="m",engine="0"'
+        series[f"{name}{{{of}}}"] = f"0+{prompted}x20"
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+            by_source = name.replace("tokens", "tokens_by_source")
+            series[f'{by_source}{{source="{source}",{of}}}'] = "0+60x20"
+    assert answers(tmp_path, series, asked) == {"": 0.25}
 
 
 @pytest.mark.parametrize("host", ["gpu-1", "10.0.0.1", "[fd00::1]"])
 def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path: Path, host: str) -> None:
     of = ',job="{}",instance="{}",model_name="{}",engine="0"}}'.format
-    series = {
-        name.replace("}", of("kvobs", f"{host}:9464", "m")): values
-        for name, values in child("cpu", load_tokens_total=RISING).items()
-    }
+    series = {name.replace("}", of("kvobs", f"{host}:9464", "m")): values for name, values in child("cpu").items()}
     for at, model in ((f"{host}:8000", "m"), (f"{host}:8001", "another"), ("gpu-2:8000", "m")):
         series["vllm:prompt_tokens_total{x" + '="1"' + of("vllm", at, model)] = "0+240x20"
+        series["vllm:prompt_tokens_by_source_total{source" + '="external_kv_transfer"' + of("vllm", at, model)] = RISING
     assert answers(tmp_path, series, questions.loaded_share()) == {"": 0.25}
 
 
