@@ -4,6 +4,7 @@ A step's time has two parts, each estimated on its own. The first is that of its
 token of context, whose KV cache they read. The second is what its prefills add: per token, and per pair of tokens of
 which one attends to the other. The fixed cost of steps that only prefill belongs to the second part until decodes show
 it. Both parts of a context are linear, but not equally expensive: reading is bound by memory, prefill by arithmetic.
+A step takes as long as reading the weights, even if its few tokens are computed in less: prefills have a floor.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ComputeCost:
     def __init__(self, budget: int) -> None:
         self._budget = max(1, budget)
         self._decode = LinearCost((1e-7, 1e-4, 1e-5))
-        self._prefill = LinearCost((1e-4, 1e-7, 1e-5), may_save=True)
+        self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
         self._steps = 0
         # Of recent steps, the means: tokens of decodes, and the context that they attend to.
         self._decodes = 0.0
@@ -126,14 +127,16 @@ class ComputeCost:
         chunk = max(1, self._budget - round(self._decodes))
         if not prefill.is_ready or min(tokens, chunk) > _ENOUGH * prefill.largest:
             return None
-        base = self._decode.expect(self._decodes, self._context)
         steps, last = divmod(tokens, chunk)
+        if not (self._decode.is_ready or prefill.knows(last or chunk)):
+            return None  # nothing tells how short a step may be
+        base = self._decode.expect(self._decodes, self._context)
         seconds = 0.0
         if steps:
-            # The pairs of all full chunks, as if they were one: only the costs of a step are multiplied.
+            # All full chunks have the mean of their pairs.
             whole = steps * chunk
             pairs = whole * context + whole * (whole + 1) / 2
-            seconds = steps * base + max(0.0, steps * prefill.expect(chunk, 0) + pairs * prefill.per_attended)
+            seconds = steps * (base + prefill.expect(chunk, pairs / steps))
         if last:
             before = context + steps * chunk
             seconds += base + prefill.expect(last, last * before + last * (last + 1) / 2)

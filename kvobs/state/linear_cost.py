@@ -4,11 +4,15 @@ Least squares over sums of products, kept separately for steps of similar size: 
 displace what a few large ones have shown. Each size forgets on its own, quickly while young and slowly later, so that
 slow first steps lose their weight. Residuals far beyond the usual ones are clipped (Huber). If the residuals become
 one-sided, the cost has changed: earlier steps then count less and less, until the residuals are not.
+
+A cost may have a floor: on a GPU a step of few tokens takes as long as reading the weights, however few they are. Then
+the line holds above the floor only, and steps at the floor say nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 _MEMORY = 48.0  # steps of one size
 _READY = 6  # steps, before which there is no estimate
@@ -20,6 +24,9 @@ _ONE_SIDED = 0.6  # share of the mean absolute residual; a symmetric residual st
 _DISCOUNT, _LEFT_AT_LEAST = 0.5, 0.01  # of what was learned before a change
 _DISCOUNTED_AFTER = 8  # steps: before, the few that count after a discount look one-sided by chance
 _SHORTEST = 1e-6  # seconds
+_LIGHTEST = 1e-9  # of all steps' weights, below which they say nothing
+_FALL, _RISE = 0.4, 0.02  # how quickly the least cost follows a lower one, and a higher one
+_AT_FLOOR = 1.25  # times the least time of a step, which says nothing of the line
 _SUMS, _LEFT = 9, 9
 
 Vector = tuple[float, float, float]
@@ -32,7 +39,7 @@ class LinearCost:
     Args:
         penalties: of a share of the cost that the steps do not separate, most is taken to be that of the coefficient
             with the smallest penalty: fixed, per token, per attended token.
-        may_save: whether ``fixed`` may be negative: a first few tokens that cost nothing.
+        has_floor: whether the cost is never less than the least one seen; ``fixed`` may then be negative.
 
     Attributes:
         fixed: seconds.
@@ -43,16 +50,18 @@ class LinearCost:
     """
 
     __slots__ = (
-        *("_bins", "_drift", "_learned", "_may_save", "_penalties", "_seen", "_since", "_solve_after", "_spread"),
-        "_undisturbed",
+        *("_bins", "_drift", "_has_floor", "_learned", "_least", "_penalties", "_seen", "_since", "_solve_after"),
+        *("_floors", "_spread", "_undisturbed"),
         *("fixed", "is_ready", "largest", "per_attended", "per_token"),
     )
 
-    def __init__(self, penalties: Vector, *, may_save: bool = False) -> None:
+    def __init__(self, penalties: Vector, *, has_floor: bool = False) -> None:
         self._penalties = penalties
-        self._may_save = may_save
+        self._has_floor = has_floor
         self._bins: list[list[float]] = []
         self._seen: list[int] = []
+        self._least: list[float] = []  # the least cost of each size
+        self._floors: list[float] = []  # the same of each size and all smaller ones
         self._learned = 0
         self._since = 0
         self._solve_after = _SOLVE_OFTEN
@@ -64,9 +73,22 @@ class LinearCost:
         self.is_ready = False
 
     def expect(self, tokens: float, attended: float) -> float:
-        """Return the seconds of a step, never negative."""
-        seconds = self.fixed + tokens * self.per_token + attended * self.per_attended
-        return seconds if seconds > 0 else 0.0
+        """Return the seconds of a step, never negative, nor less than the floor."""
+        line = self.fixed + tokens * self.per_token + attended * self.per_attended
+        return max(line, self.floor(int(tokens)) if self._has_floor else 0.0)
+
+    def floor(self, tokens: int) -> float:
+        """Return the least cost of steps with about so many tokens or fewer; 0 where there was none."""
+        least = self._least_up_to(tokens)
+        return least if 0.0 < least < inf else 0.0
+
+    def knows(self, tokens: int) -> bool:
+        """Return whether there was a step with about so many tokens or fewer; with a floor only."""
+        return self._least_up_to(tokens) < inf
+
+    def _least_up_to(self, tokens: int) -> float:
+        at, floors = _size(tokens), self._floors
+        return floors[at] if at < len(floors) else floors[-1] if floors else inf
 
     def learn(self, tokens: int, attended: int, seconds: float, base: float = 0.0) -> None:
         """Take in a step.
@@ -77,18 +99,26 @@ class LinearCost:
             seconds: the whole step's.
             base: those of them that are not part of this cost.
         """
-        at = (tokens.bit_length() + 1) >> 1
+        at = _size(tokens)
         while at >= len(self._bins):
             self._bins.append([*[0.0] * _SUMS, 1.0])  # the sums, and the share of them that a change has left
             self._seen.append(0)
+            self._least.append(inf)
+            self._floors.append(self._floors[-1] if self._floors else inf)
         seen = self._seen[at]
         self._seen[at] = seen + 1
+        if self._has_floor:
+            self._note_least(at, seconds - base)
         if not seen:  # the first of its size: kernels are compiled, memory is allocated
             return
+        weight = 1.0
         if self.is_ready:
-            seconds = self._clipped(seconds, base + self.expect(tokens, attended))
+            expected = self.expect(tokens, attended)
+            seconds = self._clipped(seconds, base + expected)
+            if self._has_floor and expected == self.floor(tokens) and seconds <= (base + expected) * _AT_FLOOR:
+                weight = 0.0  # it fades what was learned, and adds nothing
         cost = seconds - base
-        weight = 1.0 / max(seconds, _SHORTEST)  # the variance grows with the time
+        weight /= max(seconds, _SHORTEST)  # the variance grows with the time
         keep = 1.0 - 1.0 / min(_MEMORY, 1.0 + seen / 3)
         sums = self._bins[at]
         of_token, of_attended = weight * tokens, weight * attended
@@ -108,6 +138,17 @@ class LinearCost:
         if self._since >= self._solve_after:
             self._solve_after = min(_SOLVE_SELDOM, _SOLVE_OFTEN + self._learned // 16)
             self._solve()
+
+    def _note_least(self, at: int, cost: float) -> None:
+        """Follow the least cost of a size: a single step that was too quick, or slower ones, change it little."""
+        least = self._least[at]
+        self._least[at] = cost if least == inf else least + (_FALL if cost < least else _RISE) * (cost - least)
+        lowest, floors = self._floors[at - 1] if at else inf, self._floors
+        for i in range(at, len(floors)):
+            lowest = min(lowest, self._least[i])
+            if floors[i] == lowest:
+                break  # nor do those of larger sizes change
+            floors[i] = lowest
 
     def _clipped(self, seconds: float, expected: float) -> float:
         """Return the seconds, at most a few usual residuals from the expected ones; follow the residuals."""
@@ -139,7 +180,7 @@ class LinearCost:
         """Compute the coefficients from the sums."""
         self._since = 0
         w, t, a, tt, ta, aa, y, ty, ay, _ = map(sum, zip(*self._bins, strict=True))
-        if self._learned < _READY or w <= 0:
+        if self._learned < _READY or w < _LIGHTEST:
             return
         # Scaled to a unit diagonal, so that penalties are shares.
         token, attended = (tt / w) ** 0.5 or 1.0, (aa / w) ** 0.5 or 1.0
@@ -149,12 +190,17 @@ class LinearCost:
             *(tt / w / token**2 + second, ta / w / token / attended),
             aa / w / attended**2 + third,
         )
-        found = _least(matrix, (y / w, ty / w / token, ay / w / attended), may_save=self._may_save)
+        found = _solution(matrix, (y / w, ty / w / token, ay / w / attended), may_save=self._has_floor)
         self.fixed, self.per_token, self.per_attended = found[0], found[1] / token, found[2] / attended
         self.is_ready = True
 
 
-def _least(matrix: Matrix, right: Vector, *, may_save: bool) -> Vector:
+def _size(tokens: int) -> int:
+    """Return the place of a step's size: each is up to four times the one before."""
+    return (tokens.bit_length() + 1) >> 1
+
+
+def _solution(matrix: Matrix, right: Vector, *, may_save: bool) -> Vector:
     """Return the least-squares solution whose coefficients are not negative; the first may be, with ``may_save``."""
     best, explained = (0.0, 0.0, 0.0), 0.0
     for used in _SUBSETS:

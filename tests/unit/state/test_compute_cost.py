@@ -28,6 +28,18 @@ class Cost(NamedTuple):
         return self.fixed + tokens * self.token + pairs * self.pair + decodes * self.decode + context * self.context
 
 
+class Roofline(NamedTuple):
+    """A step reads the weights, and computes meanwhile: it takes as long as the longer of both, and its pairs."""
+
+    weights: float
+    token: float
+    pair: float
+
+    def of(self, tokens: int, pairs: float, decodes: float, context: float) -> float:
+        return max(self.weights, (tokens + decodes) * self.token) + pairs * self.pair + context * 0
+
+
+KNEE = Roofline(12e-3, 40e-6, 1.3e-9)  # at 300 tokens
 GPU = Cost(8e-3, 40e-6, 1.3e-9, 30e-6, 39e-9)
 CPU = Cost(3e-3, 25e-6, 4e-9, 200e-6, 20e-9)
 ALIKE = Cost(5e-3, 20e-6, 5e-9, 20e-6, 5e-9)  # one price for all tokens, and for all that they attend to
@@ -36,7 +48,7 @@ ALIKE = Cost(5e-3, 20e-6, 5e-9, 20e-6, 5e-9)  # one price for all tokens, and fo
 class Rig:
     """An engine whose steps take what its cost function says, with noise; some take much longer."""
 
-    def __init__(self, cost: Cost, seed: int, decodes: int = 16, noise: float = 0.04) -> None:
+    def __init__(self, cost: Cost | Roofline, seed: int, decodes: int = 16, noise: float = 0.04) -> None:
         self.cost, self.noise, self.decodes, self.factor = cost, noise, decodes, 1.0
         self.estimate = ComputeCost(BUDGET)
         self.dice = random.Random(seed)
@@ -138,6 +150,39 @@ def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
     assert saved == pytest.approx(rig.truth(1060, 100) - rig.truth(60, 1100), rel=0.05)
     # Within one step the decodes and the step itself cost the same with and without the load.
     assert saved == pytest.approx(1000 * GPU.token + (1000 * 100 + 1000 * 1060) * GPU.pair, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+@pytest.mark.parametrize("decodes", [0, 1, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_saves_nothing_where_a_step_takes_as_long_without_its_tokens(
+    noise: float, decodes: int, seed: int
+) -> None:
+    """Below the roofline's knee. Larger loads save what computing their part above it would take."""
+    rig = Rig(KNEE, seed, decodes, noise)
+    rig.step(600)
+    for tokens, rest in [(64, 16), (64, 64), (128, 64), (200, 16)]:
+        assert rig.estimate.saved(tokens, 0, rest) == pytest.approx(0, abs=1e-3 if noise else 2e-4), tokens
+    for tokens, rest in [(512, 64), (900, 16), (1900, 64), (4000, 300)]:
+        real = rig.truth(tokens + rest, 0) - rig.truth(rest, tokens)
+        assert rig.estimate.saved(tokens, 0, rest) == pytest.approx(real, rel=0.15 if noise else 0.05), tokens
+
+
+def test_nothing_is_predicted_of_a_smaller_step_than_any_if_there_was_no_decode_either() -> None:
+    """It may take as long as those, or nearly nothing; one step says it, and so do decodes."""
+    estimate, decoding = ComputeCost(BUDGET), ComputeCost(BUDGET)
+    for n in range(100):
+        step = 100 + n, (100 + n) * (101 + n) // 2
+        for each in (estimate, decoding):
+            each.observe(0.012, *step, 0, 0)
+        decoding.observe(0.012, 0, 0, 1, 100)
+    assert estimate.predict(150) == pytest.approx(0.012, rel=0.01)
+    assert decoding.predict(20) == pytest.approx(0.012, rel=0.01)
+    assert estimate.predict(20) is None
+    assert estimate.saved(100, 0, 20) is None
+    estimate.observe(0.012, 20, 210, 0, 0)
+    assert estimate.predict(20) == pytest.approx(0.012, rel=0.01)
+    assert estimate.saved(100, 0, 20) == pytest.approx(0, abs=1e-4)
 
 
 @given(

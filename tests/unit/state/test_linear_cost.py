@@ -48,14 +48,14 @@ def test_an_exact_cost_is_found(cost: tuple[float, float, float], seed: int) -> 
     st.booleans(),
 )
 def test_whatever_comes_the_estimate_is_finite_and_not_negative(
-    observed: list[tuple[int, int, float, float]], may_save: bool
+    observed: list[tuple[int, int, float, float]], has_floor: bool
 ) -> None:
-    linear = LinearCost(PENALTIES, may_save=may_save)
+    linear = LinearCost(PENALTIES, has_floor=has_floor)
     for tokens, attended, took, base in observed:
         linear.learn(tokens, attended, took, base)
         coefficients = (linear.fixed, linear.per_token, linear.per_attended)
         assert all(map(math.isfinite, coefficients))
-        assert min(coefficients[0 if not may_save else 1 :]) >= 0
+        assert min(coefficients[0 if not has_floor else 1 :]) >= 0
         assert linear.expect(tokens, attended) >= 0
 
 
@@ -107,12 +107,37 @@ def test_outliers_pull_by_a_few_usual_residuals_at_most() -> None:
 
 def test_a_first_few_tokens_may_cost_nothing() -> None:
     """As on a GPU that waits for its memory until a step has some hundred tokens."""
-    linear = LinearCost(PENALTIES, may_save=True)
+    linear = LinearCost(PENALTIES, has_floor=True)
     for step in steps(500, 6):
         linear.learn(*step, 0.01 + max(0.0, (step[0] - 100) * 40e-6), 0.01)
     assert linear.fixed < 0
     assert linear.expect(1, 1) < 0.001
     assert linear.expect(1500, 1_125_000) == pytest.approx(1400 * 40e-6, rel=0.1)
+
+
+def test_the_cost_is_never_less_than_the_least_that_was_seen_of_as_many_tokens_or_fewer() -> None:
+    linear = LinearCost(PENALTIES, has_floor=True)
+    assert not linear.knows(1000)
+    for step in steps(300, 8, most=1000):
+        if step[0] >= 64:
+            linear.learn(*step, max(0.012, step[0] * 40e-6))
+    assert [linear.knows(tokens) for tokens in (1, 63, 64, 5000)] == [False, False, True, True]
+    assert [linear.floor(63), linear.floor(200)] == pytest.approx([0, 0.012])
+    assert linear.expect(100, 0) == linear.expect(250, 0) == linear.floor(250)
+    assert linear.expect(900, 0) == pytest.approx(0.036, rel=0.02)
+    linear.learn(100, 0, 1e-6)
+    assert linear.floor(250) > 0.006, "one step that seems to take no time"
+    for _ in range(300):
+        linear.learn(100, 0, 0.024)
+        linear.learn(300, 0, 0.024)
+    assert linear.floor(300) == pytest.approx(0.024, rel=0.05), "throttled"
+
+
+def test_a_cost_without_a_floor_has_none() -> None:
+    linear = LinearCost(PENALTIES)
+    for n in range(50):
+        linear.learn(100 + n, 0, 0.012)
+    assert (linear.floor(100), linear.knows(100)) == (0, False)
 
 
 def test_what_steps_of_one_kind_do_not_show_follows_the_smallest_penalty() -> None:
