@@ -24,8 +24,8 @@ class Report(NamedTuple):
 
     ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
     are wall-clock time (ns since the epoch) of this rank's host, and are not compared with that of another.
-    ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its step
-    waited for a synchronous load.
+    ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its
+    step waited for a synchronous load.
     """
 
     rank: int
