@@ -31,18 +31,29 @@ def parts(text: str, kind: str = "table") -> list[str]:
     return [found[2] for found in _BEGIN.finditer(text) if found[1] == kind]
 
 
+def part(text: str, kind: str, name: str) -> str:
+    """Return the content of one generated part of a page; ValueError if the page has no such part."""
+    return _split(text, kind, name)[1]
+
+
 def fill(text: str, kind: str, name: str, content: str) -> str:
     """Return the page with new content in one generated part.
 
     Raises:
         ValueError: the page has no such part, or the part has no end.
     """
+    before, _, after = _split(text, kind, name)
+    return f"{before}{content.rstrip()}\n{after}"
+
+
+def _split(text: str, kind: str, name: str) -> tuple[str, str, str]:
+    """Return what is before, in and after a generated part; the comments around it are not part of it."""
     begin = f"<!-- {kind}: {name} -->\n"
     before, found, rest = text.partition(begin)
-    _, end, after = rest.partition(_END)
+    content, end, after = rest.partition(_END)
     if not found or not end:
         raise ValueError(f"the page has no part between {begin.strip()!r} and {_END!r}")
-    return f"{before}{begin}{content.rstrip()}\n{_END}{after}"
+    return before + begin, content, end + after
 
 
 def write(page: Path, kind: str, name: str, content: str) -> None:

@@ -1,26 +1,6 @@
 """See what vLLM's KV connectors do: a drop-in, instrumenting ``MultiConnector``.
 
-What vLLM loads is at the root, as are the tables that all else reads; each package is one part of the flow. Imports go
-from the bottom of this list to its top, never back (``tests/unit/test_imports.py``):
-
-    hooks, signals, spans, config, deviations   the tables: vLLM's hooks, metrics, spans, options, differences
-    host                    what differs between the versions of vLLM
-    findings                mistakes and warnings about a configuration
-    faults, log, version    faults of kvobs's own, contained; the logger; the version
-    topology                which decode rank reads which KV heads from which prefill ranks
-    blocks/                 blocks of the KV cache copied, in host memory and to and from a device
-    state/                  pure state machines: who loads and saves what, rank by rank; quarantine; cache layout
-    telemetry/              in EngineCore and workers: calls timed and counted, span records, flight recorder
-    stats/                  the payload that carries the numbers to the API server
-    children/               the configured connectors: built, gated, their calls recorded
-    aggregation             vLLM's aggregation of the workers' outputs, rank by rank
-    exporting/              in vLLM's processes: payload to Prometheus metrics and OpenTelemetry spans, or the exporter
-    exporter/               a process beside the engine, without vLLM: the same metrics and spans
-    routing/                the scheduler's and the workers' side: who loads, who saves, isolation
-    connector, plugin       ``MultiConnector``, the class that vLLM loads; vLLM's entry point
-    demo/                   a real engine on a CPU with two connectors
-    cli/                    the command ``kvobs``
-    testing/                vLLM's scheduler around a connector without a model, for tests of connectors
+``docs/architecture.md`` has the map of the packages; vLLM loads ``kvobs.connector``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The table of differences between kvobs and vLLM's own MultiConnector that children can see, with default options.
 
-The differential test (``tests/transparency``) accepts exactly these differences, by name; the README's "What it does
-differently" is generated from it.
+The differential test (``tests/transparency``) accepts exactly these differences, by name; the table in
+``docs/routing.md`` is generated from it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Deviation:
     """One intended difference.
 
     Args:
-        name: the key used by tests and README.
+        name: the key used by tests.
         hooks: the hooks, as in ``kvobs.hooks.HOOKS``, in which a child can see it.
         differs: the difference from vLLM's own MultiConnector.
         why: the reason.

@@ -1,4 +1,4 @@
-"""Convert span records of the payload to OpenTelemetry spans in the API server, and export them.
+"""Convert span records of the payload to OpenTelemetry spans in the exporter or the API server, and export them.
 
 Ids and times are already set, so that spans go directly to a batch processor without a tracer: a sixth of the cost. The
 processor and its exporter are kvobs's own, never the global ones; a slow or absent collector costs spans, which are

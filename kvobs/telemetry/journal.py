@@ -55,7 +55,7 @@ class Journal:
             self._dropped += n
 
     def note_malformed(self, source: str) -> None:
-        """Count a malformed context; ``source`` is a label value of kvobs_malformed_trace_contexts_total."""
+        """Count a malformed context; ``source`` is a label value of kvobs_malformed_contexts_total."""
         with self._lock:
             self._malformed[source] += 1
 

@@ -196,7 +196,7 @@ def forward(worker: Any) -> Callable[[str], None]:
 
 def measure(rounds: int = ROUNDS) -> Part:
     return Part(
-        "TracingSettings: a step of 5 ms, 50 loads/s; a span's CPU time",
+        "Tracing: a step of 5 ms, 50 loads/s; a span's CPU time",
         [*_steps(rounds), *_spans()],
     )
 

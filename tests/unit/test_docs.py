@@ -1,11 +1,11 @@
-"""The pages say what is: README and docs/ are compared with the code, the commands, the files and each other."""
+"""README and docs/ agree with the generator, the commands, the files and each other; test_docs_* have the rest."""
 
 import json
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -17,34 +17,15 @@ from dashboards.__main__ import BOARDS
 from dashboards.alerts import ALERTS
 from dashboards.rules import Asks
 from docs.__main__ import generated, main
-from docs.pages import FOLDER, ROOT, fill, pages, parts, table, write
+from docs.pages import FOLDER, ROOT, fill, pages, part, parts, table, write
 from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.signals import SIGNALS
 from tests.connectors.packages import PACKAGES
 from tests.connectors.table import CI, RUN_WITH
+from tests.support.pages import TEXTS, Place, every
 
-TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
-ALL = "\n".join(TEXTS.values())
 LONGEST_README = 200  # lines: read in three minutes
-
-
-class Place(NamedTuple):
-    """Something that a page names."""
-
-    page: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.what}"
-
-
-def every(pattern: str) -> list[Place]:
-    """Return what a pattern's group finds in each page, each once."""
-    found = {Place(page, what) for page, text in TEXTS.items() for what in re.findall(pattern, text, re.MULTILINE)}
-    assert found, f"nothing in the pages is like {pattern}"
-    return sorted(found)
-
 
 # --- what is generated
 
@@ -85,6 +66,7 @@ def test_a_part_is_filled_and_nothing_else_is_changed() -> None:
     assert new == "before\n<!-- table: x -->\n| new |\n<!-- end -->\nafter\n"
     assert fill(new, "table", "x", "| new |\n") == new
     assert parts(new) == ["x"]
+    assert part(new, "table", "x") == "| new |\n"
     assert parts(new, "run") == []
 
 
@@ -235,17 +217,6 @@ def test_every_configuration_is_right(name: str, config: dict[str, Any]) -> None
     assert found["mistakes"] == []
     assert found["warnings"] == []
     assert config["kv_connector_module_path"] == "kvobs"
-
-
-# --- what is shown
-
-
-def test_who_reads_from_whom_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    pattern = r"^    \$ kvobs (topology .*)\n((?:    .*\n|\n)+)"
-    ((command, shown),) = re.findall(pattern, TEXTS["docs/topology.md"], re.MULTILINE)
-    app(command.split(), standalone_mode=False)
-    printed = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
-    assert printed == [line.removeprefix("    ") for line in shown.rstrip().splitlines()]
 
 
 # --- for readers

@@ -1,6 +1,6 @@
 """The boards' files: byte-stable, whole as Grafana's own model reads them, taken by Prometheus; what is on which board.
 
-What must hold on all of them is in ``test_lint.py`` and ``test_board_checks.py``, what the questions mean in
+What must hold on all of them is in ``test_board_lint.py`` and ``test_board_checks.py``, what the questions mean in
 ``test_questions.py``.
 """
 

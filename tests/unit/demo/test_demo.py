@@ -1,4 +1,4 @@
-"""The parts of `kvobs demo`, each on its own; the whole of it runs in test_cli.py."""
+"""The parts of `kvobs demo`, each on its own; the whole of it runs in tests/engine/test_demo.py."""
 
 import json
 import time

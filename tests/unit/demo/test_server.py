@@ -1,4 +1,4 @@
-"""The demo's server: ports, texts, life and death, with stand-ins for vLLM; the real one runs in test_cli.py."""
+"""The demo's server: ports, texts, life and death beside stand-ins; tests/engine/test_demo.py has the real one."""
 
 import json
 import os

@@ -1,0 +1,147 @@
+"""What pages and docstrings name exists: files, modules, commands, metrics, headings, boards and their panels."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from dashboards.__main__ import BOARDS
+from docs.pages import ROOT
+from kvobs import cli, hooks, host, options, signals, spans
+from kvobs.signals import SIGNALS, Scope
+from tests.support.pages import ALL_TEXTS, TEXTS, Place, every, paragraphs, places
+
+SOURCES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for folder in ("kvobs", "dashboards", "docs", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+DOCSTRINGS = {name: docstring for name, text in SOURCES.items() if (docstring := ast.get_docstring(ast.parse(text)))}
+CODE = {name: text for name, text in SOURCES.items() if name.startswith("kvobs/")}
+FILES = {*SOURCES, *ALL_TEXTS}
+UPSTREAM = SOURCES["tests/upstream/expected.py"]
+"""Names vLLM's own tests, as the page about them does."""
+
+# --- files and modules
+
+
+def is_there(name: str, page: str) -> bool:
+    """Return whether a file of this name, or at the end of whose path it is, is in the repository."""
+    return any(f"/{path}".endswith(f"/{name}") for path in FILES) or (
+        page == "docs/upstream-tests.md" and name.rpartition("/")[2] in UPSTREAM
+    )
+
+
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+OUTSIDE_FENCES = {page: FENCE.sub("", text) for page, text in ALL_TEXTS.items()}
+
+
+@pytest.mark.parametrize("file", every(r"([\w/]+\.py)\b", OUTSIDE_FENCES), ids=str)
+def test_a_file_in_a_page_exists(file: Place) -> None:
+    assert is_there(file.what, file.page)
+
+
+@pytest.mark.parametrize("file", every(r"([\w./-]*\w\.(?:py|md))\b", DOCSTRINGS), ids=str)
+def test_a_file_in_a_docstring_exists(file: Place) -> None:
+    assert is_there(file.what, file.page)
+
+
+@pytest.mark.parametrize("path", every(r"``((?:kvobs|tests|docs|dashboards)/[\w/-]+)/?``", DOCSTRINGS), ids=str)
+def test_a_folder_in_a_docstring_exists(path: Place) -> None:
+    assert (ROOT / path.what).exists()
+
+
+@pytest.mark.parametrize("module", every(r"``(kvobs(?:\.[a-z_]+)+)``", {**DOCSTRINGS, **ALL_TEXTS}), ids=str)
+def test_a_module_exists(module: Place) -> None:
+    path = ROOT / module.what.replace(".", "/")
+    assert path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_a_module_that_a_docstring_refers_to_exists() -> None:
+    modules = {Path(name).stem for name in SOURCES}
+    assert [place for place in places(r"\b[Ss]ee ``(\w+)``", DOCSTRINGS) if place.what not in modules] == []
+
+
+def test_no_docstring_of_a_package_lists_its_modules() -> None:
+    """Such a list becomes wrong; the table of packages is ``docs/house.py``."""
+    packages = {name: text for name, text in DOCSTRINGS.items() if name.endswith("__init__.py")}
+    assert places(r"^( *[\w./, ]+ {2,}\w.*)$", packages) == []
+
+
+def test_a_heading_of_the_readme_exists() -> None:
+    headings = re.findall(r"^#+ (.*)$", TEXTS["README.md"], re.MULTILINE)
+    assert [place for place in places(r"README's \"([^\"]+)\"", SOURCES) if place.what not in headings] == []
+
+
+@pytest.mark.parametrize("metric", every(r"\b(kvobs_[a-z_]+_(?:total|seconds|tokens|bytes))\b", CODE), ids=str)
+def test_a_metric_in_the_sources_exists(metric: Place) -> None:
+    assert metric.what in {signal.name for signal in SIGNALS}
+
+
+def test_the_command_lists_its_parts() -> None:
+    listed = re.findall(r"\w+", (cli.__doc__ or "").partition(":")[2])
+    assert set(listed) - {"and", "the"} == set(get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+# --- where to add what
+
+ADDED = {
+    "A metric": {signals.__name__},
+    "An option": {options.__name__},
+    "A span or an attribute": {spans.__name__},
+    "A version of vLLM": {host.__name__, hooks.__name__},
+    "A panel": {name[:-3].replace("/", ".") for name, text in SOURCES.items() if re.search(r"\bAbout\(\n", text)},
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_the_page_for_developers_names_the_modules_to_change(what: str) -> None:
+    (text,) = (part for part in paragraphs(TEXTS["docs/developing.md"]) if part.startswith(f"- **{what}**"))
+    named = re.findall(r"`((?:kvobs|dashboards)/\w+)\.py`", text)
+    assert {name.replace("/", ".") for name in named} == ADDED[what]
+
+
+# --- what only the exporter has
+
+
+@pytest.mark.parametrize(
+    ("page", "beginning"),
+    [("docs/exporter.md", "Only the exporter has"), ("docs/metrics.md", "- **Of the exporter only**")],
+)
+def test_the_metrics_of_the_exporter_are_all_named(page: str, beginning: str) -> None:
+    (text,) = (part for part in paragraphs(TEXTS[page]) if part.startswith(beginning))
+    named = re.findall(r"`(kvobs_\w+)`", text.partition(". ")[0])
+    assert sorted(named) == sorted(signal.name for signal in SIGNALS if signal.scope is Scope.EXPORTER)
+
+
+# --- boards and panels
+
+SHOWN = [json.loads(path.read_text()) for path in sorted((ROOT / "dashboards/generated/boards").glob("*.json"))]
+PANELS = [panel for board in SHOWN for top in board["panels"] for panel in (top, *top.get("panels", ()))]
+VARIABLES = {variable.get("label") or variable["name"] for board in SHOWN for variable in board["templating"]["list"]}
+TITLES = {
+    *(board["title"].removeprefix("kvobs / ") for board in SHOWN),
+    *(re.sub(r" \([^)]*\)$", "", panel["title"]) for panel in PANELS if panel.get("title")),
+    *VARIABLES,
+    *(f"{variable}: All" for variable in VARIABLES),
+}
+OTHERS = {"All", "Critical", "General", "In process", "Stock"}
+"""A value of variables, a severity, Grafana's folder, two words that compatibility.md explains."""
+
+
+def test_boards_are_found() -> None:
+    assert len(SHOWN) == len(BOARDS)
+
+
+@pytest.mark.parametrize("title", every(r"(?<!\*)\*([A-Z][^*\n]{2,60})\*(?!\*)", ALL_TEXTS), ids=str)
+def test_a_title_in_a_page_is_on_a_board(title: Place) -> None:
+    assert title.what in TITLES | OTHERS
+
+
+def test_a_panel_is_in_italics_where_it_is_named() -> None:
+    assert places(r"([Pp]anel ['\"].*|\" on the [A-Z]\w+)", ALL_TEXTS) == []

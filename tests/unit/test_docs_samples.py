@@ -1,0 +1,182 @@
+"""The outputs that pages show are printed by the code: headings, rows and words; numbers and widths may differ."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from typer.testing import CliRunner
+
+from kvobs import signals
+from kvobs.cli import app
+from kvobs.demo import report, tree
+from kvobs.demo.collector import Span
+from kvobs.stats.summary import summarize
+from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.taken import Taken
+from kvobs.testing import BLOCK, Script
+from tests.support.pages import TEXTS, not_printed, paragraphs, sample
+from tests.support.recording_rigs import recording_rig
+from tests.support.top_engines import Engines, count, serving
+
+
+def printed(part: RenderableType, width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(part)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def kvobs(*arguments: object) -> list[str]:
+    """Return the output of the command in a terminal of 80 columns."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
+    return result.output.splitlines()
+
+
+def test_a_line_that_is_not_printed_is_named() -> None:
+    lines = ["connector  asked  hits", "cpu  97  8", "a ... c"]
+    assert not_printed(lines, ["connector  lookups  hits", "cpu 96 8", "a b c"]) == lines[:1]
+
+
+# --- kvobs demo
+
+
+def numbers(line: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)]
+
+
+def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
+    """Return what a table of the demo, and the line of times below it, were made from."""
+    made = []
+    for row in rows:
+        name = row.split()[0]
+        _, hits, misses, offered, loaded, loads, unused = numbers(row)
+        load_ms, wait_ms = numbers(next(part for part in re.split("[:;]", times) if part.split()[0] == name))
+        by_outcome = {"hit": hits, "miss": misses, "pending": 0, "timeout": 0}
+        by_end = {"ok": loads, "failed": 0, "aborted": 0}
+        seconds = load_ms * loads / 1e3, wait_ms / 1e3
+        made.append(report.ConnectorTotals(name, by_outcome, offered, loaded, unused, by_end, loaded, *seconds))
+    return made
+
+
+def test_the_demos_table_is_what_it_prints() -> None:
+    lines = sample("README.md", "Lookups, offers and loads")
+    rows = totals([line for line in lines if line.split()[0] in ("cpu", "disk")], " ".join(lines[-2:]))
+    times = report.time_line(rows)
+    assert " ".join(" ".join(lines).partition("Time:")[2].split()) == times.removeprefix("Time: ")
+    shown = lines[: next(i for i, line in enumerate(lines) if line.startswith("Time:"))]
+    assert not_printed(shown, printed(report.table(rows))) == []
+    (comment,) = (part for part in paragraphs(TEXTS["README.md"]) if part.startswith("`disk` had"))
+    assert set(numbers(comment)) <= set(numbers(" ".join(lines)))
+
+
+def span(name: str, number: int, begin_ms: float, ms: float, parent: int = 0, **attributes: object) -> Span:
+    named = {f"kv_transfer.{key.replace('__', '.')}": value for key, value in attributes.items()}
+    begin = round(begin_ms * 1e6)
+    return Span(name, "1f91", str(number), str(parent), begin, begin + round(ms * 1e6), {**REQUEST, **named})
+
+
+REQUEST = {"gen_ai.request.id": "cmpl-8f56e1363ce8d56a-0"}
+SLOW_LOAD = [
+    span("llm_request", 1, 0, 1267.76),
+    span("kv.lookup", 2, 1.39, 0.12, connector="remote", offered_tokens__remote=160, offered_tokens__cpu=0,
+         tokens=160, outcome="hit"),
+    span("kv.load remote", 3, 1.68, 872.58, connector="remote", tokens=160, bytes=655_360, mode="async", outcome="ok",
+         slowest_rank=1, rank_skew=0.8408, sampling__reason="slow"),
+    span("kv.load.rank", 4, 2.36, 31.07, parent=3, connector="remote", rank=0),
+    span("kv.load.rank", 5, 2.97, 871.29, parent=3, connector="remote", rank=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tracing.md"])
+def test_a_trace_is_what_the_demo_prints(page: str) -> None:
+    _, *shown = sample(page, "trace 1f91")  # ids are any
+    assert not_printed(shown, printed(tree.tree(SLOW_LOAD), width=max(map(len, shown)))) == []
+
+
+# --- kvobs check
+
+CHECKED = """{"kv_connector": "MultiConnector", "kv_connector_module_path": "kvobs", "kv_role": "kv_both",
+  "kv_connector_extra_config": {"connectors": [
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+     "kv_connector_extra_config": {"cpu_bytes_to_use": 1073741824}},
+    {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}],
+    "kvobs": {"nmaes": ["cpu", "nixl"]}}}"""
+INSTALLED = ("package", "library")  # differ from one machine to the next
+
+
+CHECK_SAMPLE = [line for line in sample("docs/check.md", "kvobs 0.1.0 routes") if line.strip() != "..."]
+
+
+def test_the_check_of_a_configuration_is_what_it_prints() -> None:
+    shown = [f"{line.split()[0]} ..." if line.startswith(INSTALLED) else line for line in CHECK_SAMPLE]
+    assert len(shown) > 20
+    result = CliRunner().invoke(app, ["check", CHECKED], env={"COLUMNS": "100"})
+    assert not_printed(shown, result.stdout.splitlines()) == []
+
+
+# --- kvobs topology
+
+
+def test_who_reads_from_whom_is_what_the_command_prints() -> None:
+    command, *shown = sample("docs/topology.md", "$ kvobs topology")
+    assert [line.rstrip() for line in kvobs(*command.split()[2:]) if line.strip()] == shown
+
+
+# --- kvobs top
+
+
+def load_of_each(recorder: Recorder) -> None:
+    for child in range(3):
+        count(recorder, child, signals.LOOKUPS, 3, "hit")
+
+
+TOP_HEADS = ("kvobs top", "server ", "connector ")
+
+
+def test_the_headings_of_top_are_what_it_prints() -> None:
+    lines = sample("docs/top.md", "kvobs top   the last")
+    shown = [re.sub("the last .*? s", "the last ... s", line) for line in lines if line.startswith(TOP_HEADS)]
+    assert len(shown) == 3
+    engines = Engines("cpu", "disk", "remote")
+    engines.send(load_of_each)
+    with serving(engines) as address:
+        assert not_printed(shown, kvobs("top", address, "--once", "--interval", "0.2")) == []
+
+
+# --- kvobs timeline
+
+
+def test_the_headings_of_a_timeline_are_what_it_prints(tmp_path: Path, a: Script, b: Script) -> None:
+    folder, page = tmp_path / "t", "docs/timeline.md"
+    rig = recording_rig(folder, a, b, ranks=2)
+    a.offers |= {"loaded": (2 * BLOCK, True), "open": (BLOCK, True)}
+    for name in a.offers:
+        rig.add(name)
+    rig.run(2)
+    a.say(0, received="loaded")
+    a.say(1, received="loaded")
+    rig.run(3)
+    output = kvobs("timeline", folder, "-o", tmp_path / "t.json")
+    shown = [line.replace("t0.json.gz", "...") for line in sample(page, "process ") + sample(page, "in progress ")]
+    heads = [line for line in shown if line.startswith(("process ", "in progress ", "slowest loads ", "...:"))]
+    assert len(heads) == 4
+    assert not_printed([*heads[:1], *heads[2:], heads[1]], output) == []
+    at = next(line for line in sample(page, "$ kvobs timeline /dev/shm/kvobs --requests") if line.startswith("at "))
+    assert not_printed([at], kvobs("timeline", folder, "--requests")) == []
+
+
+# --- vLLM's log
+
+
+def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:
+    text = " ".join(sample("docs/metrics.md", "KV Transfer metrics"))
+    width = signals.place(1, 0)
+    (known,) = summarize(["cpu"], Taken(dict.fromkeys(range(width), 10**9), [], {})).values()
+    for shown in re.findall(r"=({.*?})", text):
+        keys = list(ast.literal_eval(shown))
+        assert keys == [key for key in known if key in keys]
