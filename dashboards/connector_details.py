@@ -172,7 +172,7 @@ def _copy_durations() -> Panel:
         About(
             "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves (dashed).",
             "Included in the connector's own durations.",
-            "Rising: PCIe or memory is busy. Compare the values of the option block_copy.",
+            "Rising: PCIe or memory is busy. Compare KVOBS_STOCK=block_copy, vLLM's own operation.",
             "Values are interpolated within a bucket, a factor of four wide.",
         ),
         *_by_direction(lambda way: SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", direction=way)),
@@ -328,7 +328,7 @@ def _dropped_lines() -> Panel:
         About(
             "Lines of the option request_log that could not be written.",
             "Zero is normal. Otherwise the disk is full, the folder is gone, or nobody reads the pipe.",
-            "vLLM's log has the error; lower request_log_ratio if the disk is too slow.",
+            "vLLM's log has the error; a disk that is too slow has no line there.",
             "Serving is not affected, and metrics are complete.",
         ),
         Query(SELECTION.counted(signals.REQUEST_LOG_DROPPED), "dropped"),

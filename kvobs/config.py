@@ -20,6 +20,9 @@ __all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "Timeli
 PATH = "kv_connector_extra_config"
 EXPORTER_VARIABLE = "KVOBS_EXPORTER"
 """Switches the exporter on without the option; the option counts where both are set."""
+STOCK_VARIABLE = "KVOBS_STOCK"
+"""Names the parts of vLLM that kvobs is not to replace, separated by commas."""
+STOCK = ("aggregator", "block_copy")
 RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
 _LISTED_AT_MOST = 15  # mistakes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
@@ -41,12 +44,16 @@ class ConfigError(ValueError):
 
 
 class Configuration(BaseModel):
-    """A checked configuration: the options, and the children's names in the order of ``connectors``."""
+    """A checked configuration: the options, and the children's names in the order of ``connectors``.
+
+    ``stock`` are the parts of vLLM, out of STOCK, that stay in place.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     options: Options
     names: tuple[str, ...]
+    stock: frozenset[str] = frozenset()
 
 
 def read(extra_config: Mapping[str, Any]) -> Configuration:
@@ -84,8 +91,9 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     if options.wait_for == "earlier" and options.compares_answers:
         found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
         mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
+    stock = _stock_of_environment(mistakes)
     if not mistakes:
-        return Configuration(options=options, names=names), mistakes
+        return Configuration(options=options, names=names, stock=stock), mistakes
     names = _names((), configured, []) if is_complete else _any_names(extra_config.get("connectors"))
     return Configuration(options=Options(), names=names), mistakes
 
@@ -150,6 +158,16 @@ def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
         allowed = "HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9464"
         mistakes.append(Finding(f"environment variable {EXPORTER_VARIABLE}", f"found {show(value)}", allowed, _UNSET))
         return None
+
+
+def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
+    """Return the parts of vLLM that the environment leaves in place."""
+    parts = frozenset(part.strip() for part in os.environ.get(STOCK_VARIABLE, "").split(",")) - {""}
+    mistakes += [
+        Finding(f"environment variable {STOCK_VARIABLE}", f"found {show(part)}", ", ".join(STOCK), _UNSET)
+        for part in sorted(parts.difference(STOCK))
+    ]
+    return parts
 
 
 def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Finding]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import build
 from kvobs.children.configured import all_support_hma, read_specs, required_layout
 from kvobs.children.specs import ChildSpec, async_only
+from kvobs.config import STOCK_VARIABLE, Configuration
 from kvobs.exporting import destinations
 from kvobs.exporting.feed import Feed, described
 from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
@@ -106,11 +107,11 @@ class MultiConnector(stock.MultiConnector):
                 feed=self._feed,
             )
             self._requests_to_connector = Choices(self._side.ledger)
-            if options.aggregator == "kvobs":
+            if "aggregator" not in configuration.stock:
                 note = self._side.open_transfers.note_in_aggregator
                 self.aggregation = aggregation.Aggregation(options.stuck_after_s, note)
                 aggregation.install()
-            _introduce(specs, options)
+            _introduce(specs, configuration)
             for warning in validated.warnings:
                 log.warning("%s", warning)
             sampling.warn_about(options, tracing)
@@ -118,7 +119,7 @@ class MultiConnector(stock.MultiConnector):
             _name_unknown_hooks()
         else:
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            copies = BlockCopies(recorder, options.block_copy, blocks)
+            copies = BlockCopies(recorder, blocks, is_stock="block_copy" in configuration.stock)
             self._side = WorkerSide(self._children, records, rank, len(groups), copies)
         self._put_hooks_in_place(records)
         shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
@@ -274,10 +275,12 @@ def _feed(
         return None
 
 
-def _introduce(specs: Sequence[ChildSpec], options: Options) -> None:
-    """Log at start that kvobs routes, and to which connectors."""
+def _introduce(specs: Sequence[ChildSpec], configuration: Configuration) -> None:
+    """Log at start that kvobs routes, to which connectors, and which parts of vLLM it leaves in place."""
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in specs)
-    log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, options.load_policy)
+    log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
+    if configuration.stock:
+        log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
 
 
 def _name_unknown_hooks() -> None:

@@ -15,17 +15,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvobs.hooks import HOOKS
-from kvobs.signals import is_timed
-
-TIMED_HOOKS = tuple(hook.name for hook in HOOKS.values() if is_timed(hook))
-
-
-def _timed_hook(name: str) -> str:
-    if name not in TIMED_HOOKS:
-        raise PydanticCustomError("unknown_hook", "Input should be {hooks}", {"hooks": ", ".join(TIMED_HOOKS)})
-    return name
-
 
 def _absolute(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
@@ -48,7 +37,6 @@ def _log_output(name: str) -> str:
 Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1, strict=True)]
-HookName = Annotated[str, AfterValidator(_timed_hook)]
 
 
 class TracingOptions(BaseModel):
@@ -60,9 +48,6 @@ class TracingOptions(BaseModel):
         default=None,
         description="`requests`: spans of each sampled request, and of everything slow or failed; `calls`: also every "
         "call into every connector; default: `requests` if there is an OTLP endpoint",
-    )
-    layers: StrictBool = Field(
-        default=False, description="with level `calls`: one span per layer instead of one for all layers of a step"
     )
     propagate: StrictBool = Field(
         default=False,
@@ -78,9 +63,6 @@ class TimelineOptions(BaseModel):
     dir: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
         default=None,
         description="folder of the recordings, on each machine; created if missing; `null`: nothing is recorded",
-    )
-    mib: Annotated[int, Field(ge=1, le=1024, strict=True)] = Field(
-        default=16, description="size of each process's file in MiB; the oldest records are overwritten"
     )
 
 
@@ -99,9 +81,6 @@ class ExporterOptions(BaseModel):
     )
     otlp_metrics: StrictBool = Field(
         default=False, description="also send the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables say"
-    )
-    linger_s: Annotated[float, Field(ge=0, le=600, strict=True, allow_inf_nan=False)] = Field(
-        default=15, description="how long the last numbers are served after an engine that was killed or crashed"
     )
 
     @model_validator(mode="after")
@@ -143,9 +122,6 @@ class Options(BaseModel):
         default=100,
         description="a longer call into a connector is counted as slow and traced; the first is logged",
     )
-    slow_call_ms_by_hook: Mapping[HookName, Milliseconds] = Field(
-        default={}, description="`slow_call_ms` for single hooks, by vLLM's name of the hook"
-    )
     slow_load_ms: Milliseconds = Field(
         default=1000, description="a longer load is traced even if its request is not sampled"
     )
@@ -169,14 +145,6 @@ class Options(BaseModel):
         description="names of connectors whose `reset_cache` is called after a failed synchronous load of another one. "
         "It deletes their cache; that of a shared store (MooncakeStore, LMCache) for all engines that use it",
     )
-    aggregator: Literal["kvobs", "vllm"] = Field(
-        default="kvobs", description="whose class combines the outputs of all workers in each step"
-    )
-    block_copy: Literal["auto", "kvobs", "vllm"] = Field(
-        default="auto",
-        description="whose operation copies blocks for connectors with a host buffer; `auto`: kvobs's if both sides "
-        "are in host memory, else vLLM's",
-    )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
     report: Annotated[Literal[False, True, "always"], BeforeValidator(_who_is_answered)] = Field(
         default=False,
@@ -185,9 +153,6 @@ class Options(BaseModel):
     )
     request_log: Annotated[StrictStr, AfterValidator(_log_output)] | None = Field(
         default=None, description="file, or `stderr`, that gets the same as a JSON line for each finished request"
-    )
-    request_log_ratio: Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)] = Field(
-        default=1, description="share of the requests that are in this log, by their ids"
     )
     timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
     exporter: ExporterOptions | None = Field(
@@ -200,7 +165,3 @@ class Options(BaseModel):
     def compares_answers(self) -> bool:
         """Whether the load policy compares the answers of all connectors, and so waits for all."""
         return self.load_policy != "first"
-
-    def slow_ms(self, hook: str) -> float:
-        """Return the duration above which a call of this hook is slow, in ms."""
-        return self.slow_call_ms_by_hook.get(hook, self.slow_call_ms)

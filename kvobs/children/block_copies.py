@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from kvobs import signals
 from kvobs.blocks.copy import Caches, copy_kv_blocks
@@ -22,14 +22,14 @@ class BlockCopies:
 
     Args:
         recorder: receives bytes and durations.
-        which: the option ``block_copy``.
         blocks: number of blocks of the KV cache, to find the dimension of a cache that counts them.
+        is_stock: whether children get vLLM's own operation wherever their caches are.
     """
 
-    def __init__(self, recorder: Recorder, which: Literal["auto", "kvobs", "vllm"], blocks: int) -> None:
+    def __init__(self, recorder: Recorder, blocks: int, *, is_stock: bool = False) -> None:
         self._recorder = recorder
-        self._which = which
         self._blocks = blocks
+        self._is_stock = is_stock
 
     def operation(self, child: int, vllms: CopyBlocks) -> CopyBlocks:
         """Return the operation for this child; ``vllms`` is vLLM's own."""
@@ -42,7 +42,7 @@ class BlockCopies:
             direction: str,
         ) -> None:
             begin = perf_counter_ns()
-            if self._which == "kvobs" or (self._which == "auto" and _in_host_memory(src_kv_caches, dst_kv_caches)):
+            if _in_host_memory(src_kv_caches, dst_kv_caches) and not self._is_stock:
                 dims = block_dims(src_kv_caches, dst_kv_caches, self._blocks)
                 copy_kv_blocks(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction, block_dim=dims)
             else:

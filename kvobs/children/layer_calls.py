@@ -165,19 +165,16 @@ class LayerCalls:
     def _trace(
         self, child: Child, starts: Durations, spent: Durations, firsts: Durations, subjects: Sequence[Any]
     ) -> None:
-        """Pass a child's slow calls to the tracer, or all of them: a step's layers together or one by one."""
+        """Pass a child's slow calls to the tracer, and a summary of each step if it gets all calls."""
         tracer, limit = self._tracer, self._recorder.slow_ns(self.hook)
         assert tracer is not None
         slow = (spent > limit).nonzero()[0]
         self._journal.drop(max(0, len(slow) - NOTICED_AT_MOST))
-        # Slow calls first: there may be more others than fit.
-        each = (spent <= limit).argsort(kind="stable") if tracer.traces_all and tracer.traces_layers else slow
-        for i in each[:NOTICED_AT_MOST].tolist():
+        for i in slow[:NOTICED_AT_MOST].tolist():
             step = int(firsts.searchsorted(i, "right")) - 1
-            took, more = int(spent[i]), {LAYER: i - int(firsts[step])}
-            start = int(starts[i]) + WALL_OFFSET
-            tracer.note(CallEvent(child.index, self.hook, start, took, took > limit, "", subjects[step], more))
-        if tracer.traces_all and not tracer.traces_layers:
+            more, start = {LAYER: i - int(firsts[step])}, int(starts[i]) + WALL_OFFSET
+            tracer.note(CallEvent(child.index, self.hook, start, int(spent[i]), True, "", subjects[step], more))
+        if tracer.traces_all:
             ranges = zip(subjects, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
             for n, (subject, first, end) in enumerate(ranges):
                 if self._journal.is_full:  # unneeded sums would be a third of this level's cost

@@ -312,9 +312,9 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
 
 
 def with_exporter(config: dict[str, Any], host: str, port: int) -> dict[str, Any]:
-    """Return the configuration with kvobs's exporter on, which ends with its engine; port 0 picks a free one."""
+    """Return the configuration with kvobs's exporter on, which ends soon after its engine; port 0 picks a free one."""
     extra = config["kv_connector_extra_config"]
-    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port), "linger_s": 0.0}}
+    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port)}}
     return {**config, "kv_connector_extra_config": {**extra, "kvobs": options}}
 
 

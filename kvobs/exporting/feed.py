@@ -78,7 +78,6 @@ def described(
         host=exporter.host,
         port=None if exporter.port is None else exporter.port + place.on_host,
         otlp_metrics=exporter.otlp_metrics,
-        linger_s=exporter.linger_s,
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,
     )

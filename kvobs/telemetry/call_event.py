@@ -31,7 +31,6 @@ class Tracer(Protocol):
     """The consumer of call events."""
 
     traces_all: bool  # whether it gets every call, not only slow and failed ones
-    traces_layers: bool  # whether it gets each layer's call, not all of a step together
     step: Any  # the common subject of the running step's calls
 
     def note(self, noticed: CallEvent) -> None: ...

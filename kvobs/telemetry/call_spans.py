@@ -62,7 +62,6 @@ class CallSpans:
         of_request: Callable[[CallEvent], Place] | None = None,
     ) -> None:
         self.traces_all = tracing.has_calls
-        self.traces_layers = tracing.has_layers
         self.step: Step | None = None
         self._names = names
         self._journal = journal

@@ -52,6 +52,7 @@ class What(IntEnum):
 
 
 OUTCOMES = ("ok", "failed", "aborted", "abandoned")
+BYTES = 16 << 20  # of each process's file; the oldest records are overwritten
 STEP = "step"  # a worker's, from bind_connector_metadata to clear_connector_metadata
 NAMES = (*HOOKS, STEP)
 LAYER_HOOKS = tuple(hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER)
@@ -324,7 +325,7 @@ def _begin(
     *,
     settings: Mapping[str, Any],
 ) -> Flight:
-    path, size = Path(str(options.dir)), options.mib << 20
+    path, size = Path(str(options.dir)), BYTES
     # For dense models vLLM has it only there.
     engine_id = vllm_config.kv_transfer_config.engine_id or ""
     suffix = _DATA_PARALLEL.search(engine_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter_ns
 from typing import Any, TypeAlias
@@ -56,7 +56,6 @@ class Recorder:
         children: number of children.
         slow_ns: a longer call is counted as slow; hooks called once or on demand are exempt.
         names: the children's names, for the log.
-        slow_ns_of: ``slow_ns`` of single hooks, without exemptions.
         journal: holds the span records that are sent with the numbers.
         tracer: receives slow and failed calls, or all of them.
         flight: records the calls as they begin and end.
@@ -67,7 +66,6 @@ class Recorder:
         children: int,
         slow_ns: int = NEVER,
         names: tuple[str, ...] = (),
-        slow_ns_of: Mapping[str, int] | None = None,
         *,
         journal: Journal | None = None,
         tracer: Tracer | None = None,
@@ -80,7 +78,6 @@ class Recorder:
         # Tallies are cumulative: a call may be counted by another thread while they are read.
         self._tallies: dict[tuple[int, str], tuple[int, Tally, Tally]] = {}  # first slot, now, when last taken
         self._slow_ns = slow_ns
-        self._slow_ns_of = slow_ns_of or {}
         self._journal = journal if journal is not None else Journal()
         self._tracer = tracer
         self._flight = flight
@@ -158,8 +155,6 @@ class Recorder:
 
     def slow_ns(self, hook: str) -> int:
         """Return the duration above which a call of this hook is slow."""
-        if hook in self._slow_ns_of:
-            return self._slow_ns_of[hook]
         return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
 
     def timed(self, child: int, hook: str, call: Call) -> Call:

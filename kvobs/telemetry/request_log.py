@@ -14,7 +14,6 @@ import select
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import blake2b
 from threading import Event, Thread, get_native_id
 from typing import Any, Protocol
 
@@ -23,7 +22,6 @@ from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.proc import cores_of_parent
 from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.trace_context import external_id
 
 STDERR = "stderr"
 WAITING_AT_MOST = 4096
@@ -33,7 +31,6 @@ EVERY_S = 0.1
 CLOSING_S = 1.0
 _DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
 _MODE = 0o640
-_WORDS = 2**64
 
 Shutdown = Callable[[], None]
 
@@ -116,13 +113,11 @@ class RequestLog(Unlogged):
 
     Args:
         output: where they go.
-        ratio: share of the requests that are logged, from 0 to 1.
         recorder: counts dropped lines.
     """
 
-    def __init__(self, output: Output, ratio: float, recorder: Recorder) -> None:
+    def __init__(self, output: Output, recorder: Recorder) -> None:
         self._output = output
-        self._below = int(ratio * _WORDS)
         self._recorder = recorder
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._rest = b""  # of a write
@@ -134,11 +129,7 @@ class RequestLog(Unlogged):
         self._thread.start()
 
     def wants(self, request_id: str) -> bool:
-        """Return whether this request is logged: by a hash of its id, so that all engines that serve it agree."""
-        if self._below >= _WORDS:
-            return True
-        text = external_id(request_id).encode(errors="replace")
-        return int.from_bytes(blake2b(text, digest_size=8).digest()) < self._below
+        return True
 
     def put(self, fields: Mapping[str, Any]) -> None:
         torn = self._torn

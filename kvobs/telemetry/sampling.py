@@ -30,7 +30,6 @@ class TracingSettings:
     """
 
     has_calls: bool
-    has_layers: bool
     propagates: bool
     slow_load_ns: int
     slow_sync_load_ns: int
@@ -46,11 +45,10 @@ class TracingSettings:
             return None
         return cls(
             has_calls=level == "calls",
-            has_layers=options.tracing.layers,
             propagates=options.tracing.propagate,
             slow_load_ns=int(options.slow_load_ms * 1e6),
             # It blocks a step, as a call does.
-            slow_sync_load_ns=int(min(options.slow_load_ms, options.slow_ms("start_load_kv")) * 1e6),
+            slow_sync_load_ns=int(min(options.slow_load_ms, options.slow_call_ms) * 1e6),
             endpoint=endpoint or None,
         )
 

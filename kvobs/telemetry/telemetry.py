@@ -56,7 +56,6 @@ def build(
         len(names),
         int(options.slow_call_ms * 1e6),
         tuple(names),
-        {hook: int(ms * 1e6) for hook, ms in options.slow_call_ms_by_hook.items()},
         journal=journal,
         tracer=tracer,
         flight=recording,
@@ -97,7 +96,7 @@ def _report(names: Sequence[str], options: Options, vllm_config: Any, recorder: 
         return None
     try:
         if output is not None:
-            log = RequestLog(Stderr() if output == STDERR else LogFile(output), options.request_log_ratio, recorder)
+            log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
         return Reports(names, ANSWERS[options.report], log, host.engine_place(vllm_config).number)
     except Exception:
         faults.contain("record")

@@ -283,7 +283,7 @@ def _spans() -> list[Line]:
 def _writing() -> tuple[list[float], list[float]]:
     """Return what it costs to write a record, in us: of a request's spans, and of a call's."""
     journal = Journal()
-    tracing = TracingSettings(True, False, False, 10**9, 10**8, None)
+    tracing = TracingSettings(True, False, 10**9, 10**8, None)
     verdicts = Verdicts()
     traces, calls = Traces(NAMES, journal, tracing, verdicts), CallSpans(NAMES, journal, tracing, verdicts, rank=0)
     numbers = count(1)

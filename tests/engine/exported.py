@@ -23,7 +23,7 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 def with_exporter(config: dict[str, Any], **options: Any) -> tuple[dict[str, Any], int]:
     """Switch the exporter on in a configuration; return it, and the port."""
     port = claim_port(0)
-    config["kv_connector_extra_config"]["kvobs"]["exporter"] = {"port": port, "linger_s": 5.0, **options}
+    config["kv_connector_extra_config"]["kvobs"]["exporter"] = {"port": port, **options}
     return config, port
 
 

@@ -92,7 +92,7 @@ def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     (folder / "hit").mkdir(parents=True)
     busy = {**of_tests("BusyChild"), "kv_connector_module_path": "tests.engine.sabotage"}
     config = configuration(of_tests("SteeredChild"), host_memory(), busy, names=["steered", "cpu", "busy"])
-    config["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": "calls", "propagate": True, "layers": True}
+    config["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": "calls", "propagate": True}
     config["kv_connector_extra_config"]["kvobs"]["timeline"] = {"dir": str(tmp_path / "timeline")}
     config["kv_connector_extra_config"]["kvobs"] |= {"report": "always", "request_log": str(tmp_path / "requests")}
     env = {

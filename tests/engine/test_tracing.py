@@ -51,8 +51,7 @@ def traced(child: str, **tracing: Any) -> dict[str, Any]:
     """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
     config = configuration(of_tests(child, access_key=SECRET), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 5000,
-        "slow_call_ms_by_hook": {"start_load_kv": 100},
+        "slow_call_ms": 2000,
         "slow_load_ms": 5000,
         "tracing": tracing,
     }
@@ -197,7 +196,7 @@ def test_a_client_that_is_not_sampled_gets_no_spans(server: Server, collector: C
 def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
     headers = traceparent("00")
     with Growth(server, connector="steered") as grown:
-        ask(server, prompt("slow"), {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 200}}, headers=headers)
+        ask(server, prompt("slow"), {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 2200}}, headers=headers)
     assert grown("kvobs_slowest_rank_total", rank="1") == grown("kvobs_slowest_rank_total") == 1
     assert grown("kvobs_slow_calls_total", hook="start_load_kv") == grown("kvobs_slow_calls_total") == 1
     spans = arrived(collector, trace_id(headers), "kv.load steered", "kv.call start_load_kv")

@@ -22,7 +22,6 @@ UNSAMPLED = TraceContext("c" * 31 + "1", "d" * 15 + "1", False)
 
 TRACING = TracingSettings(
     has_calls=False,
-    has_layers=False,
     propagates=False,
     slow_load_ns=1_000_000_000,
     slow_sync_load_ns=100_000_000,

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process
 from kvobs.state.compute_cost import ComputeCost
+from kvobs.telemetry import flight
 from kvobs.testing import BLOCK, Rig, Script
 
 
 def recording_rig(folder: Path, *scripts: Script, options: dict[str, Any] | None = None, **more: Any) -> Rig:
-    timeline = {"dir": str(folder), "mib": 1}
-    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline, **(options or {})}
-    return Rig("kvobs", *scripts, **more)
+    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": {"dir": str(folder)}, **(options or {})}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flight, "BYTES", 1 << 20)
+        return Rig("kvobs", *scripts, **more)
 
 
 def by_name(folder: Path) -> dict[str, Process]:

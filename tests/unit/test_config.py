@@ -11,9 +11,7 @@ from hypothesis import given
 
 from kvobs.config import ConfigError, read
 from kvobs.findings import Finding
-from kvobs.hooks import HOOKS
 from kvobs.options import Options, TracingOptions
-from kvobs.signals import is_timed
 
 TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]
 THREE = [*TWO, {"kv_connector": "NixlConnector"}]
@@ -58,10 +56,7 @@ def test_other_keys_beside_connectors_are_not_ours() -> None:
         ({"dir": "here"}, "kvobs.timeline.dir: found 'here', allowed: an absolute path"),
         ({"dir": 5}, "kvobs.timeline.dir: found 5, allowed: a valid string"),
         ({"dir": "/a\0b"}, "kvobs.timeline.dir: found '/a\\x00b', allowed: an absolute path"),
-        ({"mib": 0}, "kvobs.timeline.mib: found 0, allowed: greater than or equal to 1"),
-        ({"mib": 1025}, "kvobs.timeline.mib: found 1025, allowed: less than or equal to 1024"),
-        ({"mib": "1"}, "kvobs.timeline.mib: found '1', allowed: a valid integer"),
-        ({"path": "/x"}, "kvobs.timeline.path: unknown option, allowed: 'dir', 'mib'"),
+        ({"path": "/x"}, "kvobs.timeline.path: unknown option, allowed: 'dir'"),
         ("/x", "kvobs.timeline: found '/x', allowed: an object"),
     ],
 )
@@ -124,10 +119,6 @@ def test_missing_connectors_are_named() -> None:
         ({"request_log": "stdout"}, "kvobs.request_log: found 'stdout', allowed: 'stderr', or an absolute path"),
         ({"request_log": "/a\0"}, "kvobs.request_log: found '/a\\x00', allowed: 'stderr', or an absolute path"),
         ({"request_log": True}, "kvobs.request_log: found True, allowed: a valid string"),
-        ({"request_log_ratio": 1.1}, "kvobs.request_log_ratio: found 1.1, allowed: less than or equal to 1"),
-        ({"request_log_ratio": -1}, "kvobs.request_log_ratio: found -1, allowed: greater than or equal to 0"),
-        ({"request_log_ratio": "1"}, "kvobs.request_log_ratio: found '1', allowed: a valid number"),
-        ({"request_log_ratio": float("nan")}, "kvobs.request_log_ratio: found nan, allowed: a finite number"),
         (
             {"wait_for": "earlier", "load_policy": "fastest"},
             "kvobs.wait_for: found 'earlier' with load_policy 'fastest', which compares all answers, allowed: 'all'",
@@ -196,34 +187,44 @@ def test_any_value_is_accepted_or_named(value: Any) -> None:
             assert all(m.path.startswith(f"kv_connector_extra_config.kvobs.{option}") for m in error.mistakes)
 
 
+# --- the environment
+
+
+@pytest.mark.parametrize(
+    ("value", "stock"),
+    [
+        ("", set()),
+        ("aggregator", {"aggregator"}),
+        ("block_copy", {"block_copy"}),
+        (" block_copy, aggregator,", {"aggregator", "block_copy"}),
+    ],
+)
+def test_kvobs_stock_names_the_parts_of_vllm_that_stay(
+    value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOBS_STOCK", value)
+    assert read({"connectors": TWO}).stock == stock
+
+
+def test_what_kvobs_stock_can_not_name_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOBS_STOCK", "agregator,block_copy,all")
+    stock = "environment variable KVOBS_STOCK: found {}, allowed: aggregator, block_copy"
+    assert mistakes() == (stock.format("'agregator'"), stock.format("'all'"))
+
+
 # --- tracing
 
 
 def test_what_is_traced_by_default() -> None:
     options = read({"connectors": TWO}).options
-    assert options.tracing == TracingOptions(level=None, layers=False, propagate=False)
-    assert (options.slow_load_ms, options.slow_call_ms_by_hook) == (1000, {})
+    assert options.tracing == TracingOptions(level=None, propagate=False)
+    assert (options.slow_load_ms, options.slow_call_ms) == (1000, 100)
 
 
 @pytest.mark.parametrize("level", ["off", "requests", "calls", None])
 def test_every_level_is_accepted(level: str | None) -> None:
-    options = read(
-        {"connectors": TWO, "kvobs": {"tracing": {"level": level, "layers": True, "propagate": True}}}
-    ).options
-    assert (options.tracing.level, options.tracing.layers, options.tracing.propagate) == (level, True, True)
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_timed_hook_has_a_limit_of_its_own_and_others_have_none(hook: str) -> None:
-    given = {"slow_call_ms": 50, "slow_call_ms_by_hook": {hook: 2.5}}
-    if is_timed(HOOKS[hook]):
-        options = read({"connectors": TWO, "kvobs": given}).options
-        assert [options.slow_ms(other) for other in (hook, "nothing")] == [2.5, 50]
-    else:
-        (mistake,) = mistakes(**given)
-        assert mistake.startswith(
-            f"kv_connector_extra_config.kvobs.slow_call_ms_by_hook.{hook}: found {hook!r}, allowed: "
-        )
+    options = read({"connectors": TWO, "kvobs": {"tracing": {"level": level, "propagate": True}}}).options
+    assert (options.tracing.level, options.tracing.propagate) == (level, True)
 
 
 @pytest.mark.parametrize(
@@ -231,30 +232,16 @@ def test_a_timed_hook_has_a_limit_of_its_own_and_others_have_none(hook: str) -> 
     [
         (
             {"tracing": {"levle": "off"}},
-            "kv_connector_extra_config.kvobs.tracing.levle: unknown option, allowed: 'level', 'layers', 'propagate'",
+            "kv_connector_extra_config.kvobs.tracing.levle: unknown option, allowed: 'level', 'propagate'",
         ),
         ({"tracing": {"level": "all"}}, "kvobs.tracing.level: found 'all', allowed: 'off', 'requests' or 'calls'"),
         ({"tracing": {"level": True}}, "kvobs.tracing.level: found True, allowed: 'off', 'requests' or 'calls'"),
-        ({"tracing": {"layers": 1}}, "kvobs.tracing.layers: found 1, allowed: a valid boolean"),
         ({"tracing": {"propagate": "yes"}}, "kvobs.tracing.propagate: found 'yes', allowed: a valid boolean"),
         ({"tracing": "calls"}, "kvobs.tracing: found 'calls', allowed: an object"),
         ({"tracing": None}, "kvobs.tracing: found None, allowed: an object"),
         ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
         ({"slow_load_ms": "1"}, "kvobs.slow_load_ms: found '1', allowed: a valid number"),
         ({"slow_load_ms": None}, "kvobs.slow_load_ms: found None, allowed: a valid number"),
-        ({"slow_call_ms_by_hook": 5}, "kvobs.slow_call_ms_by_hook: found 5, allowed: an object"),
-        (
-            {"slow_call_ms_by_hook": {"start_load": 5}},
-            "kvobs.slow_call_ms_by_hook.start_load: found 'start_load', allowed: ",
-        ),
-        (
-            {"slow_call_ms_by_hook": {"start_load_kv": -1}},
-            "kvobs.slow_call_ms_by_hook.start_load_kv: found -1, allowed: greater than 0",
-        ),
-        (
-            {"slow_call_ms_by_hook": {"start_load_kv": float("nan")}},
-            "kvobs.slow_call_ms_by_hook.start_load_kv: found nan, allowed: a finite number",
-        ),
     ],
     ids=str,
 )
@@ -264,5 +251,5 @@ def test_bad_options_of_tracing_are_named(options: dict[str, Any], message: str)
 
 
 def test_all_mistakes_about_tracing_are_reported_at_once() -> None:
-    found = mistakes(tracing={"level": "all", "x": 1}, slow_call_ms_by_hook={"a": 1, "wait_for_save": 0})
-    assert len(found) == 4
+    found = mistakes(tracing={"level": "all", "x": 1}, slow_call_ms=0)
+    assert len(found) == 3

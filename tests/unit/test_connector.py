@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -36,6 +37,20 @@ def test_the_start_says_what_is_routed_to(caplog: pytest.LogCaptureFixture) -> N
     Rig("kvobs", *scripts, kvobs={"names": ["one", "two"], "load_policy": "longest"})
     (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
     assert "one (ScriptedConnector), two (ScriptedConnector); load_policy longest" in line
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
+    is_stock: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied: list[object] = []
+    monkeypatch.setenv("KVOBS_STOCK", "aggregator,block_copy" if is_stock else "")
+    rig = Rig("kvobs", Script("a"))
+    assert (rig.connector.aggregation is None) is is_stock
+    rig.workers[0].set_host_xfer_buffer_ops(lambda *arguments: copied.append(arguments))
+    rig.workers[0]._connectors[0].copy_blocks({"a": torch.ones(4, 2)}, {"a": torch.zeros(4, 2)}, [1], [2], "d2h")
+    assert bool(copied) is is_stock
+    assert ("by KVOBS_STOCK vLLM's own stay in place: aggregator, block_copy" in caplog.text) is is_stock
 
 
 def test_children_are_the_real_objects(rig: Rig) -> None:

@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def _timeline(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("of")
-    OPTIONS["timeline"] = {"dir": str(folder / "timeline"), "mib": 1}
+    OPTIONS["timeline"] = {"dir": str(folder / "timeline")}
     OPTIONS["request_log"] = str(folder / "requests")
 
 

@@ -29,7 +29,6 @@ anything = st.recursive(
 )
 of_options: dict[str, Any] = dict.fromkeys(Options.model_fields, anything)
 of_options["tracing"] = anything | st.dictionaries(st.sampled_from(sorted(TracingOptions.model_fields)), anything)
-of_options["slow_call_ms_by_hook"] = anything | st.dictionaries(st.sampled_from(["wait_for_save", "x"]), anything)
 connectors = st.lists(
     anything
     | st.fixed_dictionaries(
@@ -92,13 +91,12 @@ LONG: dict[str, dict[str, Any]] = {
     "a number": {"slow_call_ms": -(10**4000)},
     "an option": {"x" * 10**6: 1},
     "an option of tracing": {"tracing": {"x" * 10**6: 1}},
-    "a hook": {"slow_call_ms_by_hook": {"x" * 10**6: 1}},
     "a connector": {"min_tokens": {"x" * 10**6: 1}},
 }
 MANY: dict[str, dict[str, Any]] = {
     "values": {"names": list(range(10**4))},
     "options": {str(i): 1 for i in range(10**4)},
-    "hooks": {"slow_call_ms_by_hook": {str(i): 1 for i in range(10**4)}},
+    "connectors": {"min_tokens": {str(i): 1 for i in range(10**4)}},
 }
 
 
@@ -110,7 +108,6 @@ MANY: dict[str, dict[str, Any]] = {
         "a number",
         "an option",
         "an option of tracing",
-        "a hook",
         "a connector",
     ],
 )

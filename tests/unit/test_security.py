@@ -342,7 +342,7 @@ def test_nothing_of_prompts_params_headers_or_configurations_leaves_an_engine(
     connectors = [child_config(s, "MeteredConnector") for s in (a, b)]
     for connector in connectors:
         connector["kv_connector_extra_config"]["access_key"] = SECRET
-    options = {"names": ["one", "two"], "tracing": {"level": "calls", "layers": True}, "slow_call_ms": 1e-6}
+    options = {"names": ["one", "two"], "tracing": {"level": "calls"}, "slow_call_ms": 1e-6}
     with monkeypatch.context() as patch:
         no_otel_variables(patch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
         rig = Rig("kvobs", a, b, ranks=2, kvobs=options, connectors=connectors)

@@ -11,6 +11,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from kvobs.telemetry.recorder import NEVER, Recorder
 from kvobs.testing import Script
 from tests.support.observed import KV, STEP_S, SYNC, Observed
 from tests.support.rig import child_config
@@ -29,9 +30,15 @@ from tests.support.traced import (
 # --- calls
 
 
+def only_is_slow(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """Let each call of this hook be slow, and no other."""
+    monkeypatch.setattr(Recorder, "slow_ns", lambda _self, called: 1 if called == hook else NEVER)
+
+
 def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
-    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"start_load_kv": 1e-6})
+    only_is_slow(monkeypatch, "start_load_kv")
+    engine = Traced(monkeypatch, a, b)
     load(engine, trace_headers=SAMPLED)
     whole, calls = engine.span("kv.load one"), engine.spans("kv.call start_load_kv")
     assert {attributes(span)["sampling.reason"] for span in calls} == {"slow"}
@@ -44,7 +51,7 @@ def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.Monkey
 def test_a_slow_lookup_is_seen_with_the_lookups_it_is_part_of(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
-    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"get_num_new_matched_tokens": 1e-6})
+    engine = Traced(monkeypatch, a, b, slow_call_ms=1e-6)
     engine.rig.add("r", trace_headers=NOT_SAMPLED)
     engine.step(3)
     lookup, calls = engine.span("kv.lookup"), engine.spans("kv.call get_num_new_matched_tokens")
@@ -86,12 +93,9 @@ def test_what_an_isolated_child_raised_is_seen(
         assert attributes(call)["sampling.reason"] == "error"
 
 
-@pytest.mark.parametrize("layers", [False, True])
-def test_with_level_calls_every_call_is_a_span(
-    layers: bool, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_with_level_calls_every_call_is_a_span(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = SYNC
-    engine = Traced(monkeypatch, a, b, level="calls", tracing={"layers": layers}, ranks=1)
+    engine = Traced(monkeypatch, a, b, level="calls", ranks=1)
     engine.rig.add("r", trace_headers=SAMPLED)
     engine.step()
     whole = engine.span("kv.load one")
@@ -101,12 +105,9 @@ def test_with_level_calls_every_call_is_a_span(
             assert len(calls) == len(script.called(hook)) == 1, hook
     layer, _ = engine.spans("kv.call wait_for_layer_load")
     assert ids(layer)[::2] == (CLIENT_TRACE, ids(whole)[1])
-    if layers:
-        assert attributes(layer)["layer"] == 0
-    else:
-        assert attributes(layer)["layers"] == 1
-        assert attributes(layer)["slowest_layer"] == 0
-        assert attributes(layer)["layers_duration"] == attributes(layer)["slowest_layer_duration"] > 0
+    assert attributes(layer)["layers"] == 1
+    assert attributes(layer)["slowest_layer"] == 0
+    assert attributes(layer)["layers_duration"] == attributes(layer)["slowest_layer_duration"] > 0
     of_step = {ids(span)[0] for span in engine.spans("kv.call wait_for_save")}
     assert len(of_step) == 1
     assert of_step == {ids(span)[0] for span in engine.spans("kv.call build_connector_meta")}
@@ -143,7 +144,8 @@ def test_histograms_have_exemplars_of_exported_spans_only(
 ) -> None:
     a.offers["r"] = a.offers["q"] = KV
     a.promises |= {"r", "q"}
-    engine = Traced(monkeypatch, a, b, slow_call_ms_by_hook={"reset_cache": 1e-6})
+    only_is_slow(monkeypatch, "reset_cache")
+    engine = Traced(monkeypatch, a, b)
     for request, headers in (("q", NOT_SAMPLED), ("r", SAMPLED)):
         load(engine, request, trace_headers=headers)
         a.say(0, saved=request)

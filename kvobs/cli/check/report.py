@@ -163,8 +163,6 @@ def _together(checked: Checked) -> dict[str, str]:
         "a failed load": f"{'is recomputed' if checked.failure_policy == 'recompute' else 'fails its request'} "
         f"(kv_load_failure_policy {checked.failure_policy})",
         "best-effort": ", ".join(options.isolate) or "none",
-        "block copies": options.block_copy,
-        "aggregation": options.aggregator,
         "tracing": checked.tracing,
         "metrics go to": checked.metrics_go_to,
         "spans go to": checked.spans_go_to,

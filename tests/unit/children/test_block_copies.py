@@ -1,4 +1,4 @@
-"""Each child gets an operation of its own; which one does the work is an option, and what it moved is counted."""
+"""Each child gets an operation: kvobs's in host memory, vLLM's elsewhere and on demand; what it moved is counted."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def caches(fill: float = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
 def test_in_host_memory_kvobs_does_the_work() -> None:
     recorder, vllms = Recorder(2), Vllms()
     src, dst = caches(1), caches()
-    BlockCopies(recorder, "auto", BLOCKS).operation(1, vllms)(src, dst, [3, 4], [9, 1], "h2d")
+    BlockCopies(recorder, BLOCKS).operation(1, vllms)(src, dst, [3, 4], [9, 1], "h2d")
     assert vllms.calls == []
     assert [int(dst["b"][i].sum()) for i in range(BLOCKS)] == [0, 8, *[0] * 7, 8, *[0] * 6]
     assert counted(recorder, 1, "h2d") == 2 * 2 * 2 * 4 * 2  # blocks, layers, shape of a block, bytes
 
 
-@pytest.mark.parametrize(("which", "device"), [("vllm", "cpu"), ("auto", "meta")])
-def test_elsewhere_and_on_demand_vllm_does(which: Any, device: str) -> None:
+@pytest.mark.parametrize(("is_stock", "device"), [(True, "cpu"), (False, "meta"), (True, "meta")])
+def test_elsewhere_and_on_demand_vllm_does(is_stock: bool, device: str) -> None:
     recorder, vllms = Recorder(1), Vllms()
-    copy = BlockCopies(recorder, which, BLOCKS).operation(0, vllms)
+    copy = BlockCopies(recorder, BLOCKS, is_stock=is_stock).operation(0, vllms)
     copy(caches(device=device), caches(), [3], [9], direction="d2h")
     assert vllms.calls == [([3], [9], "d2h")]
     assert counted(recorder, 0, "d2h") == 2 * 16
@@ -56,22 +56,22 @@ def test_elsewhere_and_on_demand_vllm_does(which: Any, device: str) -> None:
 
 def test_what_vllm_leaves_out_silently_is_not_counted() -> None:
     recorder = Recorder(1)
-    copy = BlockCopies(recorder, "vllm", BLOCKS).operation(0, stock.copy_kv_blocks)
+    copy = BlockCopies(recorder, BLOCKS, is_stock=True).operation(0, stock.copy_kv_blocks)
     copy(caches(1), caches(), [1, 2], [3], "d2h")
     copy(caches(1), caches(), [], [], "d2h")
     assert counted(recorder, 0, "d2h") == 0
 
 
 def test_vllms_own_can_copy_nothing_on_this_platform() -> None:
-    """Why ``auto`` means kvobs's in host memory: with vLLM's the engine ends."""
-    copy = BlockCopies(Recorder(1), "vllm", BLOCKS).operation(0, stock.copy_kv_blocks)
+    """Why it is kvobs's in host memory: with vLLM's the engine ends."""
+    copy = BlockCopies(Recorder(1), BLOCKS, is_stock=True).operation(0, stock.copy_kv_blocks)
     with pytest.raises(TypeError, match="not callable"):
         copy(caches(1), caches(), [1], [3], "d2h")
 
 
 def test_what_can_not_be_copied_is_refused_and_not_counted() -> None:
     recorder = Recorder(1)
-    copy = BlockCopies(recorder, "auto", BLOCKS).operation(0, Vllms())
+    copy = BlockCopies(recorder, BLOCKS).operation(0, Vllms())
     with pytest.raises(ValueError, match="block 16 is out of range"):
         copy(caches(1), caches(), [16], [3], "d2h")
     assert counted(recorder, 0, "d2h") == 0
@@ -80,7 +80,7 @@ def test_what_can_not_be_copied_is_refused_and_not_counted() -> None:
 def test_keys_and_values_may_come_first() -> None:
     src, dst = ({"a": torch.arange(2.0 * BLOCKS).view(2, BLOCKS) * factor} for factor in (1, 0))
     recorder = Recorder(1)
-    BlockCopies(recorder, "auto", BLOCKS).operation(0, Vllms())(src, dst, [5], [2], "d2h")
+    BlockCopies(recorder, BLOCKS).operation(0, Vllms())(src, dst, [5], [2], "d2h")
     assert dst["a"].nonzero().tolist() == [[0, 2], [1, 2]]
     assert counted(recorder, 0, "d2h") == 2 * 4
 

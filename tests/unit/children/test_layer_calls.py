@@ -232,8 +232,8 @@ def test_children_with_an_empty_hook_are_left_out() -> None:
 class Noting:
     """Keeps what it is given."""
 
-    def __init__(self, traces_all: bool = False, traces_layers: bool = False) -> None:
-        self.traces_all, self.traces_layers = traces_all, traces_layers
+    def __init__(self, traces_all: bool = False) -> None:
+        self.traces_all = traces_all
         self.step: Any = None
         self.noticed: list[CallEvent] = []
 
@@ -249,12 +249,12 @@ traced_steps = st.lists(
 )
 
 
-@given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans(), st.booleans())
-def test_the_tracer_gets_slow_layers_and_all_in_one_or_each(
-    hook: str, plan: list[list[list[int]]], traces_all: bool, traces_layers: bool
+@given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans())
+def test_the_tracer_gets_slow_layers_and_a_summary_of_all(
+    hook: str, plan: list[list[list[int]]], traces_all: bool
 ) -> None:
     """The plan: by step, by layer, what each child takes."""
-    tracer = Noting(traces_all, traces_layers)
+    tracer = Noting(traces_all)
     expected: list[CallEvent] = []
     with pytest.MonkeyPatch.context() as patch:
         fan = Fan(patch, hook, 2, SLOW_NS, tracer)
@@ -263,13 +263,12 @@ def test_the_tracer_gets_slow_layers_and_all_in_one_or_each(
             step_began = fan.now
             for layer, takes in enumerate(layers):
                 for child, took in enumerate(takes):
-                    is_slow = took > SLOW_NS
-                    if is_slow or (traces_all and traces_layers):
+                    if took > SLOW_NS:
                         start = fan.now + sum(takes[:child]) + WALL_OFFSET
                         more = {"kv_transfer.layer": layer}
-                        expected.append(CallEvent(child, hook, start, took, is_slow, "", tracer.step, more))
+                        expected.append(CallEvent(child, hook, start, took, True, "", tracer.step, more))
                 fan(*takes)
-            for child in range(2 if traces_all and not traces_layers else 0):
+            for child in range(2 if traces_all else 0):
                 each = [takes[child] for takes in layers]
                 first = step_began + (layers[0][0] if child else 0)
                 last = fan.now - (0 if child else layers[-1][1])
@@ -295,26 +294,10 @@ def test_the_tracer_gets_slow_layers_and_all_in_one_or_each(
 
 
 @each_hook
-def test_of_more_calls_than_a_flush_takes_the_tracer_gets_the_slow_ones_first(
+def test_slow_calls_that_the_tracer_does_not_get_are_counted_as_lost(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracer = Noting(traces_all=True, traces_layers=True)
-    fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
-    for layer in range(200):
-        fan(SLOW_NS + 1 if layer in (3, 150) else 1)
-    fan.layers.close_step()
-    fan.layers.drain()
-    layers = [noticed.more["kv_transfer.layer"] for noticed in tracer.noticed]
-    assert layers == [3, 150, 0, 1, 2, *range(4, NOTICED_AT_MOST + 1)][:NOTICED_AT_MOST]
-    assert [noticed.is_slow for noticed in tracer.noticed].count(True) == 2
-
-
-@each_hook
-@pytest.mark.parametrize("traces_all", [True, False])
-def test_slow_calls_that_the_tracer_does_not_get_are_counted_as_lost(
-    hook: str, traces_all: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracer = Noting(traces_all, traces_all)
+    tracer = Noting()
     fan = Fan(monkeypatch, hook, 1, SLOW_NS, tracer)
     for _ in range(NOTICED_AT_MOST + 7):
         fan(SLOW_NS + 1)

@@ -78,7 +78,7 @@ def test_the_exporter_listens_beside_the_server(
     config = FakeServer.last.arguments[2]
     options = config["kv_connector_extra_config"]["kvobs"]
     wanted = exporter_port or 40000
-    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted, "linger_s": 0.0}
+    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted}
     assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
     assert config["kv_load_failure_policy"] == "recompute"
     assert claimed == [exporter_port or 0]

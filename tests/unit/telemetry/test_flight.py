@@ -373,7 +373,7 @@ def test_the_engines_of_data_parallelism_are_separate_and_are_one_run(folder: Pa
     for suffix in ("_dp0", "_dp1"):
         transfer = transfer_config("kvobs", [child_config(a)], engine_id=f"e{suffix}")
         config = engine_config(transfer)
-        assert flight.begin(TimelineOptions(dir=str(folder), mib=1), config, 0, ["one"], 0) is not None
+        assert flight.begin(TimelineOptions(dir=str(folder)), config, 0, ["one"], 0) is not None
     processes = recordings.load(folder)
     assert [process.engine for process in processes] == [0, 1]
     assert names.of_processes(processes) == ["engine 0 rank 0", "engine 1 rank 0"]

@@ -33,8 +33,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(request_log, "EVERY_S", 0.005)
     started: list[RequestLog] = []
 
-    def begin(output: Output, ratio: float = 1, recorder: Recorder | None = None) -> RequestLog:
-        started.append(RequestLog(output, ratio, recorder or Recorder(1)))
+    def begin(output: Output, recorder: Recorder | None = None) -> RequestLog:
+        started.append(RequestLog(output, recorder or Recorder(1)))
         return started[-1]
 
     yield begin
@@ -204,7 +204,7 @@ WRITER = """
 import sys
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.request_log import LogFile, RequestLog
-log = RequestLog(LogFile(sys.argv[1]), 1, Recorder(1))
+log = RequestLog(LogFile(sys.argv[1]), Recorder(1))
 for n in range(2000):
     log.put({"n": n, "of": sys.argv[2], "more": "x" * (n % 300)})
 log.close()
@@ -336,23 +336,3 @@ def test_the_log_ends_after_the_connectors_and_with_an_error_too(start: Start, t
         log.ended_by(shutdown)()
     assert numbers(path) == [1]
     assert Unlogged().ended_by(shutdown) is shutdown
-
-
-# --- sampling
-
-
-def test_a_share_of_the_requests_is_logged_and_all_engines_agree_which(start: Start) -> None:
-    ids = [f"cmpl-{i}-0" for i in range(4000)]
-    prefill, decode = (start(Narrow(9), 0.25) for _ in range(2))
-    chosen = [one for one in ids if prefill.wants(f"{one}-0123abcd")]
-    assert chosen == [one for one in ids if decode.wants(f"{one}-89abcdef")], "vLLM appends other digits there"
-    assert 800 < len(chosen) < 1200
-    half = start(Narrow(9), 0.5)
-    assert all(half.wants(one) for one in chosen), "a smaller share is part of a larger one"
-
-
-@pytest.mark.parametrize(("ratio", "wanted"), [(0, False), (1, True), (1.0, True)])
-def test_all_or_none(ratio: float, wanted: bool, start: Start) -> None:
-    log = start(Narrow(9), ratio)
-    assert {log.wants(one) for one in ("", "r", "\ud800", "x" * 10_000, *map(str, range(100)))} == {wanted}
-    assert not Unlogged().wants("r")

@@ -87,9 +87,7 @@ def test_a_configuration_without_the_field_names_no_endpoint(config: Any, monkey
         ({}, 1000, 100),
         ({"slow_load_ms": 50}, 50, 50),
         ({"slow_load_ms": 50.5, "slow_call_ms": 20}, 50.5, 20),
-        ({"slow_call_ms_by_hook": {"start_load_kv": 3}}, 1000, 3),
-        ({"slow_call_ms_by_hook": {"start_load_kv": 5000}}, 1000, 1000),
-        ({"slow_call_ms_by_hook": {"wait_for_save": 3}}, 1000, 100),
+        ({"slow_call_ms": 5000}, 1000, 1000),
     ],
     ids=str,
 )
@@ -102,10 +100,10 @@ def test_a_step_waits_for_a_synchronous_load_as_for_a_call(
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_other_options_are_taken_over(is_on: bool) -> None:
-    tracing = TracingSettings.of(options(tracing={"layers": is_on, "propagate": not is_on}), config_of(URL))
+def test_connectors_get_the_trace_context_only_if_so_configured(is_on: bool) -> None:
+    tracing = TracingSettings.of(options(tracing={"propagate": is_on}), config_of(URL))
     assert tracing is not None
-    assert (tracing.has_layers, tracing.propagates) == (is_on, not is_on)
+    assert tracing.propagates == is_on
 
 
 # --- verdicts
