@@ -26,9 +26,9 @@ def signed(number: float | None) -> str:
     return amount(number) if number is None or number >= 0 else f"-{amount(-number)}"
 
 
-def whole(number: int) -> str:
+def whole(number: int | None) -> str:
     """Write a whole number in at most five characters."""
-    return str(number) if number < 10**4 else amount(number)
+    return amount(number) if number is None or number >= 10**4 else str(number)
 
 
 def _digits(number: float) -> int:

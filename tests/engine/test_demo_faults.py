@@ -50,7 +50,7 @@ class Watched(Demo):
         watch.scrape()
         rows = super().measure(server)
         watch.scrape()
-        self.seen.top = {child.connector: child for child in watch.row(watch.reading, since_start=False).children}
+        self.seen.top = {row.connector: row for row in watch.row(watch.reading, since_start=False).connectors}
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:

@@ -100,4 +100,4 @@ def top_under_load(server: Server, address: str, numbers: Iterator[int]) -> dict
     assert noted["error"] is None
     assert noted["telemetry_s_per_s"] > 0
     assert noted["internal_errors"] == 0
-    return {row["connector"]: row for row in noted["children"]}
+    return {row["connector"]: row for row in noted["connectors"]}

@@ -11,21 +11,22 @@ from tests.support.top_engines import count
 
 MS = 10**6
 SHARES = st.none() | st.floats(0, 1)
-AMOUNTS = st.none() | st.floats(0, 8e8)
+AMOUNTS = st.floats(0, 8e8)
+MAYBE = st.none() | AMOUNTS
 GAINS = st.none() | st.floats(-8e8, 8e8)
 COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
-CHILDREN = st.builds(
-    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 6,
-    SHARES, AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, AMOUNTS, st.none() | st.sampled_from(("0", "127")), SHARES,
-    COUNTS, COUNTS, AMOUNTS, st.booleans(),
+ROWS = st.builds(
+    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 4, MAYBE, MAYBE,
+    st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE, st.none() | st.sampled_from(("0", "127")),
+    SHARES, COUNTS, COUNTS, MAYBE, st.booleans(),
 )  # fmt: skip
 
 
 SERVERS = st.lists(
     st.builds(
-        Server, NAMES, st.none() | NAMES, NAMES, st.just("0.32.0"), st.just("0.1.0"), AMOUNTS, AMOUNTS, COUNTS,
-        st.none() | COUNTS, st.none() | COUNTS, AMOUNTS, AMOUNTS, st.lists(CHILDREN, max_size=6).map(tuple),
+        Server, NAMES, st.none() | NAMES, NAMES, st.just("0.32.0"), st.just("0.1.0"), MAYBE, MAYBE, COUNTS,
+        st.none() | COUNTS, st.none() | COUNTS, MAYBE, MAYBE, st.lists(ROWS, max_size=6).map(tuple),
     ),
     min_size=1, max_size=6,
 )  # fmt: skip

@@ -1,9 +1,10 @@
-"""A row for each server and for each of its children, from one scrape or two; sorted, and as JSON."""
+"""A row for each server and for each of its connectors, from one scrape or two; sorted, and as JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvobs import signals
@@ -19,38 +20,34 @@ RATES = (
 """Fields that are rates per second, unless counted since the server's start."""
 
 
-def _added(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
-
-
 @dataclass(frozen=True)
 class ConnectorRow:
-    """One child's numbers and state. None: no data."""
+    """One connector's numbers and state. None: no data."""
 
     engine: str
     connector: str
     connector_class: str
-    lookups: float | None
+    lookups: float
     hit_share: float | None
     """Of the requests that were answered or timed out; one that vLLM looked up again counts once an answer."""
-    loads: float | None
+    loads: float
     """That ended well."""
-    load_tokens: float | None
-    load_bytes: float | None
+    load_tokens: float
+    load_bytes: float
     """Over all ranks."""
-    unused_tokens: float | None
+    unused_tokens: float
     """That it offered and were not loaded, since another connector was chosen."""
     load_p50_s: float | None
     load_p99_s: float | None
-    scheduler_s: float | None
+    scheduler_s: float
     """Time that the scheduler spent in it."""
-    load_stall_s: float | None
+    load_stall_s: float
     """Summed over ranks, as that of saves."""
-    save_stall_s: float | None
+    save_stall_s: float
     gain_s: float | None
     """Time that its loads saved, without the time that requests waited for them."""
-    failed_loads: float | None
-    exceptions: float | None
+    failed_loads: float
+    exceptions: float
     skew_p99_s: float | None
     slowest_rank: str | None
     """The rank that most often finished last."""
@@ -62,19 +59,19 @@ class ConnectorRow:
     quarantined: bool
 
     @property
-    def stall_s(self) -> float | None:
+    def stall_s(self) -> float:
         """How long steps waited for it, for loads and saves."""
-        return _added(self.load_stall_s, self.save_stall_s)
+        return self.load_stall_s + self.save_stall_s
 
     @property
-    def errors(self) -> float | None:
+    def errors(self) -> float:
         """Exceptions out of it, and loads that failed."""
-        return _added(self.exceptions, self.failed_loads)
+        return self.exceptions + self.failed_loads
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server: versions, cost of kvobs, and its children; or the error."""
+    """A server: versions, cost of kvobs, and its connectors; or the error."""
 
     address: str
     error: str | None = None
@@ -92,33 +89,31 @@ class Server:
     ttft_p50_s: float | None = None
     """Time to the first token."""
     ttft_p99_s: float | None = None
-    children: tuple[ConnectorRow, ...] = ()
+    connectors: tuple[ConnectorRow, ...] = ()
 
 
 def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     """Return a server's row between two scrapes, or since its start."""
     seconds = max(after.at_s - before.at_s, 1e-3) if before else None
-    owners = by_owner(change(before.values if before else None, after.values))
-    own = [numbers for (_, connector), numbers in owners.items() if not connector]
-    children = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
+    now, grown = Numbers.of(after.values.items()), change(before.values if before else None, after.values)
+    connectors = [(owner, numbers) for owner, numbers in by_owner(grown).items() if owner[1]]
     vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
     vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
-    own_since_start = [numbers for (_, connector), numbers in by_owner(after.values).items() if not connector]
     return Server(
         address,
         model=", ".join(sorted({dict(labels).get("model_name", "") for _, labels in after.values} - {""})),
-        vllm_version=next((version for n in own if (version := n.label(signals.BUILD_INFO, "vllm_version"))), ""),
-        kvobs_version=next((version for n in own if (version := n.label(signals.BUILD_INFO, "version"))), ""),
+        vllm_version=now.label(signals.BUILD_INFO, "vllm_version"),
+        kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
-        telemetry_s=sum(numbers.total(signals.SELF_SECONDS) for numbers in own) / (seconds or 1),
-        internal_errors=int(sum(numbers.total(signals.INTERNAL_ERRORS) for numbers in own_since_start)),
+        telemetry_s=Numbers.of(grown.items()).total(signals.SELF_SECONDS) / (seconds or 1),
+        internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
         running=_whole(vllm, RUNNING),
         waiting=_whole(vllm, WAITING),
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
-        children=tuple(
-            _child(engine, connector, numbers, seconds or 1, after.unix_s)
-            for (engine, connector), numbers in sorted(children, key=_configured)
+        connectors=tuple(
+            _connector(engine, connector, numbers, seconds or 1, after.unix_s)
+            for (engine, connector), numbers in sorted(connectors, key=_configured)
         ),
     )
 
@@ -128,7 +123,7 @@ def _whole(numbers: Numbers, name: str) -> int | None:
 
 
 def _configured(entry: tuple[tuple[str, str], Numbers]) -> tuple[int, str, int, str]:
-    """Sort engines by their number, and children as they are configured."""
+    """Sort engines by their number, and connectors as they are configured."""
     (engine, connector), numbers = entry
     index = numbers.label(signals.CONNECTOR_INFO, "index")
     return _number(engine), engine, _number(index), connector
@@ -138,7 +133,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _child(engine: str, connector: str, numbers: Numbers, seconds: float, now_s: float) -> ConnectorRow:
+def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, now_s: float) -> ConnectorRow:
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
@@ -180,34 +175,25 @@ def _gain(numbers: Numbers, seconds: float) -> float | None:
     return (numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)) / seconds
 
 
-STANDING = ("engine", "connector", "connector_class", "loads_open", "saves_held", "oldest_s", "quarantined")
-_MEASURED = tuple(name for name in ConnectorRow.__dataclass_fields__ if name not in STANDING)
+Placed = tuple[int, ConnectorRow]  # with the position of its server
 
 
-def without_measures(server: Server) -> Server:
-    """Return a server with a single scrape as a row without rates."""
-    blank: dict[str, Any] = dict.fromkeys(_MEASURED)
-    children = tuple(replace(child, **blank) for child in server.children)
-    return replace(server, telemetry_s=None, ttft_p50_s=None, ttft_p99_s=None, children=children)
+def ordered(servers: Sequence[Server], by: str | None) -> list[Placed]:
+    """Return the connectors of all servers: as configured, or by a field, the largest first; missing values last."""
 
+    def number(entry: Placed) -> float:
+        value: float | None = getattr(entry[1], by or "")
+        return -math.inf if value is None else value
 
-Placed = tuple[int, ConnectorRow]
-"""A child, and which of the servers it belongs to."""
-
-
-def ordered(servers: Sequence[Server], by: str | None, *, ascending: bool = False) -> list[Placed]:
-    """Return the children of all servers: as configured, or by a field, the largest first; missing values last."""
-    placed = [(i, child) for i, server in enumerate(servers) for child in server.children]
-    if by is None:
-        return placed[::-1] if ascending else placed
-    known = [entry for entry in placed if getattr(entry[1], by) is not None]
-    unknown = [entry for entry in placed if getattr(entry[1], by) is None]
-    return sorted(known, key=lambda entry: getattr(entry[1], by), reverse=not ascending) + unknown
+    placed = [(i, row) for i, server in enumerate(servers) for row in server.connectors]
+    return placed if by is None else sorted(placed, key=number, reverse=True)
 
 
 def as_dict(servers: Iterable[Server]) -> dict[str, Any]:
     """Return what ``--json`` prints: each field under its name, rates with ``_per_s`` behind it."""
-    return {"servers": [{**_named(asdict(s)), "children": [_named(asdict(c)) for c in s.children]} for s in servers]}
+    return {
+        "servers": [{**_named(asdict(s)), "connectors": [_named(asdict(c)) for c in s.connectors]} for s in servers]
+    }
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:

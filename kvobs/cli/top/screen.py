@@ -1,57 +1,136 @@
-"""Render rows as lines for a terminal of any width: fields without room for a column go to a line below the child."""
+"""Render rows as lines for a terminal of any width: what has no room as a column goes to a line below the connector."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvobs.cli.top.columns import LEFT_OUT, OF_SERVERS, VERSIONS, Column, ServerColumn, columns, fit
 from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
-from kvobs.cli.units import NONE
+from kvobs.cli.units import NONE, amount, duration, percent, signed, whole
 
 NAME_AT_MOST = 24
 ADDRESS_AT_MOST = 40
 
 
 @dataclass(frozen=True)
-class View:
-    """The user's choice of sorting, rows and time."""
+class Column:
+    """A number of each connector."""
 
-    by: str | None = None
-    """The field that they are sorted by; None: as they are configured."""
-    ascending: bool = False
-    since_start: bool = False
-    over: str = ""
-    """The period of the numbers, as text."""
-    only: str = ""
-    """Part of the connector, its class, the server's address or model, of the children to show."""
-    first: int = 0
-    """The first child to show, where there is no room for all."""
+    title: str
+    unit: str
+    """Below the title."""
+    by: str
+    """The field that it is sorted by."""
+    show: Callable[[ConnectorRow], str]
+    width: int = 6
+    words: str = ""
+    """Its text in a line; "{}" is the number."""
 
 
-def picture(servers: Sequence[Server], view: View, width: int, height: int | None = None) -> list[Text]:
-    """Return all lines but the keys; where the height is known, as many as there is room for.
+def columns(*, since_start: bool) -> list[Column]:
+    """Return all columns of connectors, in their order."""
+
+    def stall(row: ConnectorRow) -> str:
+        return duration(row.stall_s) if since_start else amount(1e3 * row.stall_s)
+
+    def scheduler(row: ConnectorRow) -> str:
+        return duration(row.scheduler_s) if since_start else percent(row.scheduler_s)
+
+    per_s, ms_per_s = ("", "") if since_start else ("/s", "ms/s")
+    return [
+        Column("hits", "", "hit_share", lambda c: percent(c.hit_share), 5),
+        Column("lookups", per_s, "lookups", lambda c: amount(c.lookups), 7),
+        Column("tokens", per_s, "load_tokens", lambda c: amount(c.load_tokens)),
+        Column("bytes", per_s, "load_bytes", lambda c: amount(c.load_bytes), 6, f"{{}} bytes{per_s}"),
+        Column("unused", per_s, "unused_tokens", lambda c: amount(c.unused_tokens), 6, f"{{}} tokens{per_s} unused"),
+        Column("loads", per_s, "loads", lambda c: amount(c.loads), 5),
+        Column("load", "p50", "load_p50_s", lambda c: duration(c.load_p50_s)),
+        Column("load", "p99", "load_p99_s", lambda c: duration(c.load_p99_s)),
+        Column("sched", "" if since_start else "busy", "scheduler_s", scheduler),
+        Column("stall", ms_per_s, "stall_s", stall),
+        Column("gain", "s" if since_start else "s/s", "gain_s", lambda c: signed(c.gain_s), 7, "gain {}"),
+        Column("loads", "open", "loads_open", lambda c: whole(c.loads_open), 5),
+        Column("saves", "held", "saves_held", lambda c: whole(c.saves_held), 5, "saves held {}"),
+        Column("oldest", "", "oldest_s", lambda c: duration(c.oldest_s)),
+        Column("skew", "p99", "skew_p99_s", lambda c: duration(c.skew_p99_s), 6, "skew p99 {}"),
+        Column("slowest", "rank", "slowest_rank_share", _slowest, 12, "slowest rank {}"),
+        Column("errors", per_s, "errors", lambda c: amount(c.errors)),
+    ]
+
+
+# fmt: off
+LEFT_OUT = ("gain_s", "lookups", "loads", "slowest_rank_share", "skew_p99_s", "unused_tokens", "saves_held",
+            "load_bytes")
+# fmt: on
+"""Columns that are omitted without room, in this order; those with words are then in a line below the connector."""
+
+
+def _slowest(row: ConnectorRow) -> str:
+    return NONE if row.slowest_rank is None else f"{row.slowest_rank:.4} ({percent(row.slowest_rank_share)})"
+
+
+SORTS: tuple[str | None, ...] = (None, *(column.by for column in columns(since_start=False)))
+"""What they can be sorted by, in the order of the columns; None: as they are configured."""
+
+
+@dataclass(frozen=True)
+class ServerColumn:
+    """A number, or a version, of each server."""
+
+    title: str
+    width: int
+    show: Callable[[Server], str]
+
+
+VERSIONS = (
+    ServerColumn("vLLM", 8, lambda server: server.vllm_version),
+    ServerColumn("kvobs", 7, lambda server: server.kvobs_version),
+)
+"""Where there is room for both."""
+OF_SERVERS = (
+    ServerColumn("run", 5, lambda server: whole(server.running)),
+    ServerColumn("wait", 5, lambda server: whole(server.waiting)),
+    ServerColumn("TTFT p50", 8, lambda server: duration(server.ttft_p50_s)),
+    ServerColumn("p99", 6, lambda server: duration(server.ttft_p99_s)),
+    ServerColumn("telemetry", 9, lambda server: duration(server.telemetry_s) + ("/s" if server.seconds else "")),
+    ServerColumn("errors in it", 12, lambda server: str(server.internal_errors)),
+)
+
+
+def fit(text: str, width: int) -> str:
+    """Return text of this width; what is cut ends with a mark."""
+    return set_cell_size(text, width) if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def picture(
+    servers: Sequence[Server], interval_s: float, width: int, height: int | None = None, by: str | None = None
+) -> list[Text]:
+    """Return all lines but the keys, sorted by a field; where the height is known, as many as there is room for.
 
     Errors may run over the width.
     """
-    only = f"   only {view.only}" if view.only else ""
-    title = Text.assemble(("kvobs top", "bold"), f"   {view.over}   {_order(view)}{only}")
-    above = [title, Text(), *server_lines(servers, width, None if height is None else max(2, height // 4)), Text()]
+    since_start = any(server.error is None and server.seconds is None for server in servers)
+    period = "since the servers' start" if since_start else f"the last {interval_s:g} s"
+    title = Text.assemble(("kvobs top", "bold"), f"   {period}   {_order(by)}")
+    above = [title, Text(), *_server_lines(servers, width, None if height is None else max(2, height // 4)), Text()]
+    placed = ordered(servers, by)
+    if not placed:
+        return above
+    table = _Table(columns(since_start=since_start), len(servers) > 1, placed, by, width)
+    entries = [table.entry(i, row) for i, row in placed]
     room = None if height is None else max(1, height - len(above) - 2)
-    return [*above, *children_lines(servers, view, width, room)]
+    return [*above, table.header("title"), table.header("unit"), *_fitting(entries, room)]
 
 
-def _order(view: View) -> str:
-    if view.by is None:
-        return "as configured" + (", last first" if view.ascending else "")
-    column = next(column for column in columns(since_start=True) if column.by == view.by)
-    return f"by {column.title} {column.unit}".rstrip() + (", smallest first" if view.ascending else ", largest first")
+def _order(by: str | None) -> str:
+    column = next((column for column in columns(since_start=True) if column.by == by), None)
+    return "as configured" if column is None else f"by {f'{column.title} {column.unit}'.rstrip()}, largest first"
 
 
-def server_lines(servers: Sequence[Server], width: int, at_most: int | None = None) -> list[Text]:
+def _server_lines(servers: Sequence[Server], width: int, at_most: int | None) -> list[Text]:
     """Return a line for each server, below their header; those that are not read come first where not all fit."""
     several = len(servers) > 1
     numbered = list(enumerate(servers, 1))
@@ -60,26 +139,22 @@ def server_lines(servers: Sequence[Server], width: int, at_most: int | None = No
     address = min(ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
     model = max(5, *(cell_len(server.model) for server in servers))
     room = width - (3 if several else 0) - sum(column.width + 1 for column in OF_SERVERS) - 3
-    versions: list[ServerColumn] = []
-    for column in VERSIONS:
-        if address + model + sum(one.width + 1 for one in (*versions, column)) > room:
-            break
-        versions.append(column)
+    versions = VERSIONS if address + model + sum(column.width + 1 for column in VERSIONS) <= room else ()
     room -= sum(column.width + 1 for column in versions)
     address = min(address, room - 5)
     model = min(model, room - address)
-    heads = [f"{column.title:{column.width}}" for column in versions] + [
-        f"{column.title:>{column.width}}" for column in OF_SERVERS
-    ]
-    head = f"{'server':{address}}  {' '.join(['model'.ljust(model), *heads])}"
-    lines = [_line(several, "", head, style="bold")]
+    titles = [f"{column.title:{column.width}}" for column in versions]
+    titles += [f"{column.title:>{column.width}}" for column in OF_SERVERS]
+    before = "   " if several else ""
+    lines = [Text(f"{before}{'server':{address}}  {' '.join(['model'.ljust(model), *titles])}", style="bold")]
     for i, server in numbered:
+        start = (f"{i:>2} " if several else "") + fit(server.address, address)
         if server.error is not None:
-            lines.append(_line(several, str(i), f"{fit(server.address, address)}  {server.error}", "red"))
+            lines.append(Text(f"{start}  {server.error}", style="red"))
             continue
-        named = [fit(server.model, model), *(fit(column.show(server), column.width) for column in versions)]
-        numbers = [f"{column.show(server):>{column.width}}" for column in OF_SERVERS]
-        line = _line(several, str(i), f"{fit(server.address, address)}  {' '.join([*named, *numbers])}")
+        cells = [fit(server.model, model), *(fit(column.show(server), column.width) for column in versions)]
+        cells += [f"{column.show(server):>{column.width}}" for column in OF_SERVERS]
+        line = Text(f"{start}  {' '.join(cells)}")
         if server.internal_errors:
             line.stylize("bold red", len(line) - len(str(server.internal_errors)))
         lines.append(line)
@@ -88,142 +163,62 @@ def server_lines(servers: Sequence[Server], width: int, at_most: int | None = No
     return lines
 
 
-def _line(several: bool, number: str, text: str, style: str = "") -> Text:
-    return Text(f"{number:>2} {text}" if several else text, style=style)
+class _Table:
+    """The connectors' lines in a width: the columns that have room, and what becomes of the others."""
+
+    def __init__(
+        self, shown: list[Column], several: bool, placed: Sequence[Placed], by: str | None, width: int
+    ) -> None:
+        self._several, self._by, self._width = several, by, width
+        self._has_engines = len({(i, row.engine) for i, row in placed}) > len({i for i, _ in placed})
+        names = min(NAME_AT_MOST, max(len("connector"), *(cell_len(row.connector) for _, row in placed)))
+        fixed = (3 if self._several else 0) + (7 if self._has_engines else 0)
+        self._left_out: list[Column] = []
+        for field in LEFT_OUT:
+            if fixed + names + sum(column.width + 1 for column in shown) <= width:
+                break
+            self._left_out += [column for column in shown if column.by == field]
+            shown = [column for column in shown if column.by != field]
+        room = width - fixed - sum(column.width + 1 for column in shown)
+        self._names = max(len("connector"), min(names, room))
+        self._shown = shown
+
+    def header(self, part: str) -> Text:
+        """Return the line of the titles, or of the units."""
+        before = f"{'   ' if self._several else ''}{'engine ' if self._has_engines else ''}{'connector':{self._names}}"
+        line = Text(before if part == "title" else " " * len(before), style="bold")
+        for column in self._shown:
+            style = "reverse" if column.by == self._by else ""
+            line.append(" ").append(f"{getattr(column, part):>{column.width}}", style=style)
+        return line
+
+    def entry(self, i: int, row: ConnectorRow) -> list[Text]:
+        """Return a connector's line, and further ones for what has no column."""
+        where = (f"{i + 1:>2} " if self._several else "") + (f"{row.engine:>6.6} " if self._has_engines else "")
+        is_bad = row.quarantined or bool(row.errors)
+        line = Text.assemble((where, "dim"), (fit(row.connector, self._names), "bold red" if is_bad else "bold"))
+        for column in self._shown:
+            cell = column.show(row)
+            style = "bold red" if column.by == "errors" and row.errors else "dim" if cell in (NONE, "0") else ""
+            line.append(f" {cell:>{column.width}.{column.width}}", style=style)
+        cells = [(column.words, column.show(row)) for column in self._left_out if column.words]
+        parts = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
+        lines = [line]
+        for text, style in [("in quarantine", "bold red")] * row.quarantined + parts:
+            if len(lines) == 1 or len(lines[-1]) + len(text) + 2 > self._width:
+                lines.append(Text("     " if where else "  "))
+            else:
+                lines[-1].append(", ", style="dim")
+            lines[-1].append(text, style=style)
+        return lines
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How children are laid out in a width."""
-
-    several: bool
-    """Whether there are several servers."""
-    has_engines: bool
-    names: int
-    """Width of the names."""
-    shown: Sequence[Column]
-    left_out: Sequence[Column]
-    width: int
-
-    @property
-    def before(self) -> str:
-        return f"{'':{3 if self.several else 0}}{'engine ' if self.has_engines else ''}{'connector':{self.names}}"
-
-
-def _lay_out(servers: Sequence[Server], placed: Sequence[Placed], view: View, width: int) -> Layout:
-    several = len(servers) > 1
-    has_engines = len({(i, child.engine) for i, child in placed}) > len({i for i, _ in placed})
-    names = min(NAME_AT_MOST, max(len("connector"), *(cell_len(child.connector) for _, child in placed)))
-    fixed = (3 if several else 0) + (7 if has_engines else 0)
-    shown, left_out = columns(since_start=view.since_start), []
-    for by in LEFT_OUT:
-        if fixed + names + sum(column.width + 1 for column in shown) <= width:
-            break
-        left_out += [column for column in shown if column.by == by]
-        shown = [column for column in shown if column.by != by]
-    room = width - fixed - sum(column.width + 1 for column in shown)
-    names = max(len("connector"), min(names, room))
-    if room >= names + len(shown):
-        shown = [replace(column, width=column.width + 1) for column in shown]
-    return Layout(several, has_engines, names, shown, left_out, width)
-
-
-def chosen(servers: Sequence[Server], view: View) -> list[Placed]:
-    """Return the children to show, in their order."""
-    only = view.only.casefold()
-    return [
-        (i, child)
-        for i, child in ordered(servers, view.by, ascending=view.ascending)
-        if not only
-        or any(
-            only in text.casefold()
-            for text in (child.connector, child.connector_class, servers[i].address, servers[i].model)
-        )
-    ]
-
-
-def children_lines(servers: Sequence[Server], view: View, width: int, at_most: int | None = None) -> list[Text]:
-    """Return the children below their header of two lines; ``at_most`` is how many lines there is room for below it."""
-    placed = chosen(servers, view)
-    if not placed:
-        return [Text(f"no connector matches {view.only}", style="dim")] if view.only else []
-    layout = _lay_out(servers, placed, view, width)
-    entries = [_entry(i, child, layout) for i, child in placed]
-    lines = [
-        _header(layout, "title", layout.before, view.by),
-        _header(layout, "unit", " " * len(layout.before), view.by),
-    ]
-    shown = _window([len(entry) for entry in entries], view.first, at_most)
-    for at in shown:
-        lines += entries[at]
-    if len(shown) < len(entries):
-        where = f"{shown.start + 1} to {shown.stop}" if len(shown) > 1 else f"{shown.start + 1}"
-        lines.append(Text(f"{where} of {len(entries)}: arrows scroll, / filters", style="dim"))
-    return lines
-
-
-def visible(servers: Sequence[Server], view: View, width: int, height: int) -> tuple[range, int]:
-    """Return which children ``picture`` shows in a window, and how many there are."""
-    placed = chosen(servers, view)
-    if not placed:
-        return range(0), 0
-    layout = _lay_out(servers, placed, view, width)
-    above = 3 + len(server_lines(servers, width, max(2, height // 4)))
-    sizes = [len(_entry(i, child, layout)) for i, child in placed]
-    return _window(sizes, view.first, max(1, height - above - 2)), len(placed)
-
-
-def _window(sizes: Sequence[int], first: int, at_most: int | None) -> range:
-    """Return which entries of these heights fit, from ``first`` on; the last line says which, unless all do.
-
-    The end of the list stays at the end of the window.
-    """
-    if at_most is None or sum(sizes) <= at_most:
-        return range(len(sizes))
-    room = at_most - 1
-    last_first = len(sizes)
-    while last_first > 0 and sum(sizes[last_first - 1 :]) <= room:
-        last_first -= 1
-    start = max(0, min(first, last_first, len(sizes) - 1))
-    stop = start
-    while stop < len(sizes) and sum(sizes[start : stop + 1]) <= room:
-        stop += 1
-    return range(start, stop)
-
-
-def _header(layout: Layout, part: str, before: str, by: str | None) -> Text:
-    line = Text(before, style="bold")
-    for column in layout.shown:
-        line.append(" ")
-        line.append(f"{getattr(column, part):>{column.width}}", style="reverse" if column.by == by else "")
-    return line
-
-
-def _entry(i: int, child: ConnectorRow, layout: Layout) -> list[Text]:
-    """Return a child's line, and further ones for what has no column."""
-    where = (f"{i + 1:>2} " if layout.several else "") + (f"{child.engine:>6.6} " if layout.has_engines else "")
-    is_bad = child.quarantined or bool(child.errors)
-    line = Text.assemble((where, "dim"), (fit(child.connector, layout.names), "bold red" if is_bad else "bold"))
-    for column in layout.shown:
-        cell = column.show(child)
-        bad = column.by == "errors" and child.errors
-        style = "bold red" if bad else "dim" if cell in (NONE, "0") else ""
-        line.append(f" {cell:>{column.width}.{column.width}}", style=style)
-    cells = [(column.words, column.show(child)) for column in layout.left_out if column.words]
-    said = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
-    return [
-        line,
-        *_packed([("in quarantine", "bold red")] * child.quarantined + said, "     " if where else "  ", layout),
-    ]
-
-
-def _packed(parts: Sequence[tuple[str, str]], indent: str, layout: Layout) -> list[Text]:
-    """Put the parts into lines of the width."""
+def _fitting(entries: Sequence[Sequence[Text]], at_most: int | None) -> list[Text]:
+    """Return the lines of the entries that fit; where not all do, the last line says how many are left out."""
+    is_too_long = at_most is not None and sum(map(len, entries)) > at_most
     lines: list[Text] = []
-    for text, style in parts:
-        if not lines or len(lines[-1]) + len(text) + 2 > layout.width:
-            lines.append(Text(indent))
-        else:
-            lines[-1].append(", ", style="dim")
-        lines[-1].append(text, style=style)
+    for n, entry in enumerate(entries):
+        if is_too_long and len(lines) + len(entry) >= (at_most or 0):
+            return [*lines, Text(f"and {len(entries) - n} more connectors", style="dim")]
+        lines += entry
     return lines

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from kvobs import signals
 from kvobs.cli.output import printable
-from kvobs.cli.top.rows import Server, server_row, without_measures
+from kvobs.cli.top.rows import Server, server_row
 from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, parse_vllm
 from kvobs.cli.web import TIMEOUT_S, NoAnswerError, get
 from kvobs.options import ExporterOptions
@@ -19,6 +19,7 @@ from kvobs.stats.scrapes import Values
 VLLM_PORT = 8000
 PLAIN = "text/plain"
 NOT_YET = "no answer yet"
+ONLY_ONE = "one answer so far"
 NO_METRICS = (
     f"no {PREFIX}* metrics here: with kvobs.exporter they are at the exporter's own port "
     f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled, and vLLM's stat "
@@ -60,14 +61,9 @@ def values_of(text: str) -> Values:
         raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
         raise NoAnswerError(NO_METRICS)
-    if _has_ended(values):
-        raise NoAnswerError("its engine has ended")
+    if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
+        raise NoAnswerError("its engine has ended")  # its exporter shows it; vLLM's own server has no such metric
     return values
-
-
-def _has_ended(values: Values) -> bool:
-    """Return whether an exporter serves the last numbers of an engine that is gone; vLLM's own server has no sign."""
-    return any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items())
 
 
 @dataclass(frozen=True)
@@ -120,9 +116,7 @@ class Watch:
             return Server(self.address, error=f"{reading.error}{again}")
         if reading.since_start is None:
             return Server(self.address, error=NOT_YET)
-        if since_start:
-            return reading.since_start
-        return reading.lately or without_measures(reading.since_start)
+        return reading.since_start if since_start else reading.lately or Server(self.address, error=ONLY_ONE)
 
 
 def scrape_all(watches: Sequence[Watch]) -> None:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from kvobs import signals
 from kvobs.cli import commands as cli
-from kvobs.cli.top.keys import Keyboard
+from kvobs.cli.top.live import HUNG_UP, keyboard
 from kvobs.telemetry.recorder import Recorder
 from tests.support.top_engines import Engines, count, serving
 
@@ -72,10 +72,10 @@ def test_once_with_json_prints_one_document(address: str) -> None:
     server, down = json.loads(result.stdout)["servers"]
     assert result.exit_code == 1, "one of them could not be read"
     assert (server["address"], server["error"], server["model"]) == (address, None, "tiny")
-    assert [child["connector"] for child in server["children"]] == ["cpu", "disk"]
-    assert [child["lookups_per_s"] for child in server["children"]] == [0, 0]
+    assert [row["connector"] for row in server["connectors"]] == ["cpu", "disk"]
+    assert [row["lookups_per_s"] for row in server["connectors"]] == [0, 0]
     assert 0.2 <= server["seconds"] < 10
-    assert (down["address"], down["error"], down["children"]) == ("127.0.0.1:1", "no answer: Connection refused", [])
+    assert (down["address"], down["error"], down["connectors"]) == ("127.0.0.1:1", "no answer: Connection refused", [])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
 
 
 class Terminal:
-    """A terminal in which a command runs, in a session of its own."""
+    """A terminal in which a command runs."""
 
     def __init__(self, *command: str, columns: int = 80, rows: int = 24, **env: str) -> None:
         self.fd, self.far = pty.openpty()
@@ -125,12 +125,8 @@ class Terminal:
         self.settings = termios.tcgetattr(self.far)
         self.text = ""
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        # The terminal becomes that of the new session, so that Ctrl-C and Ctrl-Z reach it.
-        own = (
-            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
-        )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", own, *command],
+            command,
             stdin=self.far,
             stdout=self.far,
             stderr=self.far,
@@ -184,82 +180,31 @@ def terminal(*command: str, **more: Any) -> Iterator[Terminal]:
 ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
-def test_keys_sort_pause_and_quit(engines: Engines, address: str) -> None:
+def test_keys_sort_and_quit(address: str) -> None:
     with terminal(str(KVOBS), "top", address, *QUICK) as shown:
         shown.wait_for(ALTERNATE)
         shown.wait_for("the last 0.2 s", "as configured", "cpu", "disk", "q quit")
         assert not shown.is_as_before, "keys would be echoed"
         shown.type("<")
-        shown.wait_for("by errors", "largest first", "disk")
-        shown.type("r")
-        shown.wait_for("smallest first")
-        shown.type("\x1b[C")
-        shown.wait_for("as configured", "last first", "disk", "cpu")
-        shown.type("\x1b[15~\x1bOPxZ r")
-        shown.wait_for("as configured ", "cpu", "disk")
-        shown.type("t")
-        shown.wait_for("since the servers' start", "100 %")
-        shown.type("p")
-        shown.wait_for("PAUSED")
-        engines.send(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "miss"))
-        shown.wait_for("PAUSED", "PAUSED")
-        assert " 50 %" not in shown.text
-        shown.type("p")
-        shown.wait_for(" 50 %")
+        shown.wait_for("by errors, largest first", "disk")
+        for other in ("\x1b[15~", "\x1bOP", "\x1bOQ", "xZ>"):  # function keys have no meaning, nor have letters
+            shown.type(other)
+            time.sleep(0.1)
+        shown.wait_for("as configured", "cpu", "disk")
         shown.type("q")
         assert shown.end() == 0
         assert shown.is_as_before
         assert shown.text.rstrip().endswith((BACK, CURSOR))
 
 
-def test_rows_scroll_where_there_is_no_room_for_all() -> None:
-    many = Engines(*(f"c{i:02}" for i in range(30)))
-    many.send()
-    with serving(many) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
-        shown.wait_for("c00", "1 to 14 of 30", "q quit")
-        shown.type("j\x1b[B")
-        shown.wait_for("c02", "3 to 16 of 30")
-        shown.type("\x1b[6~")
-        shown.wait_for("c29", "17 to 30 of 30")
-        shown.type("\x1b[Fk\x1b[A")
-        shown.wait_for("15 to 28 of 30")
-        shown.type("\x1b[5~")
-        shown.wait_for("c00", "1 to 14 of 30")
-        shown.type("\x1b[Fk")
-        shown.wait_for("16 to 29 of 30")
-        shown.type("\x1b[H")
-        shown.wait_for("c00", "1 to 14 of 30")
-        shown.type("q")
-        assert shown.end() == 0
-
-
-def test_a_filter_is_typed() -> None:
-    """Its letters are no commands meanwhile."""
-    several = Engines("quick", "slow", "disk")
-    several.send()
-    with serving(several) as address, terminal(str(KVOBS), "top", address, *QUICK) as shown:
-        shown.wait_for("disk", "q quit")
-        shown.type("/qx\x7fu")
-        shown.wait_for("only qu", "quick", "/qu", "Esc shows all")
-        shown.type("\r")
-        text = shown.wait_for("only qu", "quick", "q quit")
-        assert "slow" not in text.rpartition("only qu")[2]
-        shown.type("/zz")
-        shown.wait_for("no connector matches quzz")
-        shown.type("\x1b")
-        shown.wait_for("as configured", "quick", "slow", "disk", "q quit")
-        shown.type("q")
-        assert shown.end() == 0
-
-
-@pytest.mark.parametrize("how", ["ctrl-c", "kill", "ctrl-d"])
-def test_however_it_ends_the_terminal_is_as_before(address: str, how: str) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "ctrl-d"])
+def test_however_it_ends_the_terminal_is_as_before(address: str, how: Any) -> None:
     with terminal(str(KVOBS), "top", address, *QUICK) as shown:
         shown.wait_for("the last 0.2 s", "q quit")
-        if how == "kill":
-            shown.process.send_signal(signal.SIGTERM)
+        if how == "ctrl-d":
+            shown.type("\x04")
         else:
-            shown.type({"ctrl-c": "\x03", "ctrl-d": "\x04"}[how])
+            shown.process.send_signal(how)
         assert shown.end() == 0
         assert shown.is_as_before
         assert BACK in shown.text
@@ -267,25 +212,9 @@ def test_however_it_ends_the_terminal_is_as_before(address: str, how: str) -> No
         assert "Traceback" not in shown.text
 
 
-def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(address: str) -> None:
-    with terminal("bash", "--norc", "--noprofile", "-i", PS1="$ ") as shown:
-        shown.type(f"{KVOBS} top {address} {' '.join(QUICK)}\n")
-        shown.wait_for(ALTERNATE, "the last 0.2 s", "q quit")
-        shown.type("\x1a")
-        shown.wait_for(BACK, "Stopped", "$ ")
-        shown.type("stty -a | grep -ow 'icanon\\|echo'\n")
-        shown.wait_for("stty", "icanon\r\necho\r\n")
-        shown.type("fg\n")
-        shown.wait_for(ALTERNATE, "the last 0.2 s", "q quit")
-        shown.type("q")
-        shown.wait_for(BACK)
-        shown.type("echo status $?; exit\n")
-        shown.wait_for("status 0")
-
-
 def test_without_a_keyboard_it_just_refreshes(address: str) -> None:
     with terminal("bash", "-c", f"exec {KVOBS} top {address} {' '.join(QUICK)} </dev/null") as shown:
-        shown.wait_for(ALTERNATE, "since the servers' start", "the last 0.2 s", "q quit", "q quit")
+        shown.wait_for(ALTERNATE, "the last 0.2 s", "cpu", "q quit", "q quit")
         assert shown.is_as_before
         shown.process.send_signal(signal.SIGTERM)
         assert shown.end() == 0
@@ -315,8 +244,8 @@ def test_a_server_that_is_gone_is_tried_again(engines: Engines) -> None:
 def test_keys_of_no_terminal_are_none() -> None:
     read, write = os.pipe()
     os.write(write, b"q")
-    with Keyboard(read) as keyboard:
-        assert keyboard.read(0) == []
+    with keyboard(read) as keys:
+        assert keys(0) == ""
     os.close(read)
     os.close(write)
 
@@ -324,11 +253,14 @@ def test_keys_of_no_terminal_are_none() -> None:
 def test_an_error_gives_the_terminal_back() -> None:
     near, far = pty.openpty()
     before = termios.tcgetattr(far)
-    with suppress(ZeroDivisionError), Keyboard(far) as keyboard:
+    with suppress(ZeroDivisionError), keyboard(far) as keys:
         assert termios.tcgetattr(far) != before
-        os.write(near, b"a\x1b[D\x1b[Ab\x1b[15~\x7f\x1bOF\r\x1b[6~\x1b")
-        assert keyboard.read(10) == ["a", "left", "up", "b", "backspace", "end", "enter", "page down", "escape"]
+        for typed, read in (("ab<", "ab<"), ("\x1b[D", "")):
+            os.write(near, typed.encode())
+            assert keys(10) == read
+        assert keys(0) == ""
         raise ZeroDivisionError
     assert termios.tcgetattr(far) == before
     os.close(near)
+    assert keys(10) == HUNG_UP
     os.close(far)
