@@ -17,7 +17,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 # Tests on real engines that run side by side have their ranks on different cores.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     available = sorted(os.sched_getaffinity(0))
-    os.environ["KVOBS_DEMO_FIRST_CORE"] = str(available[int(worker.removeprefix("gw")) % len(available)])
+    first = int(worker.removeprefix("gw")) % len(available)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, available[first:] + available[:first]))
 
 import pytest
 from hypothesis import settings

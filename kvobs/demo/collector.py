@@ -1,31 +1,22 @@
-"""Receive OpenTelemetry spans on this machine, by OTLP over HTTP or gRPC, and keep them to look at.
+"""Receive OpenTelemetry spans on this machine, by OTLP over HTTP, and keep them to look at.
 
 What decodes them comes with vLLM, and is imported where it is used: this file imports without it.
 """
 
 import gzip
-import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
+from threading import Thread
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
-from kvobs.demo.server import HOST, claim_port
+from kvobs.demo.server import HOST
 
 PATH = "/v1/traces"
-SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
-THANKS = b""
-"""An empty ExportTraceServiceResponse: all spans were taken."""
-
-Take = Callable[[bytes], None]
-"""Takes the bytes of an ExportTraceServiceRequest; raises `ValueError` if they are none."""
 
 
 @dataclass(frozen=True)
@@ -52,194 +43,75 @@ class Span:
 
 
 class Collector:
-    """Takes spans inside the `with` block and keeps them; after it, or `stop`, nothing listens any more.
+    """Takes spans inside the `with` block and keeps them.
 
-        with Collector() as collector, Server(..., args=["--otlp-traces-endpoint", collector.endpoint],
-                                              env=collector.env):
-            ...
-        for span in collector.spans: ...
-
-    `start` after `stop` listens on the same port again, and keeps what came before. With `hang` it accepts whatever is
-    sent and never answers, as a collector that is stuck. Entering raises `ServerError` when the port is taken.
+    with Collector() as collector, Server(..., args=["--otlp-traces-endpoint", collector.endpoint],
+                                          env=collector.env):
+        ...
+    for span in collector.spans: ...
     """
 
-    def __init__(
-        self, protocol: Literal["http/protobuf", "grpc"] = "http/protobuf", port: int = 0, *, hang: bool = False
-    ) -> None:
-        self.protocol, self.port, self.hang = protocol, port, hang
-        self._spans: list[Span] = []
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._listener: Listener | None = None
-
-    @property
-    def endpoint(self) -> str:
-        """What vLLM's `--otlp-traces-endpoint` takes; known once started."""
-        return f"http://{HOST}:{self.port}{'' if self.protocol == 'grpc' else PATH}"
-
-    @property
-    def env(self) -> dict[str, str]:
+    def __init__(self, protocol: str = "http/protobuf") -> None:
+        self.spans: list[Span] = []
+        self.endpoint = ""
+        """What vLLM's `--otlp-traces-endpoint` takes; known inside the block."""
+        self.env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol}
         """What a server needs in its environment beside the endpoint."""
-        return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol}
-
-    @property
-    def spans(self) -> list[Span]:
-        """The spans so far, in order of arrival."""
-        with self._lock:
-            return list(self._spans)
 
     def trace(self, trace_id: str) -> list[Span]:
         """Return the spans of one trace so far, in order of arrival."""
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def __enter__(self) -> Self:
-        self.start()
+        self._listener = Listener(self.spans)
+        self.endpoint = f"http://{HOST}:{self._listener.server_address[1]}{PATH}"
+        Thread(target=self._listener.serve_forever, args=(0.02,), name="collector", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Listen."""
-        assert self._listener is None, "it listens already"
-        self.port = claim_port(self.port)
-        self._stopping.clear()
-        self._listener = (GrpcListener if self.protocol == "grpc" else HttpListener)(self.port, self._take)
-
-    def stop(self) -> None:
-        """Close the port and every connection, at once, as if the collector had died."""
-        if self._listener is not None:
-            self._listener.cut()
-            self._stopping.set()
-            self._listener.join()
-            self._listener = None
-
-    def _take(self, body: bytes) -> None:
-        if self.hang:
-            self._stopping.wait()
-            return
-        spans = list(decode(body))
-        with self._lock:
-            self._spans += spans
+        self._listener.shutdown()
+        self._listener.server_close()
 
 
-# --- listeners
+class Listener(ThreadingTCPServer):
+    """Adds the spans that arrive on a free port; a connection carries one request."""
 
-
-class Listener(Protocol):
-    """Listens from the start, on threads of its own."""
-
-    def cut(self) -> None:
-        """Close the port and every connection, whatever is going on there."""
-
-    def join(self) -> None:
-        """Return when all its threads have ended."""
-
-
-class HttpListener(ThreadingTCPServer):
-    """OTLP over HTTP; a connection carries one request."""
-
-    allow_reuse_address = True
+    daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, port: int, take: Take) -> None:
-        """Listen on a port, and hand on what comes."""
-        self.take = take
-        self.connections: set[socket.socket] = set()
-        super().__init__((HOST, port), HttpHandler)
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), name="collector", daemon=True)
-        self.thread.start()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Remember a connection, to cut it."""
-        self.connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Forget a connection that ends."""
-        self.connections.discard(request)
-        super().shutdown_request(request)
+    def __init__(self, spans: list[Span]) -> None:
+        super().__init__((HOST, 0), Handler)
+        self.spans = spans
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Show what failed, unless only the other side went away."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
-    def cut(self) -> None:
-        """Close the port and every connection."""
-        self.shutdown()
-        self.socket.close()
-        for connection in list(self.connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
-    def join(self) -> None:
-        """Wait for the threads, one a connection."""
-        self.server_close()
-        self.thread.join()
-
-
-class HttpHandler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: HttpListener
+    server: Listener
 
     def do_POST(self) -> None:
         """Take spans."""
-        if self.path != PATH:
-            return self.send_error(HTTPStatus.NOT_FOUND)
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            self.server.take(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            spans = list(decode(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body))
         except (ValueError, OSError, EOFError) as error:  # the last two come from gzip
             return self.send_error(HTTPStatus.BAD_REQUEST, str(error))
+        self.server.spans += spans
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/x-protobuf")
-        self.send_header("Content-Length", str(len(THANKS)))
+        self.send_header("Content-Length", "0")  # an empty response: all spans were taken
         self.end_headers()
-        self.wfile.write(THANKS)
         return None
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, the name that the base class has
         """Say nothing."""
-
-
-class GrpcListener:
-    """OTLP over gRPC."""
-
-    def __init__(self, port: int, take: Take) -> None:
-        """Listen on a port, and hand on what comes."""
-        import grpc
-
-        def export(body: bytes, context: grpc.ServicerContext) -> bytes:
-            try:
-                take(body)
-            except ValueError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            return THANKS
-
-        self.pool = ThreadPoolExecutor(4, "collector")
-        # Two that share a port would share the spans, too.
-        self.server = grpc.server(self.pool, options=[("grpc.so_reuseport", 0)])
-        # Without serializers bytes come in and go out.
-        methods = {"Export": grpc.unary_unary_rpc_method_handler(export)}
-        self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
-        self.server.add_insecure_port(f"{HOST}:{port}")
-        self.server.start()
-
-    def cut(self) -> None:
-        """Close the port and cancel every call."""
-        self.stopped = self.server.stop(None)
-
-    def join(self) -> None:
-        """Wait for the threads."""
-        self.stopped.wait()
-        self.pool.shutdown()
-
-
-# --- out of protobuf
 
 
 def decode(body: bytes) -> Iterator[Span]:

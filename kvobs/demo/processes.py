@@ -1,10 +1,9 @@
-"""Find and end all processes of a process group; keep this process off a core."""
+"""Find and end all processes of a process group."""
 
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from kvobs.proc import stat
@@ -69,25 +68,3 @@ def kill_group(group: int) -> None:
 def exit_text(code: int) -> str:
     """Return an exit status as text."""
     return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-@contextmanager
-def keeping_off(core: int) -> Iterator[None]:
-    """Keep all threads of this process, and the processes they start, off a core inside the ``with`` block.
-
-    Unless it is the only one. On Linux 6.18 a process beside two ranks that yield one core to each other, in another
-    session than its own, was seen to get no CPU for 25 s, and once not for as long as their load went on.
-    """
-    ours = os.sched_getaffinity(0)
-    set_affinity(os.getpid(), ours - {core} or ours)
-    try:
-        yield
-    finally:
-        set_affinity(os.getpid(), ours)
-
-
-def set_affinity(pid: int, cores: set[int]) -> None:
-    """Let each thread of a process run on these cores, and no other."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)

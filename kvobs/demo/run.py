@@ -20,9 +20,8 @@ from rich.markup import escape
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.model import make_model
-from kvobs.demo.processes import keeping_off
 from kvobs.demo.scenarios import Fault, evidence
-from kvobs.demo.server import HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
+from kvobs.demo.server import CORES, HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
 from kvobs.options import ExporterOptions
 from kvobs.spans import LOAD
@@ -92,8 +91,6 @@ class Demo:
                     host=self.host,
                 )
                 stack.enter_context(server)
-                if ranks > 1:
-                    stack.enter_context(keeping_off(cores(1)[0]))
                 done(f"vLLM with kvobs is up on {server.url}")
                 if self.exporter:
                     done.note(f"kvobs's metrics are at {metrics_url(server)}")
@@ -345,7 +342,7 @@ def readings(server: Server) -> list[Sample]:
 
 def on_one_core(ranks: int) -> dict[str, str]:
     """Return the environment that binds all ranks to one core: they spin while a load is pending."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(1) * ranks)}
+    return {CORES: "|".join(str(core) for core in cores(1) * ranks)}
 
 
 GPU_CHILDREN = (

@@ -27,8 +27,8 @@ from kvobs.demo.server_log import COLOUR, newest_message, root_cause
 from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
-FIRST_CORE = "KVOBS_DEMO_FIRST_CORE"
-"""Environment variable with the core that a server's first rank runs on."""
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable with a core for each rank."""
 TAIL = 25
 """Lines of the log's end that an error shows."""
 
@@ -278,7 +278,7 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # opens /reset_prefix_cache
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         # One thread a rank, each on a core of its own: two threads that spin for one core cost milliseconds a step.
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores(tensor_parallel)),
+        CORES: "|".join(str(core) for core in cores(tensor_parallel)),
         # With two ranks vLLM compiles one small function, whatever --enforce-eager says: each rank takes seconds for it
         # at the first request.
         "TORCH_COMPILE_DISABLE": "1",
@@ -290,13 +290,12 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
 
 
 def cores(count: int) -> list[int]:
-    """Return one core for each rank, out of those that this process may use; they repeat where there are too few.
+    """Return one core for each rank; they repeat where there are too few.
 
-    The first is `KVOBS_DEMO_FIRST_CORE`, where it is set: servers that run side by side begin with different ones.
+    They are those that vLLM's variable names, if it does, else those that this process may use.
     """
-    ours = sorted(os.sched_getaffinity(0))
-    if (first := os.environ.get(FIRST_CORE, "")).isdigit() and int(first) in ours:
-        ours = ours[ours.index(int(first)) :] + ours[: ours.index(int(first))]
+    named = os.environ.get(CORES, "").split("|")
+    ours = [int(core) for core in named] if all(map(str.isdecimal, named)) else sorted(os.sched_getaffinity(0))
     return [ours[rank % len(ours)] for rank in range(count)]
 
 

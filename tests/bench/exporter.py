@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvobs.demo.processes import group_members, set_affinity
+from kvobs.demo.processes import group_members
 from kvobs.demo.server import Server, ServerError, claim_port
 from kvobs.proc import stat
 from tests.bench import traced
@@ -24,6 +24,7 @@ from tests.bench.report import Budget, Line, Part
 from tests.bench.traced import REQUESTS, SENT_AFTER_S
 from tests.engine.exported import Exported
 from tests.engine.serving import stock
+from tests.support.affinity import set_affinity
 
 ROUNDS = 10
 WARM_UP = 1

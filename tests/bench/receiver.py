@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvobs.demo.collector import GrpcListener, decode
-from kvobs.demo.processes import keeping_off
+from kvobs.demo.collector import decode
 from kvobs.demo.server import HOST, claim_port, cores
+from tests.support.affinity import keeping_off
+from tests.support.grpc_collector import GrpcListener
 
 
 class Received(NamedTuple):
@@ -68,8 +69,7 @@ def receive() -> None:
         spans = [span for body in bodies[:number] for span in decode(body) if span.scope == "kvobs"]
         del bodies[:number]
         print(json.dumps([(span.resource["service.name"], span.name, span.end_ns) for span in spans]), flush=True)
-    listener.cut()
-    listener.join()
+    listener.stop()
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends
     samples = parse_metrics(server.get("/metrics"))
     assert sum(s.value for s in samples if s.name == "kvobs_lookups_total") == lookups
     assert [s.value for s in samples if s.name == "kvobs_engine_up"] == [0]
-    assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 5 + 5)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 15 + 5)
 
 
 def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tests.engine.serving import (
     serve,
     total,
 )
+from tests.support.grpc_collector import GrpcCollector
 
 pytestmark = pytest.mark.engine
 
@@ -92,7 +93,7 @@ def kvobs_spans(collector: Collector) -> list[Span]:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    with Collector("grpc") as collector:
+    with GrpcCollector() as collector:
         yield collector
 
 

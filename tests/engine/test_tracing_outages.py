@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from tests.engine.metered import ASYNC, configuration
 from tests.engine.serving import TOKENS, eventually, of_tests, prompt, resident, serve, total
+from tests.support.grpc_collector import GrpcCollector
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def test_serving_is_untouched_whatever_the_collector_does(model: Path, tmp_path:
     config["kv_connector_extra_config"]["kvobs"] |= {
         "slow_call_ms": 5000, "slow_load_ms": 5000, "tracing": {"level": "calls"}
     }  # fmt: skip
-    with Collector("grpc") as collector:
+    with GrpcCollector() as collector:
         collector.stop()  # its port is known now
         # Not the variable for traces, which vLLM's own exporters read too.
         env = {**collector.env, **BATCHES, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
@@ -91,7 +91,7 @@ def test_serving_is_untouched_whatever_the_collector_does(model: Path, tmp_path:
     assert len(re.findall(r"(?i)failed to export|transient error|retrying in", text)) <= 1, "our line quotes it"
 
 
-def served_and_seen(server: Server, collector: Collector) -> bool:
+def served_and_seen(server: Server, collector: GrpcCollector) -> bool:
     """Serve a request, and return whether a span of kvobs's has come in since."""
     before = len(collector.spans)
     serve_some(server, f"seen {before} {time.monotonic()}", 1)
@@ -99,7 +99,7 @@ def served_and_seen(server: Server, collector: Collector) -> bool:
     return len(collector.spans) > before
 
 
-def drained(server: Server, collector: Collector) -> bool:
+def drained(server: Server, collector: GrpcCollector) -> bool:
     """Return whether nothing more is coming in."""
     before = len(collector.spans)
     time.sleep(1)

@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvobs.demo.collector import Collector
 from kvobs.demo.model import make_model
 from kvobs.demo.run import HOST_MEMORY, host_memory
 from kvobs.demo.server import Server
@@ -32,6 +31,7 @@ from tests.engine.serving import (
 from tests.soak.memory import Sample
 from tests.soak.orders import COUNTED, NEVER, Order, draw, expected
 from tests.soak.report import Result
+from tests.support.grpc_collector import GrpcCollector
 
 AT_ONCE = 24  # requests
 EVERY = 500  # requests after which the server goes idle, memory is looked at, and the collector's mood changes
@@ -95,7 +95,7 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
     config = configuration(forgetful, host_memory(2 * HOST_MEMORY), names=[STEERED, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"stuck_after_s": STUCK_AFTER_S, "lookup_timeout_ms": 60_000.0}
     port = with_exporter(config)[1] if has_exporter else None
-    with Collector("grpc") as collector:
+    with GrpcCollector() as collector:
         env = {
             **BOTH_RANKS_ON_ONE_CORE,
             **collector.env,
@@ -121,7 +121,7 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
     return result
 
 
-def _soak(client: Client, collector: Collector, requests: int, result: Result, show: Callable[[str], None]) -> None:
+def _soak(client: Client, collector: GrpcCollector, requests: int, result: Result, show: Callable[[str], None]) -> None:
     server, random = client.server, Random(client.seed)
     for n, first in enumerate(range(0, requests, EVERY)):
         last = min(first + EVERY, requests)
@@ -140,10 +140,10 @@ def _soak(client: Client, collector: Collector, requests: int, result: Result, s
         show(f"{last:,} of {requests:,} requests, {rate:.0f} a second, collector {mood}: {held}")
 
 
-def _turn(collector: Collector, mood: str) -> None:
+def _turn(collector: GrpcCollector, mood: str) -> None:
     """Change the collector's mood, and forget the spans it has: this process is to stay small, too."""
     collector.stop()
-    collector._spans.clear()
+    collector.spans.clear()
     collector.hang = mood == "hanging"
     if mood != "down":
         collector.start()

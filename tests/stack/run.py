@@ -20,13 +20,13 @@ from typing import Any
 
 import yaml
 
-from kvobs.demo.collector import Collector
 from kvobs.demo.model import make_model
 from kvobs.demo.server import HOST, Server
 from kvobs.signals import SIGNALS, Kind
 from tests.engine.prometheus import Prometheus, scraping
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, TOKENS, eventually, hang_up, serve
 from tests.stack.stories import CACHE, EVERYTHING, ONE_FAILING, Ask, Story
+from tests.support.grpc_collector import GrpcCollector
 
 RULES = ROOT / "dashboards" / "generated" / "rules"
 CLIENTS = 6
@@ -41,7 +41,7 @@ class Live:
 
     server: Server
     prometheus: Prometheus
-    collector: Collector
+    collector: GrpcCollector
     began: float
     ended: float
 
@@ -66,7 +66,7 @@ class Live:
 @contextmanager
 def live(model: Path, folder: Path, story: Story, seconds: float) -> Iterator[Live]:
     """Run a story for so many seconds, and return once Prometheus has scraped its end."""
-    with Collector() as collector:
+    with GrpcCollector() as collector:
         args = (*CACHE, "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, **SPANS, **BOTH_RANKS_ON_ONE_CORE}
         config = story.configuration()
@@ -122,7 +122,7 @@ def ask(server: Server, request: Ask, i: int) -> None:
 class Load:
     """A story's requests, sent by a few clients, and its events beside them."""
 
-    def __init__(self, server: Server, collector: Collector, story: Story, seconds: float) -> None:
+    def __init__(self, server: Server, collector: GrpcCollector, story: Story, seconds: float) -> None:
         self._server, self._collector, self._story = server, collector, story
         self._seconds, self._began = seconds, time.monotonic()
         self._requests, self._numbers = count(), {True: count(), False: count()}

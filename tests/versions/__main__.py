@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.server import FIRST_CORE, cores
+from kvobs.demo.server import CORES, cores
 from tests.versions.engines import VERSIONS, engine
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -32,7 +32,7 @@ def serve(version: str, folder: Path, core: int) -> dict[str, Any]:
     found, log = folder / f"{version}.json", folder / f"{version}.log"
     with log.open("wb") as words:
         command = [str(made.python), "-m", "tests.versions.serve", str(found)]
-        env = made.environment | {FIRST_CORE: str(core)}
+        env = made.environment | {CORES: str(core)}
         done = subprocess.run(command, env=env, cwd=folder, stdout=words, stderr=words, timeout=PATIENCE_S, check=False)
     if done.returncode:
         raise RuntimeError(f"vLLM {version} ended with {done.returncode}:\n{log.read_text()[-4000:]}")

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.processes import end_group, keeping_off, kill_group
+from kvobs.demo.processes import end_group, kill_group
 from kvobs.demo.run import child
 from kvobs.demo.server import HOST, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually
+from tests.support.affinity import keeping_off
 from tests.support.server_ports import lasting_port
 
 CHUNK = 32

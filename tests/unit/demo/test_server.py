@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.processes import end_group, exit_text, group_members, keeping_off
+from kvobs.demo.processes import end_group, exit_text, group_members
 from kvobs.demo.run import files, folder, host_memory, multi_connector
 from kvobs.demo.server import (
-    FIRST_CORE,
+    CORES,
     TAIL,
     Server,
     ServerError,
@@ -78,21 +78,21 @@ def test_the_command_line_carries_every_setting() -> None:
 
 def test_each_rank_gets_a_core_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the environment has them in vLLM's notation."""
-    monkeypatch.delenv(FIRST_CORE, raising=False)
+    monkeypatch.delenv(CORES, raising=False)
     ours = sorted(os.sched_getaffinity(0))
     assert cores(1) == ours[:1]
     assert cores(len(ours) + 1) == [*ours, ours[0]]
-    assert environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == f"{cores(2)[0]}|{cores(2)[1]}"
+    assert environment(2)[CORES] == f"{cores(2)[0]}|{cores(2)[1]}"
 
 
-@pytest.mark.parametrize("first", ["", "x", "100000"])
-def test_servers_side_by_side_begin_with_different_cores(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the one that the environment names, if this process may use it."""
-    ours = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv(FIRST_CORE, str(ours[-1]))
-    assert cores(len(ours) + 1) == [ours[-1], *ours[:-1], ours[-1]]
-    monkeypatch.setenv(FIRST_CORE, first)
-    assert cores(len(ours)) == ours
+@pytest.mark.parametrize("named", ["", "auto", "nobind", "0-3|4-7"])
+def test_servers_side_by_side_have_the_cores_that_vllms_variable_names(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CORES, "3|1")
+    assert cores(3) == [3, 1, 3]
+    monkeypatch.setenv(CORES, named)
+    assert cores(1) == sorted(os.sched_getaffinity(0))[:1]
 
 
 def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
@@ -276,42 +276,6 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 10
     assert group_members(process.pid) == []
     server.stop()
-
-
-def test_a_core_is_left_to_others() -> None:
-    """By threads that were there before, by new ones, and by child processes; for as long as it is asked."""
-    mine = "import os; print(sorted(os.sched_getaffinity(0)))"
-    ours, seen, go_on = os.sched_getaffinity(0), [], threading.Event()
-
-    def see() -> None:
-        go_on.wait()
-        seen.append(os.sched_getaffinity(0))
-
-    threads = [threading.Thread(target=see)]
-    threads[0].start()
-    core = min(ours)
-    others = ours - {core} or ours
-    with keeping_off(core):
-        threads.append(threading.Thread(target=see))
-        threads[1].start()
-        go_on.set()
-        for thread in threads:
-            thread.join()
-        assert seen == [others, others]
-        assert subprocess.check_output([sys.executable, "-c", mine], text=True).strip() == str(sorted(others))
-    assert os.sched_getaffinity(0) == ours
-
-
-def test_the_only_core_is_shared() -> None:
-    """There is no other one."""
-    ours = os.sched_getaffinity(0)
-    core = min(ours)
-    os.sched_setaffinity(0, {core})
-    try:
-        with keeping_off(core):
-            assert os.sched_getaffinity(0) == {core}
-    finally:
-        os.sched_setaffinity(0, ours)
 
 
 def test_a_server_killed_from_outside_differs_from_one_that_never_came(server: Server) -> None:
