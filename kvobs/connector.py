@@ -123,7 +123,7 @@ class MultiConnector(stock.MultiConnector):
             self._side = WorkerSide(self._children, records, rank, len(groups), copies)
         self._put_hooks_in_place(records)
         shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
-        ended = records.reports.log.ended_by(shutdown)
+        ended = shutdown if records.log is None else records.log.ended_by(shutdown)
         if self._feed is not None:
             ended = self._feed.ended_by(ended)
         if ended is not shutdown:
