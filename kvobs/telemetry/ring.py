@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"KVOBSRNG"
-VERSION = 3
-READABLE = (1, 2, VERSION)
-"""Format 1 has no records of what lookups found; up to 2 layer hooks wrote their times as ns, since then as seconds."""
+VERSION = 4
 _HEAD = struct.Struct("<8sIIII")  # magic, version, length of the JSON, live words, records
 _WORD = 8
 
@@ -83,7 +81,6 @@ class Ring:
 class Snapshot:
     """The content of a ring when it was read: its records in the order of their begin."""
 
-    version: int
     about: dict[str, Any]
     live: npt.NDArray[np.int64]
     records: Records
@@ -93,7 +90,7 @@ def read(memory: Any) -> Snapshot | None:
     """Read a ring, which may be written at the same time; None if its writer has not begun.
 
     Raises:
-        RingError: it is not a ring, or its version is unknown.
+        RingError: it is not a ring, or its format is another one.
     """
     if len(memory) < _HEAD.size:
         raise RingError("it is too short for a kvobs recording")
@@ -102,10 +99,9 @@ def read(memory: Any) -> Snapshot | None:
         return None
     if magic != MAGIC:
         raise RingError("it is not a kvobs recording")
-    if version not in READABLE:
+    if version != VERSION:
         raise RingError(
-            f"its format is {version}, this kvobs reads formats {READABLE[0]} to {VERSION}; use the version of kvobs "
-            "that wrote it"
+            f"its format is {version}, this kvobs reads format {VERSION}; use the version of kvobs that wrote it"
         )
     first = -(-(_HEAD.size + length) // _WORD) * _WORD
     size = (live + room * WIDTH) * _WORD
@@ -122,4 +118,4 @@ def read(memory: Any) -> Snapshot | None:
     whole = (ours == same).all(axis=1) & (numbers > 0) & (numbers == ours[:, END])
     whole &= numbers % room == np.arange(room)
     records = ours[whole]
-    return Snapshot(version, about, after[:live], records[records[:, NUMBER].argsort()])
+    return Snapshot(about, after[:live], records[records[:, NUMBER].argsort()])

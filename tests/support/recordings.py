@@ -12,7 +12,7 @@ from kvobs.cli.timeline.recordings import Process
 from kvobs.telemetry import open_table
 from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, layer_words
 from kvobs.telemetry.open_table import OpenTable
-from kvobs.telemetry.ring import MAGIC, VERSION, Ring, read
+from kvobs.telemetry.ring import Ring, read
 
 CHILDREN = ["one", "two"]
 
@@ -22,12 +22,11 @@ def recorded(
     rank: int | None = None,
     in_progress: dict[tuple[int, int, int], tuple[int, int]] | None = None,
     layer_times: bytes = b"",
-    version: int = VERSION,
     **more: Any,
 ) -> Process:
     """Return a process with these records: start, spent, what, more; ``in_progress``: key -> what, start.
 
-    ``layer_times`` are live words as this version of the format has them.
+    ``layer_times`` are the first live words.
     """
     about = {
         "run": "r", "engine": 0, "rank": rank, "pid": 7, "begun_ns": 10**18, "wall_offset": 10**18,
@@ -42,7 +41,6 @@ def recorded(
     for key, (what, start) in (in_progress or {}).items():
         table.begin(key, what, start)
     memory[writer.live * 8 : writer.live * 8 + len(layer_times)] = layer_times
-    memory[len(MAGIC) : len(MAGIC) + 4] = version.to_bytes(4, "little")
     snapshot = read(memory)
     assert snapshot is not None
     return Process(Path("r"), snapshot, is_alive=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvobs.telemetry import open_table
 from kvobs.telemetry.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
@@ -18,7 +19,6 @@ from kvobs.telemetry.ring import RingError, Snapshot, read
 from kvobs.telemetry.ring_files import SUFFIX, is_written
 
 OPEN = "open"
-IN_NS = 2  # the last format with times of layer hooks in ns
 UNREPORTED = "not reported"
 """The outcome of a load or save of a rank that got the same order again without having reported an end."""
 NOTHING: dict[str, Any] = {}  # one for all: there may be millions
@@ -63,24 +63,10 @@ class Transfer:
     outcome: str = OPEN
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A record about a request, of a kind from ``What.ANSWER`` on. ``spent`` is -1 for something unknown."""
-
-    what: What
-    child: int
-    request: int
-    start: int
-    spent: int
-    n: int
-    flags: int
-
-
 class Process:
     """One process's recording, from ``first_ns`` to ``last_ns``.
 
-    ``slices`` and ``transfers`` are in the order of their begin, ``found`` in that of the records. ``settings`` are the
-    options that decide which child loads; a recording of format 1 has none. Transfers in progress may have begun before
+    ``slices`` and ``transfers`` are in the order of their begin. Transfers in progress may have begun before
     ``first_ns``, the begin of the oldest record. ``read_ns`` is the time now if the process lives, else ``last_ns``.
     """
 
@@ -94,17 +80,15 @@ class Process:
         self.pid: int = about["pid"]
         self.begun_ns: int = about["begun_ns"]
         self.children: list[str] = about["connectors"]
-        self.settings: dict[str, Any] = about.get("settings", {})
         self._hooks: list[str] = about["hooks"]
         self._layer_hooks: list[str] = about["layer_hooks"]
         self._wall_offset: int = about["wall_offset"]
         self.slices: list[Slice] = []
         self.transfers: list[Transfer] = []
-        self.found: list[Found] = []
         self._open: dict[tuple[str, int, int], Transfer] = {}
         self._read(snapshot)
         in_layers = layer_words(len(self.children))
-        self.slices += self._in_layers(_layer_times(snapshot, in_layers))
+        self.slices += self._in_layers(_in_ns(snapshot.live[:in_layers]))
         self.slices.sort(key=lambda one: one.start)
         both: list[Slice | Transfer] = [*self.slices, *self.transfers]
         self.first_ns = min((one.start for one in both), default=self.begun_ns)
@@ -166,8 +150,6 @@ class Process:
                     self._end(Transfer(kind, child, more, None, start, end, outcome=OUTCOMES[n]))
                 else:
                     self._begin(Transfer(kind, child, more, start, start, tokens=n))
-            elif what >= What.ANSWER:
-                self.found.append(Found(what, child, more, start, spent, n, position))
             elif what is What.LAYERS:
                 hook = self._hooks[position]
                 args = {"calls": n, "total, ms": more / 1e6}
@@ -205,12 +187,9 @@ class Process:
                 yield Slice(self._layer_track(hook, last), hook, begun[last] + self._wall_offset, None, NOTHING)
 
 
-def _layer_times(snapshot: Snapshot, words: int) -> list[int]:
-    """Return what layer hooks wrote into the live words, in ns."""
-    live = snapshot.live[:words]
-    if snapshot.version <= IN_NS:
-        return live.tolist()
-    return np.rint(live.view(np.float64) * 1e9).astype(np.int64).tolist()
+def _in_ns(layer_times: npt.NDArray[np.int64]) -> list[int]:
+    """Return the times that layer hooks wrote into the live words as seconds."""
+    return np.rint(layer_times.view(np.float64) * 1e9).astype(np.int64).tolist()
 
 
 def load(folder: Path, *, all_runs: bool = False, problems: list[str] | None = None) -> list[Process]:
