@@ -14,8 +14,8 @@ import kvobs
 PACKAGE = Path(kvobs.__file__).parent
 
 TIERS = (
-    {"version", "log", "hooks", "findings", "proc", "signal_types"},
-    {"signals", "deviations", "host"},
+    {"version", "log", "hooks", "proc", "signal_types"},
+    {"signals", "deviations", "host", "findings"},
     {"topology", "blocks", "faults", "spans", "options"},
     {"state", "config"},
     {"telemetry"},
