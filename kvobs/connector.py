@@ -85,7 +85,7 @@ class MultiConnector(stock.MultiConnector):
         records = telemetry.build(
             configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
         )
-        recorder, activated = records.recorder, records.traces.activation
+        recorder, activated = records.recorder, records.traces.activation if records.traces is not None else None
         self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in self._children]

@@ -54,15 +54,7 @@ def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
     return {**params, KEY: {**own, REPORT: report}} if isinstance(own, Mapping) and REPORT not in own else params
 
 
-class Unreported:
-    """No request is reported."""
-
-    def finished(self, request: Ended, params: Params | None) -> Params | None:
-        """Return the params for the client of a request that has finished; before its ``request_ended``."""
-        return params
-
-
-class Reports(Unreported, TransferListener):
+class Reports(TransferListener):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
     Args:
@@ -92,6 +84,7 @@ class Reports(Unreported, TransferListener):
 
     @contained("record")
     def finished(self, request: Ended, params: Params | None) -> Params | None:
+        """Return the params for the client of a request that has finished; before its ``request_ended``."""
         answers = self._answers(request.kv_transfer_params)
         if not answers and self._put_line is None:
             return params

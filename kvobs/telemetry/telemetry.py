@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvobs import faults, host
@@ -16,8 +16,8 @@ from kvobs.telemetry.flight import Flight
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr
-from kvobs.telemetry.request_reports import ANSWERS, Reports, Unreported
-from kvobs.telemetry.request_traces import Traces, Untraced
+from kvobs.telemetry.request_reports import ANSWERS, Reports
+from kvobs.telemetry.request_traces import Traces
 from kvobs.telemetry.sampling import TracingSettings, Verdicts
 
 
@@ -33,8 +33,8 @@ class Telemetry:
     journal: Journal
     tracer: Tracer | None = None
     flight: Flight | None = None
-    traces: Untraced = field(default_factory=Untraced)
-    reports: Unreported = field(default_factory=Unreported)
+    traces: Traces | None = None
+    reports: Reports | None = None
     log: RequestLog | None = None
     listeners: tuple[TransferListener, ...] = ()
 
@@ -61,8 +61,8 @@ def build(
         journal,
         tracer,
         recording,
-        traces if traces is not None else Untraced(),
-        reports if reports is not None else Unreported(),
+        traces,
+        reports,
         log,
         tuple(listener for listener in listening if listener is not None),
     )

@@ -19,7 +19,7 @@ from hypothesis import given
 from kvobs.config import read
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import request_log, request_reports, telemetry
-from kvobs.telemetry.request_reports import ENDING_AT_MOST, Reports, Unreported, asks, into_params
+from kvobs.telemetry.request_reports import ENDING_AT_MOST, Reports, asks, into_params
 from kvobs.telemetry.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import json_values, no_otel_variables, request
@@ -113,7 +113,7 @@ def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
 
 def test_without_the_options_nothing_listens(make: Make) -> None:
     side = make().rig.connector._side
-    assert type(side._reports) is Unreported
+    assert side._reports is None
     assert not any(isinstance(listener, Reports) for listener in side._listener._listeners)
 
 
@@ -450,5 +450,5 @@ def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -
 def test_workers_report_nothing(a: Script) -> None:
     options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
     built = telemetry.build(["a"], options, None, None, rank=0)
-    assert type(built.reports) is Unreported
+    assert built.reports is None
     assert built.listeners == ()
