@@ -85,7 +85,7 @@ class MultiConnector(stock.MultiConnector):
         records = telemetry.build(
             configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
         )
-        recorder, activated = records.recorder, records.traces.activation
+        recorder, activated = records.recorder, records.traces.activation if records.traces is not None else None
         self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
@@ -123,7 +123,7 @@ class MultiConnector(stock.MultiConnector):
             self._side = WorkerSide(self._children, records, rank, len(groups), copies)
         self._put_hooks_in_place(records)
         shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
-        ended = records.reports.log.ended_by(shutdown)
+        ended = shutdown if records.log is None else records.log.ended_by(shutdown)
         if self._feed is not None:
             assert isinstance(self._side, SchedulerSide)
             ended = self._feed.ended_by(ended, self._side.feed_last)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvobs.log import line
+
 _SHOWN_AT_MOST = 80  # characters of a wrong value
 
 
@@ -32,7 +34,7 @@ class Finding:
     def __str__(self) -> str:
         """Return the text that users read, without control characters."""
         fix = f". Fix: {self.fix}." if self.fix else ""
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{self.path}: {self.says}{fix}")
+        return line(f"{self.path}: {self.says}{fix}", 10_000)
 
 
 def unknown(kind: str, path: str, key: str, known: Sequence[str], otherwise: str) -> Finding:
@@ -48,4 +50,4 @@ def show(value: Any) -> str:
 
 def cut(text: str) -> str:
     """Return text, shortened."""
-    return text if len(text) <= _SHOWN_AT_MOST else text[:_SHOWN_AT_MOST] + "..."
+    return line(text, _SHOWN_AT_MOST)

@@ -23,8 +23,8 @@ def once(key: str, level: int, message: str, *args: object, exc_info: bool = Fal
 
 
 def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
-    """Return external text in a form that is safe to log: without control characters, and shortened."""
-    shown = repr(str(text)[: at_most + 1])[1:-1]
+    """Return external text in a form that is safe to show: control characters are escaped, and it is shortened."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[: at_most + 1])
     return shown if len(shown) <= at_most else shown[:at_most] + "..."
 
 

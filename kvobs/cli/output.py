@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
+from kvobs.log import line
+
 
 def examples(*commands: str) -> str:
     """Return the end of a command's help, which is not wrapped."""
@@ -23,5 +25,5 @@ def warn(says: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text whose control characters, which a terminal would obey, are question marks."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """Return text whose control characters, which a terminal would obey, are escaped."""
+    return line(text, 10_000)

@@ -7,8 +7,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from kvobs.log import line
+
 _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
-_SHOWN = 120  # characters of a command line
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
@@ -26,8 +27,7 @@ def holder(port: int) -> str:
         with suppress(OSError):  # of another user, or gone
             if any(_target(link) in inodes for link in Path(f"/proc/{entry}/fd").iterdir()):
                 words = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
-                command = "".join(c if c.isprintable() else "?" for c in words.decode(errors="replace")).strip()
-                return f"pid {entry} ({command[:_SHOWN]})"
+                return f"pid {entry} ({line(words.decode(errors='replace').strip())})"
     return "another process"
 
 
@@ -42,8 +42,8 @@ def _listening(port: int) -> set[str]:
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                _, local, _, state, *_, inode = line.split()[:10]
+            for row in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = row.split()[:10]
                 if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
                     found.add(f"socket:[{inode}]")
     return found

@@ -163,7 +163,7 @@ class SchedulerSide:
             load.size = round(load.tokens * self._layout.bytes_per_token)
             load.local_tokens, load.rest_tokens = local, request.num_tokens - local - num_external_tokens
             self._listener.admitted(request_id, load)
-            trace = self._traces.of_load(request_id)
+            trace = self._traces.of_load(request_id) if self._traces is not None else None
             self._next.orders.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
         self._open_lookups.leave_open(request, blocks, local, self._offers.take_left_open(request_id))
         for child in self.children:
@@ -195,7 +195,7 @@ class SchedulerSide:
         if self._may_hide:
             self.isolation.begin_step()
             self._open_lookups.poll(self.isolation.is_slow)
-        trace = self._traces.begin_step()
+        trace = self._traces.begin_step() if self._traces is not None else None
         if self._may_hide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
@@ -302,8 +302,10 @@ class SchedulerSide:
             self._completions.early.add(request_id)
         for stray in finished.stray:
             self._listener.stray(stray)
-        params = self._traces.into_params(request_id, params) or params
-        params = self._reports.finished(request, params) or params
+        if self._traces is not None:
+            params = self._traces.into_params(request_id, params) or params
+        if self._reports is not None:
+            params = self._reports.finished(request, params) or params
         self._listener.request_ended(request_id)
         self.isolation.gone(request_id)
         self._open_lookups.forget(request_id)

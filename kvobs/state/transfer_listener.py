@@ -7,6 +7,8 @@ it is given, and may keep it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from inspect import isfunction
 from typing import Any, Protocol
 
 from kvobs.state.load_choice import Decision
@@ -76,53 +78,10 @@ class TransferListeners(TransferListener):
 
     def __init__(self, listeners: Iterable[TransferListener]) -> None:
         self._listeners = tuple(listeners)
+        for event, method in vars(TransferListener).items():
+            if isfunction(method):
+                setattr(self, event, partial(self._announce, event))
 
-    def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
+    def _announce(self, event: str, *args: Any, **kwargs: Any) -> None:
         for listener in self._listeners:
-            listener.looked_up(request, began_ns, ended_ns)
-
-    def decided(self, request_id: str, decision: Decision) -> None:
-        for listener in self._listeners:
-            listener.decided(request_id, decision)
-
-    def allocated(
-        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
-    ) -> None:
-        for listener in self._listeners:
-            listener.allocated(request_id, offers, local, owner, tokens)
-
-    def admitted(self, request_id: str, load: Load) -> None:
-        for listener in self._listeners:
-            listener.admitted(request_id, load)
-
-    def load_ended(self, request_id: str, load: Load) -> None:
-        for listener in self._listeners:
-            listener.load_ended(request_id, load)
-
-    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
-        for listener in self._listeners:
-            listener.load_weighed(request_id, load, gain)
-
-    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
-        for listener in self._listeners:
-            listener.sync_loads_failed(child, loads, reset)
-
-    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
-        for listener in self._listeners:
-            listener.aborted(request_id, load, by_error=by_error)
-
-    def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
-        for listener in self._listeners:
-            listener.promised(request_id, promised, early)
-
-    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
-        for listener in self._listeners:
-            listener.saved(request_id, child, save, ended_ns)
-
-    def stray(self, report: Stray) -> None:
-        for listener in self._listeners:
-            listener.stray(report)
-
-    def request_ended(self, request_id: str) -> None:
-        for listener in self._listeners:
-            listener.request_ended(request_id)
+            getattr(listener, event)(*args, **kwargs)

@@ -1,21 +1,26 @@
 """Write finished requests as JSON lines to a file or to stderr: by a thread, never within a step.
 
-Nothing that happens to the file reaches the engine. While it can't be written, lines wait; what does not fit is
-dropped, and counted. The file is opened to append, and anew when it was renamed or removed, as by logrotate. Each write
-has whole lines and at most as many bytes as Linux writes to a pipe in one piece, so that engines may share it.
+Nothing that happens to the file reaches the engine. While a write blocks, lines wait; what does not fit, and what can't
+be written, is dropped and counted. The file is opened to append, and anew when it was renamed or removed, as by
+logrotate. Each line is one write, so that engines may share a file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-import select
-from collections import deque
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from threading import Event, Thread, get_native_id
-from typing import Any, Protocol
+from functools import partial
+from io import FileIO, TextIOWrapper
+from logging.handlers import QueueListener, WatchedFileHandler
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
 
 from kvobs import signals
 from kvobs.faults import contained
@@ -24,118 +29,114 @@ from kvobs.proc import cores_of_parent
 from kvobs.telemetry.recorder import Recorder
 
 STDERR = "stderr"
-WAITING_AT_MOST = 4096
-"""Lines."""
-EVERY_S = 0.1
-"""Between writes; vLLM may kill an engine that it ends."""
+WAITING_AT_MOST = 4096  # lines
+EVERY_S = 0.1  # between looks at what waits; vLLM may kill an engine that it ends
 CLOSING_S = 1.0
 _DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
-_MODE = 0o640
 
 Shutdown = Callable[[], None]
 
 
-class Output(Protocol):
-    """Where the lines go."""
+class Whole(FileIO):
+    """A file without a buffer; the rest of a line for which there was no space comes before the next line."""
 
-    name: str
+    _rest = b""
 
-    def refresh(self) -> bool:
-        """Open it, if it is not open or no longer what has its name; return whether it is another one than before."""
+    def write(self, data: Any, /) -> int:
+        lines = self._rest + data
+        written = super().write(lines)
+        if written is None:  # it was not ours to make it wait
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self._rest = lines[written:]
+        return len(data)
 
-    def write(self, data: bytes) -> int:
-        """Return how many bytes were written; OSError if none can be."""
 
-    def close(self) -> None:
-        """Close it, if it is open."""
+class _Lines(logging.Handler):
+    """Writes mappings as JSON; the lines that can't be written are counted."""
+
+    output = STDERR
+    lost = 0
+
+    def createLock(self) -> None:  # noqa: N802 - the base class's name
+        """Have no lock: one thread writes, and what ends the process must not wait for it."""
+        self.lock = None
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(record.msg)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        self.lost += 1
+        error = sys.exception()
+        once(
+            f"request_log:{error}",
+            logging.WARNING,
+            "the request log %s can't be written: %s. Serving is not affected; until it can be, lines are dropped "
+            "(kvobs_request_log_dropped_total)",
+            line(self.output),
+            line(error),
+        )
 
 
-class LogFile:
+class LogFile(_Lines, WatchedFileHandler):
     """A file, or a named pipe, by its path."""
 
     def __init__(self, path: str) -> None:
-        self.name = path
-        self._opened: int | None = None
+        self.output = path
+        super().__init__(path, delay=True)
 
-    def refresh(self) -> bool:
-        if self._opened is not None:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.name), os.fstat(self._opened)):
-                    return False
-            self.close()
-        # O_NONBLOCK: a pipe that nobody reads is an error, and nothing to wait for.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-        self._opened = os.open(self.name, flags, _MODE)
-        return True
+    def _open(self) -> TextIOWrapper:
+        file = Whole(self.baseFilename, "a", opener=partial(os.open, mode=0o640))
+        return TextIOWrapper(file, write_through=True)
 
-    def write(self, data: bytes) -> int:
-        return os.write(self._opened if self._opened is not None else -1, data)
-
-    def close(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            os.close(opened)
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it
+            self.handleError(record)
 
 
-class Stderr:
-    """This process's standard error, past Python's own and what vLLM puts before each of its lines."""
+class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
+    """This process's standard error, without what vLLM puts before each of its own lines."""
 
-    name = STDERR
-    _FD = 2
-
-    def refresh(self) -> bool:
-        return False
-
-    def write(self, data: bytes) -> int:
-        return os.write(self._FD, data)
-
-    def close(self) -> None:
-        """Leave it open: it is not the log's own."""
+    def __init__(self) -> None:
+        super().__init__(TextIOWrapper(Whole(2, "w", closefd=False), write_through=True))
 
 
-class Unlogged:
-    """No request is logged."""
+class _Writer(QueueListener):
+    """Hands the lines on, ten times a second."""
 
-    def wants(self, request_id: str) -> bool:
-        """Return whether this request is logged."""
-        return False
+    queue: SimpleQueue[Any]
 
-    def put(self, fields: Mapping[str, Any]) -> None:
-        """Hand over the fields of a line, which the caller must not change any more; this never waits."""
-
-    def ended_by(self, shutdown: Shutdown) -> Shutdown:
-        """Return vLLM's hook ``shutdown`` with the end of this log after it."""
-        return shutdown
+    def dequeue(self, block: bool) -> logging.LogRecord:
+        while self.queue.empty():
+            with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
+                os.sched_setaffinity(0, cores_of_parent())
+            time.sleep(EVERY_S)
+        return super().dequeue(block)
 
 
-class RequestLog(Unlogged):
+class RequestLog:
     """Writes the lines.
 
     Args:
-        output: where they go.
+        handler: where they go.
         recorder: counts dropped lines.
     """
 
-    def __init__(self, output: Output, recorder: Recorder) -> None:
-        self._output = output
+    def __init__(self, handler: LogFile | Stderr, recorder: Recorder) -> None:
+        self._handler = handler
         self._recorder = recorder
-        self._waiting: deque[Mapping[str, Any]] = deque()
-        self._rest = b""  # of a write
-        self._torn = 0  # lines that only a part of was written; counted by the thread, and passed on by `put`
-        self._counted_torn = 0
-        self._is_over = Event()
-        self._cores = cores_of_parent()
-        self._thread = Thread(target=self._run, name="kvobs-request-log", daemon=True)
-        self._thread.start()
-
-    def wants(self, request_id: str) -> bool:
-        return True
+        self._counted = 0  # of those that the handler has lost
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._writer: _Writer | None = _Writer(self._queue, handler)
+        self._writer.start()
 
     def put(self, fields: Mapping[str, Any]) -> None:
-        torn = self._torn
-        dropped, self._counted_torn = torn - self._counted_torn, torn
-        if len(self._waiting) < WAITING_AT_MOST:
-            self._waiting.append(fields)
+        """Hand over the fields of a line, which the caller must not change any more; this never waits."""
+        lost = self._handler.lost
+        dropped, self._counted = lost - self._counted, lost
+        if self._queue.qsize() < WAITING_AT_MOST:
+            self._queue.put(logging.makeLogRecord({"msg": fields}))
         else:
             dropped += 1
         self._recorder.count_own(_DROPPED, dropped)
@@ -143,12 +144,21 @@ class RequestLog(Unlogged):
     @contained("flush")
     def close(self) -> None:
         """Write what waits; for a second at most."""
-        self._is_over.set()
-        self._thread.join(CLOSING_S)
-        if self._waiting:
-            log.warning("%d lines of the request log %s were not written", len(self._waiting), self._output.name)
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        waiting = self._queue.qsize()
+        ending = Thread(target=writer.stop, daemon=True)
+        ending.start()
+        ending.join(CLOSING_S)
+        if not ending.is_alive():
+            self._handler.close()
+        elif waiting:
+            log.warning("%d lines of the request log %s were not written", waiting, self._handler.output)
 
     def ended_by(self, shutdown: Shutdown) -> Shutdown:
+        """Return vLLM's hook ``shutdown`` with the end of this log after it."""
+
         def shut_down() -> None:
             try:
                 shutdown()
@@ -156,51 +166,3 @@ class RequestLog(Unlogged):
                 self.close()
 
         return shut_down
-
-    # The thread
-
-    def _run(self) -> None:
-        with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
-            os.sched_setaffinity(get_native_id(), self._cores)
-        while not self._is_over.wait(EVERY_S):
-            self._write()
-        self._write()
-        self._output.close()
-
-    @contained("flush")
-    def _write(self) -> None:
-        """Write what waits, as far as that is possible now."""
-        try:
-            if self._output.refresh():
-                self._drop_torn()
-            while self._rest or self._waiting:
-                self._rest = self._rest or self._next()
-                self._rest = self._rest[self._output.write(self._rest) :]
-        except OSError as error:
-            once(
-                f"request_log:{error.errno}",
-                logging.WARNING,
-                "the request log %s can't be written: %s. Serving is not affected; up to %d lines wait, further ones "
-                "are dropped (kvobs_request_log_dropped_total)",
-                line(self._output.name),
-                error.strerror,
-                WAITING_AT_MOST,
-            )
-
-    def _next(self) -> bytes:
-        """Return the next lines for one write."""
-        lines = b""
-        while self._waiting:
-            fields = self._waiting.popleft()  # first: one that can't be encoded must not come again
-            encoded = json.dumps(fields).encode() + b"\n"
-            if lines and len(lines) + len(encoded) > select.PIPE_BUF:
-                self._waiting.appendleft(fields)
-                break
-            lines += encoded
-        return lines
-
-    def _drop_torn(self) -> None:
-        """Drop the end of a line whose beginning is in the file before."""
-        if self._rest:
-            self._rest = self._rest.partition(b"\n")[2]
-            self._torn += 1

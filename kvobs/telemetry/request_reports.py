@@ -11,7 +11,6 @@ from kvobs.faults import contained
 from kvobs.state.request_report import RequestReport
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Gain, Load, Save
-from kvobs.telemetry.request_log import Unlogged
 from kvobs.telemetry.trace_context import ID_AT_MOST, KEY, REPORT
 
 Params = dict[str, Any]  # kv_transfer_params
@@ -55,28 +54,24 @@ def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
     return {**params, KEY: {**own, REPORT: report}} if isinstance(own, Mapping) and REPORT not in own else params
 
 
-class Unreported:
-    """No request is reported."""
-
-    log = Unlogged()
-
-    def finished(self, request: Ended, params: Params | None) -> Params | None:
-        """Return the params for the client of a request that has finished; before its ``request_ended``."""
-        return params
-
-
-class Reports(Unreported, TransferListener):
+class Reports(TransferListener):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
     Args:
         names: the children's names, by position.
         answers: whether the response to a request with these params has a report.
-        log: the request log.
+        put: takes the fields of each finished request's line, for the request log; None: there is none.
         engine: vLLM's index of this engine, for the log.
     """
 
-    def __init__(self, names: Sequence[str], answers: Callable[[object], bool], log: Unlogged, engine: int = 0) -> None:
-        self.log = log
+    def __init__(
+        self,
+        names: Sequence[str],
+        answers: Callable[[object], bool],
+        put: Callable[[Mapping[str, Any]], None] | None = None,
+        engine: int = 0,
+    ) -> None:
+        self._put_line = put
         self._names = names
         self._answers = answers
         self._about = {"engine": engine, "pid": os.getpid()}
@@ -89,11 +84,12 @@ class Reports(Unreported, TransferListener):
 
     @contained("record")
     def finished(self, request: Ended, params: Params | None) -> Params | None:
-        answers, logs = self._answers(request.kv_transfer_params), self.log.wants(request.request_id)
-        if not answers and not logs:
+        """Return the params for the client of a request that has finished; before its ``request_ended``."""
+        answers = self._answers(request.kv_transfer_params)
+        if not answers and self._put_line is None:
             return params
         report = self._live.get(request.request_id) or RequestReport(request.num_prompt_tokens)
-        if logs:
+        if self._put_line is not None:
             self._log(request, report)
         if not answers:
             return params
@@ -114,7 +110,8 @@ class Reports(Unreported, TransferListener):
         self._ending[request.request_id] = head, report, load
 
     def _put(self, head: Mapping[str, Any], report: RequestReport) -> None:
-        self.log.put({**head, **report.rendered(self._names)})
+        if self._put_line is not None:
+            self._put_line({**head, **report.rendered(self._names)})
 
     def _put_ending(self, request_id: str) -> None:
         head, report, _ = self._ending.pop(request_id)
@@ -126,7 +123,7 @@ class Reports(Unreported, TransferListener):
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         report = self._live.get(request.request_id)
         if report is None:
-            is_seen = self._answers(request.kv_transfer_params) or self.log.wants(request.request_id)
+            is_seen = self._put_line is not None or self._answers(request.kv_transfer_params)
             if not is_seen or len(self._live) >= LIVE_AT_MOST:
                 return
             report = self._live[request.request_id] = RequestReport(request.num_prompt_tokens)

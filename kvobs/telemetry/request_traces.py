@@ -22,23 +22,7 @@ Call: TypeAlias = Callable[..., Any]
 Params: TypeAlias = dict[str, Any]  # kv_transfer_params
 
 
-class Untraced:
-    """The trace contexts of the router's requests, if nothing is traced: none."""
-
-    activation: Callable[[Call], Call] | None = None
-    """Returns a call about a request with that request's context active in it; None: it is not."""
-
-    def begin_step(self) -> TraceContext | None:
-        return None
-
-    def of_load(self, request_id: str) -> TraceContext | None:
-        return None
-
-    def into_params(self, request_id: str, params: Params | None) -> Params | None:
-        return params
-
-
-class Traces(Untraced, TransferListener):
+class Traces(TransferListener):
     """The traces of all live requests, and of their open loads and promised saves.
 
     Args:
@@ -53,6 +37,7 @@ class Traces(Untraced, TransferListener):
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings, verdicts: Verdicts) -> None:
         self.calls = CallSpans(names, journal, tracing, verdicts, of_request=self.place)
         self.activation = self.activated if tracing.propagates else None
+        """Returns a call about a request with that request's context active in it; None: it is not."""
         self._spans = RequestSpans(names, journal, tracing)
         self._journal = journal
         self._verdicts = verdicts

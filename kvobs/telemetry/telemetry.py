@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvobs import faults, host
@@ -15,9 +15,9 @@ from kvobs.telemetry.call_spans import CallSpans
 from kvobs.telemetry.flight import Flight
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
-from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr, Unlogged
-from kvobs.telemetry.request_reports import ANSWERS, Reports, Unreported
-from kvobs.telemetry.request_traces import Traces, Untraced
+from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr
+from kvobs.telemetry.request_reports import ANSWERS, Reports
+from kvobs.telemetry.request_traces import Traces
 from kvobs.telemetry.sampling import TracingSettings, Verdicts
 
 
@@ -26,15 +26,16 @@ class Telemetry:
     """What records in one process.
 
     ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
-    ``listeners`` record the router's transfers, on the scheduler's side.
+    ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.
     """
 
     recorder: Recorder
     journal: Journal
     tracer: Tracer | None = None
     flight: Flight | None = None
-    traces: Untraced = field(default_factory=Untraced)
-    reports: Unreported = field(default_factory=Unreported)
+    traces: Traces | None = None
+    reports: Reports | None = None
+    log: RequestLog | None = None
     listeners: tuple[TransferListener, ...] = ()
 
 
@@ -53,15 +54,16 @@ def build(
         tracer=tracer,
         flight=recording,
     )
-    reports = _report(names, options, vllm_config, recorder) if rank is None else None
+    reports, log = _report(names, options, vllm_config, recorder) if rank is None else (None, None)
     listening = (recording, traces, reports) if rank is None else ()
     return Telemetry(
         recorder,
         journal,
         tracer,
         recording,
-        traces if traces is not None else Untraced(),
-        reports if reports is not None else Unreported(),
+        traces,
+        reports,
+        log,
         tuple(listener for listener in listening if listener is not None),
     )
 
@@ -81,15 +83,18 @@ def _trace(
     return traces, traces.calls
 
 
-def _report(names: Sequence[str], options: Options, vllm_config: Any, recorder: Recorder) -> Reports | None:
-    """Return the reports of requests; None if they are off, or can't be made."""
-    output, log = options.request_log, Unlogged()
+def _report(
+    names: Sequence[str], options: Options, vllm_config: Any, recorder: Recorder
+) -> tuple[Reports | None, RequestLog | None]:
+    """Return the reports of requests, and their log; None for what is off, or can't be made."""
+    output, log = options.request_log, None
     if output is None and not options.report:
-        return None
+        return None, None
     try:
         if output is not None:
             log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
-        return Reports(names, ANSWERS[options.report], log, host.engine_place(vllm_config).number)
+        put = log.put if log is not None else None
+        return Reports(names, ANSWERS[options.report], put, host.engine_place(vllm_config).number), log
     except Exception:
         faults.contain("record")
-        return None
+        return None, log

@@ -206,7 +206,7 @@ def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server,
     assert of(load, "slowest_rank") == of(call, "rank") == 1
     assert (load.parent_id, call.parent_id) == (CLIENT_SPAN, load.span_id)
     assert {of(span, "sampling.reason") for span in spans} == {"slow"}
-    assert 0.2e9 <= call.end_ns - call.start_ns < 2e9
+    assert 2.2e9 <= call.end_ns - call.start_ns < 4e9
 
 
 def test_a_failed_load_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:

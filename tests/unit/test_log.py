@@ -1,6 +1,8 @@
 import logging
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from kvobs import log
 
@@ -18,3 +20,16 @@ def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture)
         assert sum(log.once(key.format(i), logging.DEBUG, "again") for i in range(5000)) == times
         assert log.once("other:1", logging.DEBUG, "recorded")
     assert max(len(key) for said in log._said.values() for key in said) <= 256
+
+
+@given(st.text(st.characters() | st.characters(categories=["Cc", "Cs", "Zl"]), max_size=40), st.integers(0, 30))
+def test_external_text_is_shown_in_one_short_line(text: str, at_most: int) -> None:
+    shown = log.line(text, at_most)
+    assert shown.isprintable()
+    assert len(shown) <= at_most + len("...")
+    if text.isprintable() and len(text) <= at_most:
+        assert shown == text
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\"

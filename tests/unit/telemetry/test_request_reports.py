@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from logging.handlers import QueueListener
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from hypothesis import given
 from kvobs.config import read
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import request_log, request_reports, telemetry
-from kvobs.telemetry.request_log import Unlogged
-from kvobs.telemetry.request_reports import ENDING_AT_MOST, Reports, Unreported, asks, into_params
+from kvobs.telemetry.request_reports import ENDING_AT_MOST, Reports, asks, into_params
 from kvobs.telemetry.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import json_values, no_otel_variables, request
@@ -113,8 +113,7 @@ def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
 
 def test_without_the_options_nothing_listens(make: Make) -> None:
     side = make().rig.connector._side
-    assert type(side._reports) is Unreported
-    assert type(side._reports.log) is Unlogged
+    assert side._reports is None
     assert not any(isinstance(listener, Reports) for listener in side._listener._listeners)
 
 
@@ -349,21 +348,10 @@ def test_an_id_in_the_log_is_cut(make: Make) -> None:
     assert engine.lines()[0]["request_id"] == "x" * 256
 
 
-class Put(Unlogged):
-    def __init__(self) -> None:
-        self.lines: list[Any] = []
-
-    def wants(self, request_id: str) -> bool:
-        return True
-
-    def put(self, fields: Any) -> None:
-        self.lines.append(fields)
-
-
 def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -> None:
     """The ranks always report a sync load; here one never does."""
-    log = Put()
-    reports = Reports(NAMES, lambda _: False, log)
+    lines: list[Any] = []
+    reports = Reports(NAMES, lambda _: False, lines.append)
     names = [str(i) for i in range(ENDING_AT_MOST)]
     for name in [*names, "more", "more"]:
         one = request(name)
@@ -373,8 +361,8 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
         assert reports.finished(one, None) is None
         reports.request_ended(name)
     assert len(reports) == ENDING_AT_MOST
-    assert [line["request_id"] for line in log.lines] == ["0", "more"]
-    assert log.lines[0]["loads"][0]["outcome"] == "open"
+    assert [line["request_id"] for line in lines] == ["0", "more"]
+    assert lines[0]["loads"][0]["outcome"] == "open"
 
 
 EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
@@ -397,8 +385,8 @@ def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothi
     asyncs: list[bool], sequence: list[tuple[str, str, int]]
 ) -> None:
     """Ids come again, and a load may belong to another request than its event says."""
-    log = Put()
-    reports = Reports(NAMES, asks, log)
+    lines: list[Any] = []
+    reports = Reports(NAMES, asks, lines.append)
     loads = [Load(i % 2, 64, is_async, 1) for i, is_async in enumerate(asyncs)]
     for event, name, n in sequence:
         one = request(name, params={"kvobs": ASK} if n % 2 else None)
@@ -411,13 +399,13 @@ def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothi
         for load in loads:
             reports.load_weighed(name, load, Gain(1, 1))
     assert len(reports) == 0
-    assert len(log.lines) == sum(event == "finished" for event, *_ in sequence)
-    assert json.loads(json.dumps(log.lines)) == log.lines
+    assert len(lines) == sum(event == "finished" for event, *_ in sequence)
+    assert json.loads(json.dumps(lines)) == lines
 
 
 def test_of_very_many_live_requests_not_all_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reports, "LIVE_AT_MOST", 3)
-    reports = Reports(NAMES, lambda _: True, Unlogged())
+    reports = Reports(NAMES, lambda _: True)
     for i in range(5):
         reports.looked_up(request(str(i)), 1, 2)
     assert len(reports) == 3
@@ -442,7 +430,7 @@ def test_an_engine_starts_where_no_thread_can(
     def refused(*_args: Any, **_more: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(request_log, "Thread", refused)
+    monkeypatch.setattr(QueueListener, "start", refused)
     a.offers["r"] = KV
     engine = make(report="always", log=True)
     loaded(engine, a)
@@ -462,5 +450,5 @@ def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -
 def test_workers_report_nothing(a: Script) -> None:
     options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
     built = telemetry.build(["a"], options, None, None, rank=0)
-    assert type(built.reports) is Unreported
+    assert built.reports is None
     assert built.listeners == ()

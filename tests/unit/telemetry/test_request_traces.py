@@ -20,7 +20,7 @@ from kvobs.telemetry.call_event import CallEvent
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import Recorder
 from kvobs.telemetry.request_spans import Trace
-from kvobs.telemetry.request_traces import Traces, Untraced
+from kvobs.telemetry.request_traces import Traces
 from kvobs.telemetry.trace_context import TraceContext
 from tests.support.contexts import (
     SAMPLED,
@@ -384,14 +384,6 @@ def test_the_context_is_made_once_a_request() -> None:
 
 
 # --- where nothing is traced, or kvobs fails
-
-
-def test_untraced_changes_nothing() -> None:
-    untraced, params = Untraced(), {"key": 1}
-    assert untraced.activation is None
-    assert untraced.begin_step() is None
-    assert untraced.of_load("r") is None
-    assert untraced.into_params("r", params) is params
 
 
 @pytest.mark.parametrize("propagates", [True, False])

@@ -58,7 +58,7 @@ def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
 
 def test_labels_can_t_steer_a_terminal() -> None:
     text = LOOKUPS.name + '{connector="\x1b[2Jred\\n"} 1.0\n'
-    assert list(parse(text)) == [(LOOKUPS.name, frozenset({("connector", "?[2Jred?")}))]
+    assert list(parse(text)) == [(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")}))]
 
 
 def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
