@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from dashboards.alerts import alerts
 from dashboards.site import Site, thresholds
 from dashboards.telemetry_alerts import PREFIX
+from docs.house import PACKAGE, TIERS
 from docs.pages import ROOT, table
 from kvobs.deviations import DEVIATIONS
 from kvobs.hooks import HOOKS, Cadence, Combine, Side
@@ -202,6 +203,16 @@ def versions() -> str:
     return table(["vLLM", "loads in the demo"], rows)
 
 
+def packages() -> str:
+    """Return the packages and modules of kvobs, the highest first."""
+    rows = [
+        [str(tier), f"`{name}{'/' if (PACKAGE / name).is_dir() else ''}`", does]
+        for tier, rooms in reversed(list(enumerate(TIERS, 1)))
+        for name, does in rooms.items()
+    ]
+    return table(["tier", "package or module", "what it does"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "metrics": metrics,
@@ -214,4 +225,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "connectors": connectors,
     "run-with": run_with,
     "versions": versions,
+    "packages": packages,
 }

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 import vllm
 
-import kvobs
-from kvobs import faults, host, signals
+from kvobs import faults, host, signals, version
 from kvobs.exporting.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.options import ExporterOptions, Options
@@ -340,7 +339,7 @@ class _Process:
         self._socket.close()
 
 
-def _environment(package: Path = Path(kvobs.__file__).parent) -> dict[str, str]:
+def _environment(package: Path = Path(version.__file__).parent) -> dict[str, str]:
     """Return the environment in which the exporter finds kvobs, wherever this process has found it.
 
     Python finds installed packages by itself; on PYTHONPATH they would stand before its own modules.

@@ -9,26 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import kvobs
-
-PACKAGE = Path(kvobs.__file__).parent
-
-TIERS = (
-    {"version", "log", "hooks", "findings", "proc", "signal_types"},
-    {"signals", "deviations", "host"},
-    {"topology", "blocks", "faults", "spans", "options"},
-    {"state", "config"},
-    {"telemetry"},
-    {"stats"},
-    {"children"},
-    {"aggregation", "exporting", "routing"},
-    {"connector", "exporter"},
-    {"plugin", "demo"},
-    {"cli", "testing"},
-)
-"""Modules and packages of kvobs, the lowest first: nothing imports those of the last one.
-
-``__init__`` imports the connector late and stands outside."""
+from docs import house
+from docs.house import TIERS, room
 
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
@@ -45,27 +27,11 @@ WITHOUT_TORCH = (
 )
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """Yield each module's name without ``kvobs.``, and its file."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+MODULES = house.modules()
 
 
-MODULES = dict(modules())
-
-
-def imported(path: Path) -> set[str]:
-    """Return the modules of kvobs that a file imports, at its top or later."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvobs":
-            base = (node.module or "").partition(".")[2]
-            inner = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
-            found |= {name if name in MODULES else base for name in inner}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("kvobs.")}
-    return found
+def imported(name: str) -> set[str]:
+    return house.imported(MODULES[name], MODULES)
 
 
 def all_imported(path: Path) -> Iterator[str]:
@@ -76,23 +42,19 @@ def all_imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def top(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def test_every_module_has_a_tier() -> None:
-    assert {top(name) for name in MODULES if name} == set(RANK)
+    assert {room(name) for name in MODULES if name} == set(RANK)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name])
 def test_a_module_imports_from_lower_tiers_only(name: str) -> None:
-    others = {top(other) for other in imported(MODULES[name])} - {top(name), ""}
-    assert not {other for other in others if RANK[other] >= RANK[top(name)]}
+    others = {room(other) for other in imported(name)} - {room(name), ""}
+    assert not {other for other in others if RANK[other] >= RANK[room(name)]}
 
 
 def test_nothing_within_a_package_imports_in_a_circle() -> None:
     inner = {
-        name: {other for other in imported(path) if top(other) == top(name) and other != name}
+        name: {other for other in imported(name) if room(other) == room(name) and other != name}
         for name, path in MODULES.items()
         if path.name != "__init__.py"
     }
@@ -106,12 +68,12 @@ def test_nothing_needs_a_test_framework() -> None:
 
 
 def test_imports_are_found() -> None:
-    assert "state.ledger" in imported(MODULES["routing.scheduler"])
-    assert sum(len(imported(path)) for path in MODULES.values()) > 200
+    assert "state.ledger" in imported("routing.scheduler")
+    assert sum(len(imported(name)) for name in MODULES) > 200
 
 
 def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
-    packages = [name for name in MODULES if top(name) in PURE]
+    packages = [name for name in MODULES if room(name) in PURE]
     names = ["kvobs", *(f"kvobs.{name}" for name in (*NEEDS_NO_VLLM, *packages, *WITHOUT_TORCH))]
     hide = "import importlib, sys; sys.modules['vllm'] = sys.modules['torch'] = None; "
     code = hide + f"[importlib.import_module(name) for name in {names}]"
@@ -120,7 +82,7 @@ def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
 
 def test_the_state_knows_no_telemetry() -> None:
     code = "import sys; sys.modules['opentelemetry'] = sys.modules['prometheus_client'] = None; "
-    names = [f"kvobs.{name}" for name in MODULES if top(name) == "state"]
+    names = [f"kvobs.{name}" for name in MODULES if room(name) == "state"]
     subprocess.run(
         [sys.executable, "-c", f"{code}import importlib; [importlib.import_module(name) for name in {names}]"],
         check=True,

@@ -1,0 +1,156 @@
+"""List the packages of kvobs, and measure the house against its bars: ``python -m docs.house``.
+
+A room is a folder or a module at the root of ``kvobs``. Its floor is above those of all rooms that it imports from.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+from docs.pages import ROOT, part
+
+PACKAGE = ROOT / "kvobs"
+
+TIERS: tuple[dict[str, str], ...] = (
+    {
+        "hooks": "Lists vLLM's connector hooks: who calls each, how often, how the answers combine.",
+        "signal_types": "Defines what a metric is: its kind, its labels, its buckets.",
+        "findings": "Words mistakes and warnings about a configuration: path, found, allowed, fix.",
+        "log": "Logs through vLLM's logger, repeated messages once.",
+        "proc": "Reads what Linux knows of a process.",
+        "version": "Holds the version.",
+    },
+    {
+        "signals": "Lists the metrics.",
+        "deviations": "Lists the differences to vLLM's own router that connectors can see.",
+        "host": "Holds what differs between versions of vLLM.",
+    },
+    {
+        "options": "Lists the options.",
+        "spans": "Lists the spans and their attributes.",
+        "faults": "Contains internal errors and counts them.",
+        "topology": "Tells which decode rank reads which KV heads from which prefill ranks; vLLM's class of that name.",
+        "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
+    },
+    {
+        "config": "Reads the configuration, with an error that names the path, what was found and what is allowed.",
+        "state": "Holds the ledger, transfers, rank counts, quarantine and cache layout: pure, without vLLM.",
+    },
+    {"telemetry": "Counts calls and writes span records, reports and the flight recorder, in EngineCore and workers."},
+    {"stats": "Carries the numbers to the API server: wire form, merging, rebuilding, the summary for vLLM's log."},
+    {"children": "Builds, names and calls the configured connectors, and records each call."},
+    {
+        "aggregation": "Combines the outputs of the workers rank by rank, in the place of vLLM's class.",
+        "exporting": "Makes Prometheus metrics and OTLP spans in vLLM's processes, or feeds the exporter.",
+        "routing": "Holds both sides of the connector: who loads, who saves, what travels, isolation.",
+    },
+    {
+        "connector": "Defines `MultiConnector`, the class that vLLM loads.",
+        "exporter": "Serves totals at `/metrics` and sends spans and metrics by OTLP, in its own process without vLLM.",
+    },
+    {
+        "plugin": "Enables kvobs by an environment variable: vLLM's entry point.",
+        "demo": "Runs a real engine on a CPU.",
+    },
+    {
+        "cli": "Implements the command `kvobs`.",
+        "testing": "Puts vLLM's scheduler around a connector, for tests of connectors.",
+    },
+)
+"""Packages and modules of kvobs with what each does, the lowest first: each imports from lower ones only.
+
+``kvobs/__init__.py`` imports the connector late and stands outside."""
+
+OUTSIDE_ENGINES = {"cli", "demo", "testing"}
+"""Rooms that no engine imports."""
+
+
+class Measure(NamedTuple):
+    """A figure of the house, and the most that it may be."""
+
+    name: str
+    value: int
+    bar: int
+
+
+def modules() -> dict[str, Path]:
+    """Return the file of each module, by its name without ``kvobs.``."""
+    return {_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """Return the room that a module is in; of ``kvobs`` itself the empty name."""
+    return module.partition(".")[0]
+
+
+def imported(path: Path, known: Iterable[str]) -> set[str]:
+    """Return the modules of kvobs that a file imports, at its top or later."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvobs":
+            base = (node.module or "").partition(".")[2]
+            inner = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            found |= {name if name in known else base for name in inner}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "kvobs"}
+    return found
+
+
+def arrows() -> dict[str, set[str]]:
+    """Return the rooms that each room imports from."""
+    files = modules()
+    graph: dict[str, set[str]] = {room(name): set() for name in files}
+    for name, path in files.items():
+        graph[room(name)] |= {room(other) for other in imported(path, files)} - {room(name)}
+    return graph
+
+
+def floors(graph: dict[str, set[str]]) -> int:
+    """Return the number of floors; CycleError names rooms that import each other in a circle."""
+    heights: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        heights[name] = 1 + max((heights[lower] for lower in graph[name]), default=0)
+    return max(heights.values())
+
+
+def measures() -> Iterator[Measure]:
+    """Yield the figures of the house with their bars."""
+    files, graph = modules(), arrows()
+    options = part((ROOT / "README.md").read_text(encoding="utf-8"), "table", "options")
+    yield Measure("kvobs, lines", _lines(files.values()), 20_500)
+    yield Measure("kvobs, files", len(files), 145)
+    yield Measure(
+        "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 13_500
+    )
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 49_000)
+    yield Measure("rooms", len(graph), 20)
+    yield Measure("floors", floors(graph), 8)
+    yield Measure("arrows", sum(map(len, graph.values())), 65)
+    yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 20)
+    yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 17_500)
+
+
+def _lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def main() -> int:
+    """Print the figures; return 1 if one of them is above its bar."""
+    house = list(measures())
+    for name, value, bar in house:
+        print(f"{name:20} {value:7,}  at most {bar:,}{'' if value <= bar else '  OVER'}".rstrip())  # noqa: T201
+    return 1 if any(value > bar for _, value, bar in house) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
