@@ -49,7 +49,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="handshakes-go-home",
         hooks=("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
-        differs="Every connector is asked for its handshake, and gets the handshakes of its own ranks only.",
+        differs="Every connector is asked for its handshake, and gets only those of its ranks.",
         why="vLLM's own class keeps the first connector's handshake only and hands it to all connectors.",
         test="tests/unit/routing/test_stock_faults.py::test_w10_each_child_gets_its_own_handshake_back",
     ),
@@ -150,7 +150,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         hooks=("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
         differs="With wait_for or lookup_timeout_ms, a connector whose answer was not waited for is asked in every "
         "step until it answers. Then it gets the blocks with 0 tokens. It does not see that request as scheduled.",
-        why="A connector that gets its blocks before it has answered keeps what its lookup has locked.",
+        why="A connector that gets its blocks before it has answered keeps the locks of its lookup.",
         test="tests/unit/routing/test_open_lookups.py::test_one_that_answers_after_the_load_is_given_its_blocks_then",
     ),
     Deviation(
