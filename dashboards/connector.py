@@ -173,7 +173,7 @@ def _tokens() -> Panel:
             "was chosen; recomputed, because a load failed.",
             "Admitted close to offered: this connector is the one in use.",
             "Many unused: try load_policy longest, or another order. Recomputed: fix the failures.",
-            "Offered but not admitted is no loss if another connector had the same tokens. A request's offers count "
+            "Tokens offered but not admitted are not lost if another connector had them, too. A request's offers count "
             "once, its loads every time: after preemptions more may be admitted than offered.",
         ),
         *(
@@ -211,7 +211,7 @@ def _age() -> Panel:
             "Age of the oldest load and promised save (dashed) in progress.",
             "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
             "See 'Stuck transfers by rank' below; then that worker's log.",
-            "There is no data while no transfer is in progress.",
+            "No data means that no transfer is in progress.",
         ),
         of_child(questions.oldest("connector", kind="load"), "load"),
         of_child(questions.oldest("connector", kind="save"), "save", dashed=True),

@@ -158,9 +158,9 @@ def _unused() -> Panel:
         signals.UNUSED_OFFERS,
         "Unused offers (requests/s)",
         About(
-            "Requests per second for which it offered tokens and another connector was chosen.",
+            "Requests per second for which the connector offered tokens and another one was chosen.",
             "High for all but the first connector is normal with load_policy first.",
-            "Unused hit tokens show what could have been loaded instead of computed.",
+            "Look at the unused hit tokens: they could have been loaded instead of computed.",
             "An unused offer costs its lookup only.",
         ),
     )
@@ -362,7 +362,7 @@ def _silence() -> Panel:
             "Age of the last numbers that the exporter got from its engine: the ten highest.",
             "Near zero under load; it rises while the engine is idle, or hangs.",
             "If it rises while requests wait: see the engine's log, and Transfers in progress on this board.",
-            "No data without the exporter. An idle engine sends nothing: a high value alone is no error.",
+            "No data without the exporter. An idle engine sends nothing: a high value alone is not an error.",
         ),
         Query(f"topk(10, time() - {SELECTION.gauge(signals.LAST_PAYLOAD, *_OF_ENGINE, how='max')})", _ENGINE),
         unit="s",

@@ -199,7 +199,7 @@ def _link(title: str, tooltip: str) -> board.DashboardLink:
 
 
 def to_board(uid: str, *, keeping: Sequence[str] = (), **chosen: str) -> str:
-    """Return the address of a board with this board's time and variables, some of them ``chosen`` anew.
+    """Return the address of a board with this board's time and variables, with other values for those in ``chosen``.
 
     ``keeping`` are variables beside those of every board.
     """

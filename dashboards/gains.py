@@ -28,8 +28,8 @@ def net_gain() -> Panel:
         About(
             "Time of computing that loads save, minus the time that requests wait for them, divided by the time of all "
             "engines: seconds per second and engine.",
-            "25 %: loads save a quarter of each GPU's time, beyond what requests wait for them. Below 0: computing "
-            "would be quicker than loading.",
+            "25 %: loads save a quarter of each GPU's time, beyond the time that requests wait for them. Below 0: "
+            "computing would be quicker than loading.",
             "If it is negative, find the connector: column Net gain of the Overview, row Gain of the board Connector.",
             "An estimate from the engine's steps. Above 100 % loads save more than the engines could compute. "
             "'No traffic': nothing was loaded, or no step has computed a prompt yet.",
@@ -64,7 +64,7 @@ def _saved() -> Panel:
             "Time that computing the loaded tokens would have taken, as a share of the time of its engines.",
             "25 %: this connector saves a quarter of every engine's time, and of each of its GPUs.",
             "A connector that saves little for long costs memory and lookups: compare with its size, or remove it.",
-            "It leaves out what requests wait: see the net gain. An engine without traffic counts as time, too.",
+            "It leaves out the time that requests wait: see the net gain. Time without traffic counts, too.",
         ),
         of_child(questions.saved_share("connector")),
         unit="percentunit",
@@ -78,7 +78,7 @@ def _slower() -> Panel:
             "Share of loads for which requests waited longer than computing the same tokens would have taken.",
             "0: every load pays. Above a half: most loads of this connector delay their requests.",
             "Compare load durations with the tokens of a load: small loads rarely pay.",
-            "A load that fails does not pay. Loads for which there is no estimate yet count as if they paid.",
+            "A load that fails does not pay. Loads without an estimate count as if they paid.",
         ),
         of_child(questions.slower_share("connector")),
         unit="percentunit",
@@ -111,7 +111,7 @@ def _decisions() -> Panel:
             f"With load_policy fastest: requests per second, by the connector that loads and why: {reasons}.",
             "computing_is_faster: none loads; counted for the one that would have. explored: tried again.",
             "Only explored, and never predicted_fastest: another connector, or computing, is always quicker.",
-            "No data with the other policies. What was predicted is on the span kv.lookup.",
+            "No data with the other policies. The span kv.lookup has the predictions.",
         ),
         Query(SELECTION.rate(signals.LOAD_DECISIONS, "connector", "reason"), "{{connector}} {{reason}}"),
         unit="reqps",
@@ -122,7 +122,7 @@ def _error() -> Panel:
     return lines(
         "Error of the estimate (share of step time)",
         About(
-            "Differences between the estimated and the observed times of steps, as a share of the observed.",
+            "Absolute differences between estimated and observed step times, as a share of the observed.",
             "Below 0.1 is good. It rises for a while when the load or the hardware's clock changes.",
             "High for long: the gain is a rough number only; compare time to first token with and without loads.",
             "It includes the noise of single steps, which largely cancels out in the gain.",

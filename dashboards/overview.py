@@ -161,7 +161,7 @@ def _children() -> Panel:
             "State: Quarantined; Failing (5 % or more of its loads and exceptions); Blocks steps (10 % or more of the "
             "scheduler's time); Slow (load p99 of 1 s or more); OK; Idle (not called).",
             "Click a connector for its own board.",
-            "A slow connector is no problem as long as time to first token does not rise with it.",
+            "A slow connector does no harm as long as time to first token does not rise with it.",
         ),
         {"connector": "Connector"},
         [
@@ -253,7 +253,7 @@ def _brought() -> Panel:
             "Tokens loaded per second, by connector.",
             "Tokens that come neither from a connector nor from vLLM's own cache are computed.",
             "A connector that never loads anything only costs lookups: remove it, or change the order.",
-            "A connector with few tokens may hold what no other connector has.",
+            "A connector with few tokens may hold blocks that no other connector has.",
         ),
         of_child(questions.child_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_child))),
         unit="short",

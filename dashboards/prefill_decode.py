@@ -173,7 +173,7 @@ def _oldest_save() -> Panel:
             "Age of the oldest promised save in progress on the prefill engines.",
             "A sawtooth is normal. A line that only rises: nobody fetches these blocks.",
             "Compare with the connector's own timeout for blocks that nobody fetches.",
-            "There is no data while no save is in progress.",
+            "No data means that no save is in progress.",
         ),
         of_child(questions.oldest("connector", of=PREFILL, kind="save")),
         unit="s",

@@ -228,7 +228,7 @@ def lost_in_collectors(metric: str) -> str:
 
 
 def restarts() -> str:
-    """Return a value where an engine has started anew: its server, whose metric is of vLLM's job, or its exporter."""
+    """Return a value where an engine has restarted: its server, whose metric is of vLLM's job, or its exporter."""
     changed = 'changes(process_start_time_seconds{cluster=~"$cluster",instance=~"$instance"}[$__rate_interval]) > 0'
     up = SELECTION.series(signals.ENGINE_UP)
     server = f"{changed} and on (cluster, instance) {SELECTION.series(signals.BUILD_INFO)}"

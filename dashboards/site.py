@@ -30,9 +30,9 @@ class Site:
     runbook: str = RUNBOOK
 
     failed_share: float = threshold(0.05, "share of loads that failed, in 5 minutes")
-    few_failed: int = threshold(5, "failed loads in 15 minutes; fewer are no trend")
+    few_failed: int = threshold(5, "failed loads in 15 minutes; fewer raise no alert")
     failing_engines: float = threshold(0.2, "share of a cluster's loading engines whose loads fail at the same time")
-    few_failing_engines: int = threshold(3, "engines whose loads fail; fewer have alerts of their own only")
+    few_failing_engines: int = threshold(3, "engines whose loads fail; fewer raise only the alerts of each engine")
     load_age_s: int = threshold(120, "age of the oldest unfinished load, in seconds")
     # It must be a bucket bound: only there is a histogram exact.
     slow_load_s: float = threshold(signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds")

@@ -105,7 +105,7 @@ def _of_request() -> Panel:
         "Spans of a request",
         About(
             "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
-            "kv.lookup says what was offered, kv.load what was loaded, and how long it took.",
+            "kv.lookup has the offers, kv.load the loaded tokens and the duration.",
             "Click a name for the whole trace of the request, on this board or in Explore.",
             "Without a text these are spans of any request. Only a request that was sampled, slow or failed has some.",
         ),

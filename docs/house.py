@@ -19,16 +19,16 @@ PACKAGE = ROOT / "kvobs"
 TIERS: tuple[dict[str, str], ...] = (
     {
         "hooks": "Lists vLLM's connector hooks: who calls each, how often, how the answers combine.",
-        "signal_types": "Defines what a metric is: its kind, its labels, its buckets.",
-        "findings": "Words mistakes and warnings about a configuration: path, found, allowed, fix.",
+        "signal_types": "Defines a metric: its kind, its labels, its buckets.",
         "log": "Logs through vLLM's logger, repeated messages once.",
-        "proc": "Reads what Linux knows of a process.",
+        "proc": "Reads Linux's data about a process.",
         "version": "Holds the version.",
     },
     {
         "signals": "Lists the metrics.",
+        "findings": "Words mistakes and warnings about a configuration: path, found, allowed, fix.",
         "deviations": "Lists the differences to vLLM's own router that connectors can see.",
-        "host": "Holds what differs between versions of vLLM.",
+        "host": "Holds the differences between versions of vLLM.",
     },
     {
         "options": "Lists the options.",
@@ -38,7 +38,7 @@ TIERS: tuple[dict[str, str], ...] = (
         "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
     },
     {
-        "config": "Reads the configuration, with an error that names the path, what was found and what is allowed.",
+        "config": "Reads the configuration; an error names the path, the value and the allowed ones.",
         "state": "Holds the ledger, transfers, rank counts, quarantine and cache layout: pure, without vLLM.",
     },
     {"telemetry": "Counts calls and writes span records, reports and the flight recorder, in EngineCore and workers."},
@@ -47,7 +47,7 @@ TIERS: tuple[dict[str, str], ...] = (
     {
         "aggregation": "Combines the outputs of the workers rank by rank, in the place of vLLM's class.",
         "exporting": "Makes Prometheus metrics and OTLP spans in vLLM's processes, or feeds the exporter.",
-        "routing": "Chooses who loads, is the connector on the scheduler's and on the workers' side, isolates connectors.",
+        "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
     },
     {
         "connector": "Defines `MultiConnector`, the class that vLLM loads.",

@@ -58,7 +58,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="handshakes-go-home",
         hooks=("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
-        differs="Every connector is asked for its handshake, and gets the handshakes of its own ranks only.",
+        differs="Every connector is asked for its handshake, and gets only those of its ranks.",
         why="vLLM's own class keeps the first connector's handshake only and hands it to all connectors.",
         test="tests/unit/routing/test_stock_faults.py::test_w10_each_child_gets_its_own_handshake_back",
     ),
@@ -73,13 +73,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
         name="own-stats-shown",
         hooks=("update_connector_output",),
         differs="A connector finds its own stats in the output's kv_connector_stats or None, not those of all.",
-        why="So it does when it runs alone; some connectors raise at stats of another class, or miss their own.",
+        why="A connector that runs alone finds its own, too; some raise on stats of another class, or miss theirs.",
         test="tests/unit/routing/test_stock_faults.py::test_w22_each_child_is_shown_its_own_stats",
     ),
     Deviation(
         name="empty-outputs-shown",
         hooks=("update_connector_output",),
-        differs="With the worker in the scheduler's process, connectors get an output also if only kvobs has numbers.",
+        differs="With the worker in the scheduler's process, connectors get an output even if only kvobs has numbers.",
         why="vLLM omits an empty output there; with kvobs's numbers it is not empty.",
         test="tests/transparency/test_declared.py::test_an_output_with_nothing_but_kvobs_numbers_is_shown",
     ),
@@ -122,7 +122,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="bad-blocks-of-the-owner-only",
         hooks=("update_connector_output",),
-        differs="Bad blocks within another connector's load are removed from the output; others are passed on.",
+        differs="Bad blocks within another connector's load are removed from the output; all others are passed on.",
         why="vLLM's own class passes them on, and that load is recomputed or fails.",
         test="tests/unit/routing/test_stock_faults.py::test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect",
     ),
@@ -158,9 +158,9 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="open-lookups-polled",
         hooks=("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
-        differs="If an option says not to wait for a connector's answer, it is asked in every step until it answers, "
-        "then gets the blocks with 0 tokens, and does not see that request as scheduled.",
-        why="A connector that gets its blocks before it has answered keeps what its lookup has locked.",
+        differs="With wait_for or lookup_timeout_ms, a connector whose answer was not waited for is asked in every "
+        "step until it answers. Then it gets the blocks with 0 tokens. It does not see that request as scheduled.",
+        why="A connector that gets its blocks before it has answered keeps the locks of its lookup.",
         test="tests/unit/routing/test_open_lookups.py::test_one_that_answers_after_the_load_is_given_its_blocks_then",
     ),
     Deviation(
@@ -170,8 +170,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
             *("register_finished_partial_tail", "request_finished", "request_finished_all_groups"),
             *("update_connector_output", "get_transfer_results", "get_finished"),
         ),
-        differs="With the option isolate, a connector in quarantine does not see new requests, and no longer sees "
-        "those it knew as scheduled.",
+        differs="With the option isolate, a connector in quarantine sees no new requests, and no longer sees the "
+        "requests that it knew as scheduled.",
         why="It would end or delay the engine, or save under block tables that a failed call left incomplete.",
         test="tests/unit/routing/test_isolation_requests.py::test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more",
     ),

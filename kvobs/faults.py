@@ -40,7 +40,7 @@ def contained(where: Where) -> Callable[[Callable[P, T]], Callable[P, T | None]]
     """Return a decorator that contains a function's exceptions: it then returns None.
 
     Raises:
-        ValueError: ``where`` is no label value of kvobs_internal_errors_total; a fault could not be counted.
+        ValueError: ``where`` is not a label value of kvobs_internal_errors_total, so that a fault could not be counted.
     """
     if where not in INTERNAL_ERRORS.labels["where"]:
         raise ValueError(f"{where!r} is no place of internal errors")

@@ -28,7 +28,7 @@ class Finding:
 
     @property
     def says(self) -> str:
-        """Return what was found and what is allowed."""
+        """Return the problem and the allowed values."""
         return f"{self.found}, allowed: {self.allowed}" if self.allowed else self.found
 
     def __str__(self) -> str:

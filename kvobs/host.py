@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.27 and 0.33, in one file: a new release of vLLM is checked, and added, here.
+"""Hold all differences between vLLM 0.27 and 0.33: a new release of vLLM is checked, and added, here.
 
 Importing this module needs no vLLM: functions import it when they are called. What is needed in every step is resolved
 once, by the module that uses it. Hooks that only some versions have are in ``hooks``: there ``has_hook`` decides.
@@ -264,7 +264,7 @@ class TransferConfig(BaseModel):
 
 
 def transfer_config_with(keys: Collection[str]) -> type[BaseModel]:
-    """Return ``TransferConfig`` with the keys of one vLLM; what it has beyond those of kvobs may be anything."""
+    """Return ``TransferConfig`` with the keys of one vLLM; keys unknown to kvobs may have any value."""
     known = TransferConfig.model_fields
     fields: dict[str, Any] = {
         key: (known[key].annotation, known[key]) if key in known else (Any, None) for key in sorted(keys)

@@ -1,4 +1,4 @@
-"""Read what Linux says of a process."""
+"""Read Linux's data about a process."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What describes a metric: its kind, its subject, its labels and, of a histogram, its buckets."""
+"""Describe a metric: its kind, its subject, its labels and, of a histogram, its buckets."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What Prometheus calls the type of a metric."""
+    """The type of a metric, as Prometheus names it."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

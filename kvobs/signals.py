@@ -71,17 +71,17 @@ LOOKUP_DELAY = Signal(
     bounds=_DELAY_BOUNDS,
 )
 OFFERED_TOKENS = Signal(
-    "kvobs_offered_tokens_total", "Tokens the connector could have loaded, once per request (tokens)."
+    "kvobs_offered_tokens_total", "Tokens offered by the connector, counted once per request (tokens)."
 )
 ADMITTED_TOKENS = Signal(
     "kvobs_admitted_tokens_total",
-    "Tokens vLLM decided to load from the connector, every time: again after a preemption (tokens).",
+    "Tokens that vLLM decided to load from the connector; counted again after a preemption (tokens).",
 )
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
-    "Tokens offered and not loaded (tokens): beyond the chosen connector's offer (other_chosen); in offers below "
-    "min_tokens (below_minimum); declined by kvobs; not taken by vLLM; of requests that ended before their allocation "
-    "(not_allocated), or during the load (aborted).",
+    "Tokens offered and not loaded (tokens), by reason: other_chosen, beyond the chosen connector's offer; "
+    "below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, the request "
+    "ended before; aborted, it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
 UNUSED_OFFERS = Signal(
@@ -89,7 +89,7 @@ UNUSED_OFFERS = Signal(
 )
 LOAD_DECISIONS = Signal(
     "kvobs_load_decisions_total",
-    "Decisions of load_policy fastest, by the connector that loads; if computing is faster, the one that would have.",
+    "Decisions of load_policy fastest, by the connector that loads, or would have loaded if computing were slower.",
     {"reason": ("predicted_fastest", "explored", "unknown", "computing_is_faster", "handed_over")},
 )
 LOADS = Signal(
@@ -116,15 +116,15 @@ LOAD_BYTES = Signal(
 )
 PREFILL_SAVED = Signal(
     "kvobs_prefill_saved_seconds_total",
-    "Time that computing the loaded tokens would have taken, of loads for which it could be estimated.",
+    "Estimated time of computing the loaded tokens, for loads with an estimate.",
 )
 LOAD_WAITED = Signal(
     "kvobs_load_waited_seconds_total",
-    "Time that requests waited for these loads: async from allocation to the step that resumes them, sync in the step.",
+    "Time that requests waited for loads with an estimate: async from allocation to resumption, sync within the step.",
 )
 LOADS_SLOWER = Signal(
     "kvobs_loads_slower_than_computing_total",
-    "Of these loads, those waited for longer than computing would have taken.",
+    "Loads with an estimate that requests waited for longer than computing would have taken.",
 )
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
@@ -166,19 +166,19 @@ IN_FLIGHT = Signal(
 )
 OLDEST_IN_FLIGHT = Signal(
     "kvobs_oldest_in_flight_timestamp_seconds",
-    "Start of the oldest of these, as Unix time (a lookup's is its first 'not yet'); NaN without one.",
+    "Start of the oldest lookup, load or save in progress, as Unix time; a lookup's is its first 'not yet'; else NaN.",
     {"kind": ("lookup", *_TRANSFERS)},
     Kind.GAUGE,
 )
 HELD_TOKENS = Signal(
     "kvobs_held_tokens",
-    "Tokens whose KV cache blocks loads and promised saves in progress hold (tokens).",
+    "Tokens whose KV cache blocks are held by loads and promised saves in progress (tokens).",
     {"kind": _TRANSFERS},
     Kind.GAUGE,
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
-    "By how much the slowest rank took longer for a load or promised save than the quickest, each by its own clock.",
+    "Time that the slowest rank took longer than the quickest for a load or promised save, each by its own clock.",
     {"kind": _TRANSFERS},
     Kind.HISTOGRAM,
     _SKEW_BOUNDS,
@@ -188,7 +188,7 @@ SLOWEST_RANK = Signal(
 )
 STUCK_TRANSFERS = Signal(
     "kvobs_stuck_transfers_total",
-    "Loads and promised saves that this rank had not reported stuck_after_s after another rank.",
+    "Loads and promised saves that this rank did not report within stuck_after_s of another rank.",
     {"rank": OPEN},
 )
 STRAY_REPORTS = Signal(
@@ -197,7 +197,9 @@ STRAY_REPORTS = Signal(
     {"kind": ("load", "failure", "save")},
 )
 QUARANTINED = Signal(
-    "kvobs_quarantined", "1 while the connector, one of the option isolate, is in quarantine.", kind=Kind.GAUGE
+    "kvobs_quarantined",
+    "1 while the connector is in quarantine; only connectors in the option isolate have it.",
+    kind=Kind.GAUGE,
 )
 QUARANTINES = Signal(
     "kvobs_quarantines_total",
@@ -211,7 +213,9 @@ BLOCK_COPY_DURATION = Signal(
     _COPY_BOUNDS,
 )
 BLOCK_COPY_BYTES = Signal(
-    "kvobs_block_copy_bytes_total", "Bytes of these block copies, over all ranks (bytes).", {"direction": DIRECTIONS}
+    "kvobs_block_copy_bytes_total",
+    "Bytes of block copies between the KV cache and the connector's host buffer, over all ranks (bytes).",
+    {"direction": DIRECTIONS},
 )
 CONNECTOR_INFO = Signal(
     "kvobs_connector_info",
@@ -221,13 +225,13 @@ CONNECTOR_INFO = Signal(
 )
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
-    "Time of the engine's steps that were estimated; not of those with a sync load or an encoder's input.",
+    "Duration of steps with an estimate; steps with a sync load or an encoder's input have none.",
     {"kind": ("prefill", "decode")},
     scope=Scope.PROCESS,
 )
 STEP_ESTIMATE_ERROR = Signal(
     "kvobs_step_estimate_error_seconds_total",
-    "Differences between these times and their estimates, whichever is longer, added up.",
+    "Sum of absolute differences between observed and estimated step times.",
     {"kind": ("prefill", "decode")},
     scope=Scope.PROCESS,
 )
@@ -247,13 +251,13 @@ INTERNAL_ERRORS = Signal(
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
-    "Time spent in kvobs's telemetry; for recording calls an estimate: calls times a cost measured once.",
+    "Time spent in kvobs's telemetry; recording calls is estimated as their number times a cost measured once.",
     {"where": ("record", "flush", "merge", "apply", "cut")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
     "kvobs_spans_dropped_total",
-    "Spans lost: above 64 per flush or 200 per second, exporter queue full, or rejected by the collector.",
+    "Spans lost: above 64 per flush or 200 per second, queue full, rejected by the collector, or malformed.",
     {"where": ("flush", "rate", "queue", "export", "malformed")},
     scope=Scope.PROCESS,
 )
@@ -277,13 +281,13 @@ ENGINE_UP = Signal(
 )
 LAST_PAYLOAD = Signal(
     "kvobs_last_payload_timestamp_seconds",
-    "Time of the engine's last numbers, as Unix time; an idle engine has none. Of the exporter only.",
+    "Time of the engine's last numbers, as Unix time; an idle engine sends none. Of the exporter only.",
     kind=Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
 CALL_IN_PROGRESS = Signal(
     "kvobs_call_in_progress_timestamp_seconds",
-    "Start of a call into a connector in which EngineCore is for over a second, as Unix time. Of the exporter only.",
+    "Start of a call into a connector that has lasted over a second in EngineCore, as Unix time. Of the exporter only.",
     {"connector": OPEN, "hook": OPEN},
     Kind.GAUGE,
     scope=Scope.EXPORTER,

@@ -73,12 +73,12 @@ ATTRIBUTES: dict[str, str] = {
     LOOKUPS: "number of lookups",
     RECOMPUTED_TOKENS: "tokens of a failed load, to be recomputed",
     PROMPT_TOKENS: "tokens of the prompt",
-    HIT_RATE: "share of the prompt's tokens that are loaded, or are in vLLM's own prefix cache",
-    SAVED: "seconds that computing the loaded tokens would have taken; once there is an estimate",
+    HIT_RATE: "share of the prompt's tokens that are loaded or in vLLM's own prefix cache",
+    SAVED: "seconds that computing the loaded tokens would have taken; missing without an estimate",
     WAITED: "seconds that the request waited: to the step that resumes it, or in the step of a sync load",
-    DECISION: "why this connector loads, or none: the reason of kvobs_load_decisions_total; with load_policy fastest",
-    PREDICTED: "seconds until the request resumes: one attribute for each connector, with its name after a dot",
-    PREDICTED_COMPUTING: "the same without a load",
+    DECISION: "reason of kvobs_load_decisions_total; with load_policy fastest",
+    PREDICTED: "predicted seconds until the request resumes: one attribute per connector, with its name after a dot",
+    PREDICTED_COMPUTING: "predicted seconds until the request resumes without a load",
     LAYER: "index of the layer, in the order of calls in the step",
     LAYERS: "number of layers called",
     LAYERS_DURATION: "total seconds of the calls of all layers",
@@ -88,7 +88,7 @@ ATTRIBUTES: dict[str, str] = {
     GEN_AI_REQUEST: "the request's id in vLLM's llm_request span",
     GEN_AI_MODEL: "the model's name",
 }
-"""All attributes of spans, and what each holds."""
+"""All attributes of spans with their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,19 @@ class Span:
     labels: tuple[str, ...] = ()
 
 
-LOOKUP = Span("kv.lookup", "scheduler", "first to last lookup of a request; what each connector offered")
-LOAD = Span("kv.load", "scheduler", "allocation to receipt on the last rank", CONNECTOR, signals.LOAD_DURATION, (MODE,))
-LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: ordered to received")
-SAVE = Span(
-    "kv.save", "scheduler", "a promised save: request's end to its blocks' release", CONNECTOR, signals.SAVE_HOLD
+LOOKUP = Span("kv.lookup", "scheduler", "from the first to the last lookup of a request, with each connector's offer")
+LOAD = Span(
+    "kv.load", "scheduler", "from allocation to receipt on the last rank", CONNECTOR, signals.LOAD_DURATION, (MODE,)
 )
-SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: ordered to saved")
+LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: from its order to its receipt")
+SAVE = Span(
+    "kv.save",
+    "scheduler",
+    "a promised save: from the request's end to the release of its blocks",
+    CONNECTOR,
+    signals.SAVE_HOLD,
+)
+SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: from its order to its end")
 CALL = Span(
     "kv.call",
     "any",
@@ -168,7 +174,7 @@ class Record(NamedTuple):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it is exported even if not sampled, and before others."""
+        """Whether the span is exported before others, and even if not sampled."""
         return self.reason in URGENT
 
     @property

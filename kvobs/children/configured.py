@@ -1,4 +1,4 @@
-"""Read the configured connectors from vLLM's configuration, and what vLLM must know of them before they are built."""
+"""Read the configured connectors from vLLM's configuration, with properties that vLLM asks for at once."""
 
 from __future__ import annotations
 

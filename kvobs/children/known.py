@@ -1,4 +1,4 @@
-"""What is known of connectors by name: vLLM's renamed and removed ones, those of other packages, and their libraries.
+"""List connectors by name: vLLM's renamed and removed ones, those of other packages, and their libraries.
 
 This needs no vLLM. A name is looked up here only where vLLM itself does not have it: older versions have some.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ROUTER = "MultiConnector"
 OURS = ("kvobs", "kvobs.connector")
-"""The class of vLLM that kvobs's one stands for, and the modules of kvobs's one."""
+"""Name of the replaced vLLM class; modules that hold kvobs's."""
 
 RENAMED = {
     "SharedStorageConnector": "ExampleConnector",
@@ -49,10 +49,10 @@ ELSEWHERE = {
 
 
 class Library(NamedTuple):
-    """What a connector of vLLM needs beside vLLM.
+    """A library that a connector of vLLM needs.
 
     Args:
-        modules: Python modules of which one must be there.
+        modules: Python modules; one of them must be installed.
         install: how to get it; only packages of the library's own project.
     """
 
@@ -83,7 +83,7 @@ LIBRARIES: dict[str, tuple[Library, ...]] = {
 
 
 def missing_libraries(kv_connector: str) -> list[Library]:
-    """Return what a connector of vLLM needs and this environment does not have."""
+    """Return the libraries of a connector that are missing in this environment."""
     return [need for need in LIBRARIES.get(kv_connector, ()) if not any(map(is_installed, need.modules))]
 
 
@@ -107,7 +107,7 @@ def is_installed(module: str) -> bool:
 
 
 def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
-    """Return what is known of a connector that this vLLM does not have, as a phrase or empty, and the cure."""
+    """Explain why this vLLM does not have a connector, as a phrase or empty, and return the cure."""
     if name in ELSEWHERE:
         return "", ELSEWHERE[name]
     if name in RENAMED and RENAMED[name] in registered:
@@ -123,7 +123,7 @@ _SHORTEST = 3  # letters that can be taken for a name
 
 
 def nearest(name: str, registered: Collection[str]) -> str | None:
-    """Return the registered name that was probably meant: the word that all of them share counts for nothing."""
+    """Return the registered name that was probably meant, ignoring the suffix "Connector"."""
     shortest_first = sorted(registered, key=lambda known: (len(known), known))
     whole = {known.lower(): known for known in shortest_first}
     stems: dict[str, str] = {}

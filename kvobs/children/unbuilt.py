@@ -1,4 +1,4 @@
-"""The stand-in for an isolated connector that could not be built."""
+"""Replace an isolated connector that could not be built."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def demo(
     ] = False,
     fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.", show_default=False)] = None,
 ) -> None:
-    """Run a vLLM server with two KV connectors on this CPU, and show what each of them does."""
+    """Run a vLLM server with two KV connectors on this CPU, and show the numbers of each."""
     console, errors = Console(), Console(stderr=True)
     if fault is not None and fault not in FAULTS:
         raise typer.BadParameter(f"unknown fault {fault!r}; use one of: {', '.join(FAULTS)}", param_hint="--fault")

@@ -1,4 +1,4 @@
-"""What commands print alike: errors in one line, examples in their help, text of others without control characters."""
+"""Print errors in one line, examples in a help text, and external text without control characters."""
 
 from __future__ import annotations
 

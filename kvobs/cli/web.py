@@ -12,11 +12,11 @@ from kvobs.cli.output import printable
 
 TIMEOUT_S = 10.0
 AT_MOST = 64 * 2**20
-"""Bytes of an answer: a hundred times what vLLM's are."""
+"""Bytes of an answer: a hundred times the size of vLLM's."""
 
 
 class NoAnswerError(Exception):
-    """A page can't be read, or is not what it should be; the text is the reason, without its address."""
+    """A page can't be read, or has another content; the text is the reason, without the address."""
 
 
 class Page(NamedTuple):

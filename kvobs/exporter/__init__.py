@@ -1,1 +1,1 @@
-"""The exporter, a process of its own beside an engine: it serves kvobs's metrics and exports its spans without vLLM."""
+"""The exporter, a process beside an engine, which serves kvobs's metrics and exports its spans without vLLM."""

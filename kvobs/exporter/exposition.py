@@ -16,7 +16,7 @@ from kvobs.exporter.totals import Point, Totals
 from kvobs.signals import SIGNALS, Kind, Signal, labelnames
 
 FRESH_S = 0.2
-"""Scrapes within this time of each other get the same text: whoever scrapes all the time gets no core for it."""
+"""Scrapes within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""
 
 _BOUNDS = {
     signal: [*map(floatToGoString, signal.buckets), "+Inf"] for signal in SIGNALS if signal.kind is Kind.HISTOGRAM
@@ -52,7 +52,7 @@ class Exposition(Collector):
         return content_type, text
 
     def forget(self) -> None:
-        """Make the next text anew."""
+        """Discard the text: the next scrape makes it again."""
         with self._lock:
             self._texts.clear()
 

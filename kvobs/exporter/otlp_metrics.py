@@ -51,7 +51,7 @@ class MetricsPush:
     """Sends the totals at intervals, from a thread.
 
     Args:
-        totals: what is sent.
+        totals: the numbers to send.
         refresh: brings the exporter's own gauges up to date; called before each sending.
         began_ns: when the totals began, in ns since the epoch.
         exporter: OpenTelemetry's; default: the one that the environment asks for.
@@ -72,7 +72,7 @@ class MetricsPush:
         self._thread = Thread(target=self._run, name="kvobs-otlp-metrics", daemon=True)
 
     def take_as_sent(self) -> None:
-        """Begin differences with what is there now: an exporter before this one has sent it, most likely."""
+        """Start deltas from the current totals; a previous exporter has probably sent them."""
         self._sent = {(s, point.labels): point for s, points in self._totals.series() for point in points}
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class MetricsPush:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what has come since the last time, for a few seconds at most."""
+        """Send the rest, for a few seconds at most."""
         self._is_over.set()
         self._thread.join(CLOSING_S)
 
@@ -100,7 +100,7 @@ class MetricsPush:
             faults.contain("apply")
 
     def send(self) -> None:
-        """Send all metrics once; what the receiver did not take is part of the next difference."""
+        """Send all metrics once; numbers that the receiver did not take are part of the next delta."""
         self._refresh()
         now_ns = time.time_ns()
         current: _Known = {}
@@ -141,7 +141,7 @@ class MetricsPush:
 
 
 def interval_s() -> float:
-    """Return the time between two sendings; the default where the variable is no positive number."""
+    """Return the time between two sendings; the default unless the variable is a positive number."""
     try:
         ms = float(os.environ.get(INTERVAL) or _INTERVAL_MS)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Run the exporter: read the engine's messages until it is gone, serve what they add up to, export their spans.
+"""Run the exporter: read the engine's messages until it ends, serve their totals, export their spans.
 
 The engine's end is the end of the socket, or of its process: a child that it forked keeps the socket open. After an
 engine that said goodbye the last numbers are served for one more scrape; after one that was killed or crashed, for
@@ -36,7 +36,7 @@ from kvobs.telemetry.taken import Taken
 from kvobs.version import __version__
 
 TICK_S = 1.0
-"""Between looks at what is due while the engine is silent."""
+"""Time between two calls of ``_tick`` while the engine sends nothing."""
 PORT_RETRY_S = 0.5
 AFTER_SIGTERM_S = 5.0
 """How long an exporter that is asked to end waits for its engine to end, which is asked at the same time mostly."""
@@ -140,7 +140,7 @@ class Exporter:
         self._count(signals.SELF_SECONDS, "apply", applied - begin)
 
     def _tick(self) -> bool:
-        """Do what is due; return whether to go on reading."""
+        """Do all that is due; return whether to go on reading."""
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._engine.port)
         self._send_own()
@@ -273,7 +273,7 @@ def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
     """Read the engine's first lines; return the engine, and what came after the line that introduces it.
 
     Raises:
-        ValueError: the engine is gone, or says something else.
+        ValueError: the engine has ended, or sent other lines.
     """
     data = b""
     while data.count(b"\n") < FIRST_LINES:
@@ -285,7 +285,7 @@ def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
 
 
 def _let_go_of_stderr() -> None:
-    """Close the engine's stderr: whoever reads it to its end is not to wait for the exporter."""
+    """Close the engine's stderr, so that its reader sees EOF when the engine exits."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stderr.fileno())
 

@@ -1,6 +1,6 @@
 """Add up the payloads of one engine, and hand out every series of kvobs's metrics.
 
-The engine's increments are all that is added here: what the exporter counts itself goes to the engine first, and comes
+Only the engine's increments are added here: numbers of the exporter itself go to the engine first, and come
 back with the next payload. After a restart the engine sends its totals, so that no counter falls.
 """
 

@@ -24,7 +24,7 @@ EXEMPLARS = ("exemplars",)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What decides where metrics and spans go.
+    """The settings that decide where metrics and spans go.
 
     Args:
         exporter: kvobs's own exporter; None: they go through vLLM's stat logging to its API server.
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     found: str
     lost: tuple[str, ...]
     instead: str
-    """What helps besides the exporter."""
+    """Another remedy than the exporter."""
 
 
 CASES = (
@@ -136,7 +136,7 @@ def url(exporter: ExporterOptions) -> str:
 
 
 def warn_about(setup: Setup) -> None:
-    """Log what is lost, in one line."""
+    """Log in one line which numbers are lost."""
     for finding in findings(setup):
         log.warning("%s", finding)
 

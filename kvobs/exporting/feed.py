@@ -1,8 +1,7 @@
 """Feed the exporter from EngineCore, and keep it running: payloads go out by a thread, never within a step.
 
-The thread keeps the totals of all that was sent, of any size. An exporter that ended is started again with a back-off,
-and gets them first: no counter falls when the exporter restarts. While it does not read, what waits is added up; only
-its spans are limited, and counted where they are lost.
+The thread keeps the totals of all numbers sent. An exporter that ended is started again after a back-off, and gets them
+first, so that no counter falls. While it does not read, numbers are added up; spans are limited, and lost ones counted.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def described(
     exporter: ExporterOptions,
     tracing: TracingSettings | None,
 ) -> Engine:
-    """Return what the exporter is to know about this engine."""
+    """Return the engine's description, sent to the exporter at start."""
     place = host.engine_place(vllm_config)
     return Engine(
         pid=os.getpid(),
@@ -296,7 +295,7 @@ class _Process:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether it does not take what there is."""
+        """Whether it has not read all that was sent."""
         return bool(self._unsent)
 
     def add(self, data: bytes) -> None:
@@ -313,7 +312,7 @@ class _Process:
             del self._unsent[:n]
 
     def read(self) -> list[Taken]:
-        """Return what it has counted itself."""
+        """Return the numbers that it has counted itself."""
         try:
             data = self._socket.recv(READ)
         except BlockingIOError:

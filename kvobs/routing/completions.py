@@ -1,4 +1,4 @@
-"""Count the workers' reports, close what has ended, and rewrite the workers' output before vLLM reads it."""
+"""Count the workers' reports, close finished transfers, and rewrite the workers' output before vLLM reads it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Completions:
         children: all children.
         ledger: the open loads and saves.
         visibility: the requests hidden from each child.
-        listener: receives what has ended.
-        next_orders: receives what the workers are to forget.
+        listener: receives finished transfers.
+        next_orders: receives the transfers that the workers must forget.
         isolation: receives the isolated connectors that failed on a worker.
         offers: the offers of a connector whose asynchronous load failed are not used until its request has run.
         layout: block sizes and bytes per token of the KV cache.

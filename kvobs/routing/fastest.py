@@ -1,7 +1,7 @@
-"""Choose by predicted time: what the load policy ``fastest`` knows of the router's offers and loads.
+"""Load policy ``fastest``: choose the connector with the lowest predicted time.
 
-Offers of connectors that hand KV over are taken as they are: another engine has computed it for this request, and may
-hold it until it is taken.
+An offer of a connector that hands KV over is always taken: another engine has computed it for this request, and may
+hold it until it is fetched.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Fastest(TransferListener):
 
     @contained("record")
     def decide(self, request: Request, local: int, offers: Sequence[Offered]) -> Decision | None:
-        """Return what is loaded, and why; None if that can't be decided here.
+        """Return the choice with its reason; None if this policy can't decide.
 
         Args:
             request: vLLM's.
-            local: tokens that vLLM has computed itself.
+            local: tokens in vLLM's own cache.
             offers: at least one, in the order of the configuration.
         """
         for offer in offers:
@@ -100,7 +100,7 @@ class Fastest(TransferListener):
 
     @contained("record")
     def load_ended(self, request_id: str, load: Load) -> None:
-        """Learn what it took. The tokens of a failed load are computed after all."""
+        """Learn the load's duration. The tokens of a failed load are computed afterwards."""
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
@@ -114,6 +114,6 @@ class Fastest(TransferListener):
 
 
 def _crowded(cost: ComputeCost, tokens: int, context: int) -> float | None:
-    """Return the seconds of computing beside the other prefills that the engine has now, as of a load beside them."""
+    """Return the seconds of computing among the engine's present prefills."""
     seconds = cost.predict(tokens, context)
     return None if seconds is None else seconds * cost.crowding

@@ -23,7 +23,7 @@ _ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in sig
 
 
 class StepLimits(NamedTuple):
-    """What bounds the steps: the most tokens of one request that a step computes, and the most steps in flight."""
+    """Limits of a step: the most tokens of one request that it computes, and the most steps in flight."""
 
     chunk: int
     in_flight: int
@@ -37,7 +37,7 @@ class StepLimits(NamedTuple):
 
 
 class Gains(TransferListener):
-    """Learns from the steps what computing costs, and announces what each load has gained.
+    """Learns the cost of computing from the steps, and announces the gain of each load.
 
     An async load is weighed when vLLM allocates its request again, for the step that resumes it; a sync load and a
     failed one when they end. Loads of requests that have ended are not weighed.
@@ -80,7 +80,7 @@ class Gains(TransferListener):
 
     @property
     def cost(self) -> ComputeCost:
-        """What computing costs, learned from all steps that have ended."""
+        """The cost of computing, learned from all finished steps."""
         self._learn()
         return self._cost
 

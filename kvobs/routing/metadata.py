@@ -39,7 +39,7 @@ class LoadOrder(NamedTuple):
 
 @dataclass(slots=True)
 class Orders:
-    """What the workers are to begin, and what has changed since their previous step."""
+    """Orders for the workers, and changes since their previous step."""
 
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
     closed: list[str] = field(default_factory=list)  # requests whose load has ended: forget their blocks
@@ -74,7 +74,7 @@ class NextOrders:
         return self.made
 
     def take(self) -> Orders:
-        """Return the orders, and begin anew."""
+        """Return the orders, and forget them."""
         orders, self.made = self.orders, None
         return orders
 
@@ -160,7 +160,7 @@ def _merge_one(
 
 @dataclass
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What one rank sends to the scheduler's side before the first request.
+    """One rank's message to the scheduler's side before the first request.
 
     Attributes:
         metadata: the children's handshakes, by position; None for a child without one.

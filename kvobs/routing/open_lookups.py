@@ -1,6 +1,6 @@
 """Repeat lookups that were not waited for until the connector answers, then give it 0 tokens.
 
-A connector that gets 0 tokens before it has answered keeps what its lookup has locked (LMCache: until a TTL of ten
+A connector that gets 0 tokens before it has answered keeps the locks of its lookup (LMCache: until a TTL of ten
 minutes). It never sees the request as scheduled, since it knows none of its blocks. This is the only call that kvobs
 makes and vLLM does not, and only if an option says not to wait.
 """

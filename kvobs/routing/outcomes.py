@@ -82,7 +82,7 @@ class Outcomes(TransferListener):
 
     @contained("record")
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
-        """Record how long a load's request waited for it, and what it saved."""
+        """Record the time that a request waited for its load, and the time saved."""
         if gain.resume_ns is not None:
             self._recorder.observe(load.child, signals.LOAD_RESUME_DELAY, gain.resume_ns)
         if gain.saved_ns is not None:

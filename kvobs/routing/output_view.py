@@ -1,4 +1,4 @@
-"""Show the workers' output to the children, and process what they add to it or withdraw from it.
+"""Show the workers' output to the children, and process their additions and withdrawals.
 
 As with vLLM's own router every child gets the same output object, and sees all received, failed and sent requests,
 whoever loaded or saved them: HiSparse needs its siblings' receipts. Worker metadata, KV events and stats are the

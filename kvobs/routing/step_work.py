@@ -1,4 +1,4 @@
-"""Read what a step computes from the scheduler's output."""
+"""Read the work of a step from the scheduler's output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
 
 
 def work_of(output: SchedulerOutput) -> Work | None:
-    """Return the work of a step; None if it has none, or some that costs more than its tokens.
+    """Return the work of a step; None without work, or with an encoder's input or recomputation after a preemption.
 
-    That is an encoder's input, and what is computed again after a preemption: vLLM lists it like a decode.
-
-    A prefill is a request without output tokens. Requests that decode, up to hundreds, are only added up, not visited;
-    where each computes one token, a prompt's last token passes for one of them.
+    Both cost more than their tokens, and vLLM lists the recomputation like a decode. A prefill is a request without
+    output tokens. Decodes, up to hundreds, are counted and not visited: a prefill with one token left is counted as a
+    decode.
     """
     total = output.total_num_scheduled_tokens
     if not total or output.scheduled_encoder_inputs:

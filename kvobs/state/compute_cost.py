@@ -1,4 +1,4 @@
-"""Estimate what computing tokens costs, from the engine's own steps.
+"""Estimate the cost of computing tokens from the engine's steps.
 
 A step's time has two parts, each estimated on its own. The first is that of its decodes: fixed, per token, and per
 token of context, whose KV cache they read. The second is what its prefills add: per token, and per pair of tokens of
@@ -19,20 +19,20 @@ _ENOUGH = 4  # a prefill is predicted up to this multiple of the largest one tha
 
 
 class Estimator(Protocol):
-    """Keeps an estimate of what computing costs."""
+    """Keeps an estimate of the cost of computing."""
 
     @property
     def cost(self) -> ComputeCost:
-        """The estimate after all steps that have ended: steps that wait to be learned from are, now."""
+        """Learn from all finished steps, then return the estimate."""
 
 
 def to_compute(all_tokens: int, known: int) -> int:
-    """Return how many of a prompt's tokens are computed where ``known`` ones are there: the last one in any case."""
+    """Return how many of a prompt's tokens are computed if ``known`` of them are loaded: at least the last one."""
     return max(1, all_tokens - known)
 
 
 class Errors:
-    """How far the expected times of steps were from the observed ones."""
+    """The differences between expected and observed times of steps."""
 
     __slots__ = ("error_s", "observed_s")
 
@@ -55,7 +55,7 @@ class Errors:
 
 
 class ComputeCost:
-    """The running estimate of what a prefill takes in this engine, beside the decodes that it has now.
+    """The running estimate of a prefill's duration in this engine, among its present decodes.
 
     Args:
         budget: the most tokens of one request that a step computes.

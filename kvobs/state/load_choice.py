@@ -1,15 +1,13 @@
 """Choose for each request the connector with the least predicted time until it resumes, or none.
 
-That time is the load's, and then the computing of what was not offered. To the load's is added by how much loads of
-that connector were later than predicted lately, on average: an unreliable one must be the quicker for it. Nothing is
-loaded where computing everything is predicted to be quicker by a margin. A connector of which nothing is known is tried
-by one request at a time.
+The predicted time is that of the load, its connector's mean delay beyond earlier predictions, and the computing of the
+other tokens. Nothing is loaded if computing everything is predicted to be quicker by a margin. An unknown connector is
+tried by one request at a time.
 
-One that is not chosen is tried again now and then, because it may have got better: the dearer the trial is predicted to
-be, the more rarely. One that was the quickest before is tried again as soon as it would have saved as much as the trial
-costs, if it were as quick as then; after a trial in vain, twice as much, and so on. An allowance limits the trials of
-all, but for the one after a trial that was much quicker than predicted. Decisions are deterministic: the same offers
-and loads lead to the same ones.
+A connector that is not chosen may have become faster, and is tried again at times. Expensive trials are rarer. A former
+fastest connector is retried once its expected saving equals the cost of the trial; each failed trial doubles that
+threshold. An allowance limits all trials together; a trial after a much quicker one than predicted is exempt. Decisions
+are deterministic: they follow from the offers and loads alone.
 """
 
 from __future__ import annotations
@@ -52,16 +50,16 @@ class Candidate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is loaded, and why.
+    """A choice with its reason.
 
     Args:
-        child: who loads; None: everything is computed.
+        child: the child that loads; None: everything is computed.
         reason: one of ``REASONS``.
         about: ``child``; without one, the child that would have been the quickest.
-        offered: the children among which was chosen.
-        predicted: the seconds until the request resumes, by child; of an unknown child there are none.
-        computing_s: those without a load; None if that is not known.
-        missed: the seconds that a child would have saved were it as quick as when it was last the quickest.
+        offered: the children with an offer.
+        predicted: the seconds until the request resumes, by known child.
+        computing_s: the seconds without a load; None if unknown.
+        missed: the seconds that a former fastest child would have saved at its former speed.
     """
 
     child: int | None
@@ -74,17 +72,17 @@ class Decision(NamedTuple):
 
 
 class _Past:
-    """What has become of a child's offers.
+    """The history of a child's offers.
 
     Attributes:
         passed_over: decisions since the last one for it.
-        missed_s: what it would have saved in them were it as quick as when it was last the quickest.
-        in_vain: trials since then.
-        best: fixed seconds and those of a token, as they were then.
+        missed_s: the seconds that it would have saved in them at its former best speed.
+        in_vain: failed trials since it was the fastest.
+        best: its fixed seconds and its seconds per token at that time.
         is_promising: whether its last load was a trial, and much quicker than predicted.
         is_tried: whether a trial is in progress.
-        loads: lately.
-        late_s: by how much all of these were later than predicted.
+        loads: number of recent loads, with older ones counting less.
+        late_s: total delay of these beyond their predictions.
     """
 
     __slots__ = ("best", "in_vain", "is_promising", "is_tried", "late_s", "loads", "missed_s", "passed_over")
@@ -102,10 +100,10 @@ class _Past:
 
 
 class LoadChoice:
-    """What is known of all connectors of an engine.
+    """Choices among all connectors of an engine, and the knowledge for them.
 
     Args:
-        children: how many there are.
+        children: their number.
     """
 
     def __init__(self, children: int) -> None:
@@ -163,7 +161,7 @@ class LoadChoice:
         return Decision(chosen, reason, quickest if chosen is None else chosen, offered, predicted, computing_s, missed)
 
     def _trial(self, predicted: dict[int, float], chosen: int | None, spent_s: float) -> int | None:
-        """Return the child that is tried instead of what is chosen; of several the one that may save most."""
+        """Return the child to try instead of the chosen one: the one that may save most."""
         others = [child for child in predicted if child != chosen]
         for child in others:
             if self._past[child].is_promising:

@@ -1,7 +1,7 @@
 """Predict how long a connector's loads take, from its last ones: seconds = fixed + tokens * per_token.
 
-The shape is a line through a short window of loads, in which outliers have little weight. Its height is that of the
-last three: one outlier counts for nothing, and a change for all from the second load on.
+The slope comes from a short window of loads, in which outliers have little weight; the offset from the last three loads
+only. One outlier has no effect, and a change is followed from its second load on.
 """
 
 from __future__ import annotations

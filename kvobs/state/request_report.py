@@ -1,4 +1,4 @@
-"""Gather what became of one request: what each connector offered, who loaded it, how long that took, what it saved."""
+"""Gather a report about one request: the connectors' offers, its loads with their times, and the time they saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoadReport:
         return self.load.outcome if self.has_ended or self.load.aborted else "open"
 
     def rendered(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return it in plain builtins; None stands for what is not known, or not yet."""
+        """Return it in plain builtins; None: unknown, or not known yet."""
         load, gain, outcome = self.load, self.gain, self.outcome
         rendered = {
             "connector": names[load.child],
@@ -47,10 +47,10 @@ class LoadReport:
 
 @dataclass(slots=True)
 class RequestReport:
-    """What is known of one request; its methods may be called in any order.
+    """A report about one request; its methods may be called in any order.
 
-    The lookups are those before its first allocation: later ones, after a preemption or a failed load, are about what
-    is left.
+    It has the lookups before its first allocation only: later ones, after a preemption or a failed load, are about the
+    rest of the prompt.
     """
 
     prompt_tokens: int

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TypeAlias
 
 Work: TypeAlias = tuple[int, int, int, int, int]
-"""What a step computes: tokens, pairs, decodes, context and prefills, as ``ComputeCost.observe`` takes them."""
+"""The work of a step: tokens, pairs, decodes, context and prefills, as ``ComputeCost.observe`` takes them."""
 
 
 class StepTimes:

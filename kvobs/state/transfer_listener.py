@@ -52,13 +52,16 @@ class TransferListener:
         """Receive a load that has ended on every rank."""
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
-        """Receive what an ended load gained; of an async one when its request is scheduled again, if it ever is."""
+        """Receive the gain of a finished load.
+
+        For an async load this is called when its request is scheduled again, which may never happen.
+        """
 
     def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
         """Receive the failed synchronous loads of a step, and the connectors whose cache was therefore reset."""
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
-        """Receive a load whose request has ended before it; its own end follows."""
+        """Receive a load whose request ended first; the end of the load follows."""
 
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         """Receive the saves, by child, that were promised for a finished request: open ones, and those done before."""

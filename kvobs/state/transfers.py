@@ -118,11 +118,11 @@ class Load(_OnRanks):
 
 
 class Gain(NamedTuple):
-    """What a load gained its request, in ns.
+    """Time that a load gained its request, in ns.
 
-    ``saved_ns``: what computing its tokens would have taken; None if that can't be estimated yet. ``waited_ns``: from
-    allocation to the step that resumes the request; of a sync load, the time that its step waited for it.
-    ``resume_ns``, of an async load: the part of that after its end on all ranks.
+    ``saved_ns``: estimated time of computing its tokens; None without an estimate. ``waited_ns``: from allocation to
+    the step that resumes the request; of a sync load, the time that its step waited. ``resume_ns``, of an async load:
+    the part of ``waited_ns`` after its end on all ranks.
     """
 
     saved_ns: int | None

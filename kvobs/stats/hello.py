@@ -1,4 +1,4 @@
-"""What an engine says about itself in its first message to the exporter."""
+"""Describe an engine in its first message to the exporter."""
 
 from __future__ import annotations
 

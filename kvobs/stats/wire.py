@@ -1,4 +1,4 @@
-"""The wire form of kvobs's own numbers, from the workers to whoever exports them.
+"""The wire form of kvobs's own numbers, from the workers to the process that exports them.
 
 ::
 

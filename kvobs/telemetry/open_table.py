@@ -1,6 +1,6 @@
 """The transfers in progress of one process, written in place: some began before the oldest record.
 
-A table of rows of three words: what has begun, when, and of which request. A row is free while its first word is 0.
+Each row has three words: kind, start and request. A row is free while its first word is 0.
 Only one thread writes it.
 """
 
@@ -17,7 +17,7 @@ Key = tuple[int, int, int]  # kind of record, child, request
 
 
 class OpenTable:
-    """Writes the rows, from word ``first`` of ``words`` on; what finds no free row is left out."""
+    """Writes the rows, from word ``first`` of ``words`` on. Transfers beyond ``ROWS`` are dropped."""
 
     def __init__(self, words: memoryview, first: int) -> None:
         self._words = words
@@ -25,7 +25,7 @@ class OpenTable:
         self._rows: dict[Key, int] = {}
 
     def begin(self, key: Key, what: int, start: int) -> None:
-        """Add a transfer, or begin it anew."""
+        """Add a transfer, or set its start again."""
         at = self._rows.get(key)
         if at is None:
             if not self._free:
@@ -37,7 +37,7 @@ class OpenTable:
         words[at + _WHAT] = what
 
     def end(self, key: Key) -> None:
-        """Remove a transfer, if it is there."""
+        """Remove a transfer, if the table has it."""
         at = self._rows.pop(key, None)
         if at is not None:
             self._words[at + _WHAT] = 0
@@ -45,7 +45,7 @@ class OpenTable:
 
 
 def rows(words: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield what has begun, when, and of which request, from the words of a table."""
+    """Yield kind, start and request of each transfer, from the words of a table."""
     for at in range(0, len(words) - _WIDTH + 1, _WIDTH):
         if words[at + _WHAT]:
             yield words[at + _WHAT], words[at + _START], words[at + _REQUEST]

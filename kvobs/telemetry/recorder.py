@@ -248,7 +248,7 @@ class Recorder:
     # Sending
 
     def take(self) -> Taken:
-        """Return what was added since the last call."""
+        """Return the increments since the last call."""
         begin = perf_counter_ns()
         spans, dropped = self._journal.take()
         self._add(_DROPPED, dropped)

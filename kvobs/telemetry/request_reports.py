@@ -15,7 +15,7 @@ from kvobs.telemetry.trace_context import ID_AT_MOST, KEY, REPORT
 
 Params = dict[str, Any]  # kv_transfer_params
 ASKED = "asked"
-"""In a report, whether the client has asked for it: a prefill engine's, in the request to the decode engine, asks."""
+"""In a report, whether the client asked for it. A report forwarded by a prefill engine counts as asking for one."""
 LIVE_AT_MOST = 1 << 16
 ENDING_AT_MOST = 256
 
@@ -28,7 +28,7 @@ class Ended(LookedUp, Protocol):
 
 
 def asks(params: object) -> bool:
-    """Return whether a client's ``kv_transfer_params`` ask for a report; what is malformed does not."""
+    """Return whether a client's ``kv_transfer_params`` ask for a report; malformed ones do not."""
     own = params.get(KEY) if isinstance(params, Mapping) else None
     report = own.get(REPORT) if isinstance(own, Mapping) else None
     return report is True or (isinstance(report, Mapping) and report.get(ASKED) is True)
@@ -47,7 +47,7 @@ ANSWERS: dict[bool | str, Callable[[object], bool]] = {False: _never, True: asks
 
 
 def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
-    """Return ``kv_transfer_params`` with the report; what a connector has put in its place stays."""
+    """Return ``kv_transfer_params`` with the report; a connector's value in its place stays."""
     if params is None or KEY not in params:
         return {**(params or {}), KEY: {REPORT: report}}
     own = params[KEY]

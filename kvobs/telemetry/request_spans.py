@@ -134,7 +134,7 @@ class RequestSpans:
         self._journal.add([record])
 
     def loaded(self, opened: Opened, load: Load, gain: Gain | None = None) -> None:
-        """Write the spans of a load that has ended; ``gain`` is what it gained, if that is known."""
+        """Write the spans of a finished load; ``gain`` is None if unknown."""
         limit = self._tracing.slow_load_ns if load.is_async else self._tracing.slow_sync_load_ns
         reason = opened.trace.why(is_slow=load.duration_ns > limit, has_failed=load.failed)
         if reason is None:

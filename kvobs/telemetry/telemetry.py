@@ -23,7 +23,7 @@ from kvobs.telemetry.sampling import TracingSettings, Verdicts
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What records in one process.
+    """The recorders of one process.
 
     ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
     ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.

@@ -254,7 +254,7 @@ class Rig:
             self.step()
 
     def _shake_hands(self) -> None:
-        """Give the scheduler's side what the workers' sides have for it before the first request.
+        """Hand the workers' handshakes to the scheduler's side before the first request.
 
         vLLM makes this call even if no worker has anything. Not so here: NIXL begins to listen on its port in it.
         """
@@ -264,7 +264,7 @@ class Rig:
             self.connector.set_xfer_handshake_metadata_pp_aware(sent)
 
     def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
-        """Do what vLLM's model runner does with a connector in one step."""
+        """Make the calls of vLLM's model runner into a connector in one step."""
         meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)

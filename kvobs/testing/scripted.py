@@ -1,4 +1,4 @@
-"""A connector that does what a test's script says, as the sibling of the one under test."""
+"""Follow a test's script as a connector, the sibling of the one under test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ failed_loads = host.failed_loads()
 
 @dataclass
 class Script:
-    """What one ``ScriptedConnector`` answers and reports, in both roles and on all ranks, and what it was asked.
+    """Answers and reports of one ``ScriptedConnector``, in both roles and on all ranks, and its calls.
 
     Everything may be changed while the engine runs. A new script with the same tag replaces the old one for connectors
     that are built later.
@@ -113,7 +113,7 @@ def entry_of(script: Script, **more: Any) -> dict[str, Any]:
     """Return the entry of ``connectors`` that builds a ``ScriptedConnector`` for this script.
 
     Args:
-        script: what it follows.
+        script: its answers and reports.
         more: further keys, or other values, such as ``kv_role``.
     """
     return {
@@ -152,7 +152,7 @@ class _Meta(KVConnectorMetadata):
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
-    """Does what a ``Script`` says; its ``kv_connector_extra_config`` has the script's ``tag``.
+    """Follows a ``Script``; its ``kv_connector_extra_config`` has the script's ``tag``.
 
     It moves no data. Each call of a hook is in ``Script.calls``.
 

@@ -230,6 +230,16 @@ def test_a_configured_connector_is_called_connector(page: str) -> None:
     assert not re.findall(r".*\bchild(?:ren)?\b.*", prose)
 
 
+DESCRIBED = ("options", "metrics", "spans", "attributes", "deviations", "alerts", "thresholds", "packages")
+DESCRIPTIONS = [line for name in DESCRIBED for line in TABLES[name]().splitlines()[2:]]
+RIDDLES = r"\bof (?:its|their|kvobs's) own\b|\bis no\b|\bare no(?:ne)?\b|\banew\b|\b[Ww]hat\b"
+
+
+@pytest.mark.parametrize("text", DESCRIPTIONS)
+def test_a_description_is_plain(text: str) -> None:
+    assert re.findall(RIDDLES, text) == []
+
+
 def test_the_readme_is_short_and_starts_with_the_demo_and_the_tests() -> None:
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= LONGEST_README

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class OfEngine(Protocol):
-    """What belongs to an engine of a run."""
+    """A record of an engine of a run."""
 
     @property
     def run(self) -> str: ...
@@ -17,7 +17,7 @@ class OfEngine(Protocol):
 
 
 class OfProcess(OfEngine, Protocol):
-    """What belongs to a process."""
+    """A record of a process."""
 
     @property
     def name(self) -> str: ...

@@ -98,7 +98,7 @@ class Process:
         self.transfers.sort(key=lambda one: one.start)
 
     def _add_in_progress(self, table: list[int]) -> None:
-        """Add what is in progress and has no record any more."""
+        """Add transfers in progress whose records are overwritten."""
         for word, start, request in open_table.rows(table):
             what, child, _, n = unpack(word)
             kind, _ = TRANSFERS[what]
@@ -106,7 +106,7 @@ class Process:
                 self.transfers.append(Transfer(kind, child, request, None, start + self._wall_offset, tokens=n))
 
     def keep_from(self, since_ns: int) -> None:
-        """Forget what had ended before this time; what goes on is kept whole."""
+        """Forget calls and transfers that ended before this time; keep the others whole."""
         newest = {one.track: one for one in self.slices}
         self.slices = [
             one

@@ -15,7 +15,7 @@ from kvobs.cli.units import NONE, clock, duration
 
 @dataclass
 class Passage:
-    """What a request went through from one lookup on; one that vLLM preempts has several."""
+    """The way of a request from one lookup on; a preempted request has several."""
 
     first: Joined
     lookup: Joined | None = None

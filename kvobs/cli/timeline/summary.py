@@ -1,4 +1,4 @@
-"""Say what is recorded: of which processes, what is in progress and for how long, and the slowest loads."""
+"""Summarize recordings: the processes, the transfers in progress with their age, and the slowest loads."""
 
 from __future__ import annotations
 

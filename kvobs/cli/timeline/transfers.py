@@ -112,7 +112,7 @@ def _joined(process: Process, one: Transfer, read_ns: int) -> Joined:
 
 
 def _add_rank(found: Sequence[Joined], process: Process, own: Iterable[Transfer]) -> None:
-    """Add what a rank recorded of loads or saves of one request, which follow each other."""
+    """Add a rank's records of successive loads or saves of one request."""
     assert process.rank is not None
     starts = [one.start for one in found]
     parts: dict[int, Part] = {}
@@ -127,8 +127,7 @@ def _add_rank(found: Sequence[Joined], process: Process, own: Iterable[Transfer]
         part = parts.get(at)
         if part is not None:
             whole.parts.append(part)
-        # What a rank still has to report, its recording knows; and an order that never came, if it reaches back far
-        # enough.
+        # Wait for ranks whose recording shows the transfer open, or covers its start without showing it.
         if whole.is_open and (part.end is None if part is not None else process.first_ns <= whole.start):
             whole.waits_for.append(process.rank)
 
