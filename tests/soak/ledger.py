@@ -242,7 +242,7 @@ class Ledger:
         if not load.aborted:
             self._end_load(load, "ok")
         else:
-            self._end_aborted(request, life, load)
+            self._end_aborted(life, load)
         if load.is_async and not life.finished:
             self._owe("received", request)
         self._settle(request, life)
@@ -271,16 +271,13 @@ class Ledger:
         self._count("kvobs_load_tokens_total", load.child, n=load.tokens)
         self._count("kvobs_load_bytes_total", load.child, n=load.tokens * self.bytes_per_token)
 
-    def _end_aborted(self, request: str, life: Life, load: Transfer) -> None:
-        """Count what arrived for nothing; with the load ends what its own child has promised of the request."""
+    def _end_aborted(self, life: Life, load: Transfer) -> None:
+        """Count what arrived for nothing."""
         if not load.failed:
             self._count_loaded(load)
-        if life.saves.pop(load.child, None) is not None:
-            self._half.pop((f"save {request}", load.child), None)
-            self.faults["promised at an abort in a load of its own"] += 1
-        self._close_saves(request, life, settles=False)
+        self.faults["promised at an abort in a load of its own"] += load.child in life.saves
 
-    def _close_saves(self, request: str, life: Life, *, settles: bool = True) -> None:
+    def _close_saves(self, request: str, life: Life) -> None:
         """Close the promised saves of a request once all are in."""
         if not all(save.is_in for save in life.saves.values()):
             return
@@ -290,8 +287,7 @@ class Ledger:
             self._count("kvobs_save_hold_seconds_count", save.child)
             if save.expected > 1:
                 self._count("kvobs_rank_skew_seconds_count", save.child, "save")
-        if settles:
-            self._settle(request, life)
+        self._settle(request, life)
 
     def _settle(self, request: str, life: Life) -> None:
         if life.finished and life.load is None and not life.saves:

@@ -367,7 +367,7 @@ def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
     monkeypatch.setattr("kvobs.routing.scheduler.wall_ns", lambda: 10**18)
     fed = object.__new__(Fed)
     fed.port = claim_port(0)
-    rig = Rig("kvobs", a, b, kvobs={"names": list(CONNECTORS), "exporter": {"port": fed.port, "linger_s": 60}})
+    rig = Rig("kvobs", a, b, kvobs={"names": list(CONNECTORS), "exporter": {"port": fed.port}})
     lookups = ("kvobs_lookups_total", "connector", CONNECTORS[0])
     try:
         rig.add("flushed")

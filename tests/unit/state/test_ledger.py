@@ -161,7 +161,7 @@ def test_a_promise_that_a_load_would_end_and_that_is_over_ends_once() -> None:
     ledger.record(report(ReportKind.RECEIVED, "r", 0), 30)
     ledger.close_load("r", 40)
     assert ledger.take_saves_in() == []
-    assert ledger.close_saves("r")[0].arrived == {0: 0}
+    assert ledger.close_saves("r")[0].arrived == {0: 20}
     assert ledger.take_sent() == {"r"}
 
 
