@@ -18,8 +18,6 @@ from kvobs.cli.dashboards import Schema
 from kvobs.cli.output import examples, fail
 from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
 from kvobs.cli.timeline.command import timeline
-from kvobs.cli.whatif.command import EXAMPLES as WHATIF_EXAMPLES
-from kvobs.cli.whatif.command import whatif
 from kvobs.demo.scenarios import FAULTS
 from kvobs.version import __version__
 
@@ -211,9 +209,6 @@ app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=
 
 
 app.command(short_help="Write recorded calls as a trace for Perfetto.", epilog=TIMELINE_EXAMPLES)(timeline)
-
-
-app.command(short_help="Replay recorded lookups under other settings.", epilog=WHATIF_EXAMPLES)(whatif)
 
 
 @dashboards.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))

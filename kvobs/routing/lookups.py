@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvobs import signals
 from kvobs.log import once
 from kvobs.state.in_progress import InProgress
-from kvobs.state.lookup import NOBODY, Answer, Lookup
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -49,6 +48,8 @@ class Settled(NamedTuple):
     local: int
 
 
+NOBODY = -1
+"""Instead of the child that was chosen."""
 NOTHING = Offer(NOBODY, 0, False)
 
 
@@ -58,11 +59,10 @@ class _Asked:
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
     offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
-    left_open: dict[int, int] = field(default_factory=dict)  # child for which that lookup did not wait -> since when
+    left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
     chosen: int = NOBODY  # the child whose offer that lookup chose
-    waited: dict[int, tuple[int, int]] = field(default_factory=dict)  # child -> its first "not yet", ns to its answer
     decision: Decision | None = None  # why, with the policy that predicts
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
@@ -78,7 +78,6 @@ class Offers:
         fastest: chooses among the offers, with the load policy of that name.
         isolation: which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
-        clock: the time in ns since the epoch, monotonic.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Offers:
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
-        clock: Callable[[], int] = wall_ns,
     ) -> None:
         self._lookups = [child.get_num_new_matched_tokens for child in children]
         self._names = [child.name for child in children]
@@ -105,7 +103,6 @@ class Offers:
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
         """Whether a request may be allocated without every child's answer."""
         self._recorder = recorder
-        self._clock = clock
         self._asked: dict[str, _Asked] = {}
         self.waited_for = tuple(InProgress() for _ in children)
         """The lookups that requests wait for, by the child that has not answered yet."""
@@ -113,7 +110,7 @@ class Offers:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
+    def ask(self, request: Request, num_computed_tokens: int, now_ns: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
 
         Policy ``first``: the first child with a hit, once all have answered; as in vLLM, no child is asked after one
@@ -131,7 +128,7 @@ class Offers:
                 continue
             tokens, is_async = lookup(request, num_computed_tokens)
             if tokens is None:
-                if self._is_waited_for(child, request.request_id, asked, has_hit=bool(usable)):
+                if self._is_waited_for(child, request.request_id, asked, now_ns, has_hit=bool(usable)):
                     if not self._compares:
                         asked.offers = []
                         return None
@@ -139,7 +136,7 @@ class Offers:
                 continue
             tokens = max(0, tokens)  # ExampleConnector may answer less than vLLM has itself
             offer = Offer(child, tokens, bool(is_async and tokens))
-            self._count_answer(request.request_id, asked, offer)
+            self._count_answer(request.request_id, asked, offer, now_ns)
             if child in asked.banned or self._is_discarded(child, request.request_id):
                 continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
             asked.offers.append(offer)
@@ -170,16 +167,14 @@ class Offers:
         asked = self._asked.get(request_id)
         if asked is None or not asked.left_open:
             return set()
-        left_open, asked.left_open = set(asked.left_open), {}
+        left_open, asked.left_open = asked.left_open, set()
         return left_open
 
-    def _count_answer(self, request_id: str, asked: _Asked, offer: Offer) -> None:
+    def _count_answer(self, request_id: str, asked: _Asked, offer: Offer, now_ns: int) -> None:
         since = asked.pending_since.pop(offer.child, None)
         if since is not None:
             self.waited_for[offer.child].end(request_id)
-            waited_ns = self._clock() - since
-            asked.waited[offer.child] = since, waited_ns
-            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, waited_ns)
+            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, now_ns - since)
         self._count(asked, offer.child, _HIT if offer.tokens else _MISS)
 
     def _count(self, asked: _Asked, child: int, outcome: int) -> None:
@@ -203,30 +198,18 @@ class Offers:
             self._names[child],
         )
 
-    def _is_waited_for(self, child: int, request_id: str, asked: _Asked, *, has_hit: bool) -> bool:
+    def _is_waited_for(self, child: int, request_id: str, asked: _Asked, now_ns: int, *, has_hit: bool) -> bool:
         """Count a "not yet", and return whether the lookup waits for the child; otherwise it stays open."""
-        now = self._clock()
-        since = asked.pending_since.setdefault(child, now)
+        since = asked.pending_since.setdefault(child, now_ns)
         self._count(asked, child, _PENDING)
-        if self._timeout_ns is not None and now - since >= self._timeout_ns:
+        if self._timeout_ns is not None and now_ns - since >= self._timeout_ns:
             self._count(asked, child, _TIMEOUT)
         elif (self._waits_for_all or not has_hit) and not self._is_discarded(child, request_id):
             self.waited_for[child].begin(request_id, since)
             return True
         self.waited_for[child].end(request_id)
-        asked.left_open[child] = since
+        asked.left_open.add(child)
         return False
-
-    def found(self, request_id: str) -> Lookup:
-        """Return what the last lookup found, before it is settled; nothing, at the second allocation of a load."""
-        asked = self._asked.get(request_id)
-        if asked is None:
-            return Lookup(0)
-        counting = [offer for offer in asked.offers if not self._is_refused(offer)]
-        answers = [Answer(*offer, *asked.waited.get(offer.child, ())) for offer in counting]
-        now_ns = self._clock()
-        answers += [Answer(child, None, False, since, now_ns - since) for child, since in asked.left_open.items()]
-        return Lookup(asked.local, tuple(answers), asked.chosen)
 
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
         """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.

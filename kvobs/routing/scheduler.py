@@ -101,7 +101,7 @@ class SchedulerSide:
         # Without isolation and open lookups every child sees every request, and a step need not look for others.
         self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
         self._open_lookups = OpenLookups(children, self._visibility)
-        self._traces, self._reports, self._records = telemetry.traces, telemetry.reports, telemetry.records
+        self._traces, self._reports = telemetry.traces, telemetry.reports
         self._next = NextOrders()
         self._completions = Completions(
             children,
@@ -137,7 +137,7 @@ class SchedulerSide:
         """Look the request up in the children by the load policy; the owner is set when vLLM allocates."""
         began = wall_ns()
         self._open_lookups.forget(request.request_id)  # vLLM repeats the lookup
-        best = self._offers.ask(request, num_computed_tokens)
+        best = self._offers.ask(request, num_computed_tokens, began)
         self._listener.looked_up(request, began, wall_ns())
         if best is None:
             self.ledger.propose(request.request_id, None)
@@ -151,8 +151,6 @@ class SchedulerSide:
         choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
         load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
         owner = load.child if load is not None else None
-        if self._records is not None:
-            self._records.settled(request, self._offers.found(request_id), self._gains)
         offers, local = self._offers.settle(request_id, owner, num_external_tokens)
         self._listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, num_external_tokens)
         if load is not None:
@@ -346,8 +344,6 @@ class SchedulerSide:
             self._gains.flush()
         stats = self._collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
-        if self._records is not None:
-            self._records.note_first_tokens()
         return stats
 
     def _reports_expected(self, child: int | None) -> int:

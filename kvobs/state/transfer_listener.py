@@ -17,15 +17,8 @@ class LookedUp(Protocol):
     """The part of vLLM's request that a listener may read. In vLLM 0.27 it has no ``trace_headers``."""
 
     request_id: str
-    arrival_time: float
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 class TransferListener:

@@ -18,7 +18,6 @@ from hashlib import blake2b
 from os import getpid
 from pathlib import Path
 from time import perf_counter_ns
-from types import MappingProxyType
 from typing import Any
 
 from kvobs import faults
@@ -34,7 +33,7 @@ from kvobs.telemetry.ring import MORE, OPEN, RECORD, SPENT, WIDTH, Ring
 
 
 class What(IntEnum):
-    """Kinds of records. The meaning of ``n`` and of the word MORE depends on the kind: from 10 on it is the request."""
+    """Kinds of records. The meaning of ``n`` and of the word MORE depends on the kind."""
 
     CALL = 1  # more: whether it raised. For a step, n: whether it has a forward
     LAYERS = 2  # n: number of calls; more: their total time in ns
@@ -45,10 +44,6 @@ class What(IntEnum):
     LOOKUP_BEGUN = 7  # more: the request; from its first lookup until vLLM allocates its blocks
     LOOKUP_ENDED = 8
     RESUMED = 9  # more: the request; from the end of its asynchronous load to the step that schedules it
-    ANSWER = 10  # a child's last answer to a lookup; n: tokens, of OWN those in vLLM's own cache; spent: its delay
-    COMPUTING = 11  # what computing n tokens is predicted to take, if the child's offer is loaded (OWN: nothing is)
-    WAITED = 12  # what a request waited for its load, as the metrics count it; n: tokens
-    FIRST_TOKEN = 13  # from the request's arrival; n: tokens of the prompt
 
 
 OUTCOMES = ("ok", "failed", "aborted", "abandoned")
@@ -58,7 +53,6 @@ LAYER_HOOKS = tuple(hook.name for hook in HOOKS.values() if hook.cadence is Cade
 ROUTED = ("build_connector_meta", "update_connector_output")  # shown as steps of the scheduler, over all children
 OWN = 0xFFFF  # instead of a child: the process itself
 N_AT_MOST = (1 << 23) - 1
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 _ENDED = {
     ReportKind.RECEIVED: (What.LOAD_ENDED, "ok"),
@@ -182,13 +176,13 @@ class Flight(TransferListener):
         """
         now = perf_counter_ns()
         for child, request in over:
-            self._in_progress.end((What.LOAD_BEGUN, child, self.hashed(request)))
+            self._in_progress.end((What.LOAD_BEGUN, child, self._hashed(request)))
         for request, load in loads.items():
             self._begun(What.LOAD_BEGUN, load.child, request, now)
         for child, request in promised:
             self._begun(What.SAVE_BEGUN, child, request, now)
         for child, request in saved:
-            self._in_progress.end((What.SAVE_BEGUN, child, self.hashed(request)))
+            self._in_progress.end((What.SAVE_BEGUN, child, self._hashed(request)))
 
     @contained("record")
     def reported(self, reports: Iterable[Report]) -> None:
@@ -252,24 +246,15 @@ class Flight(TransferListener):
 
     # On either side
 
-    @property
-    def wall_offset(self) -> int:
-        """Added to this process's monotonic time: gives ns since the epoch."""
-        return self._wall_offset
-
-    def of_request(self, word: int, hashed: int, start: int, spent: int) -> None:
-        """Write a record about a request; ``start`` is the monotonic time."""
-        self._ring.add(start, spent, word, hashed)
-
     def _begun(self, what: What, child: int, request: str, start: int, n: int = 0) -> None:
         """Record a begin; ``start`` is the monotonic time."""
-        word, hashed = pack(what, child, n=n), self.hashed(request)
+        word, hashed = pack(what, child, n=n), self._hashed(request)
         self._ring.add(start, 0, word, hashed)
         self._in_progress.begin((what, child, hashed), word, start)
 
     def _ended(self, what: What, child: int, request: str, began_ns: int, ended_ns: int, *, outcome: str) -> None:
         """Record an end; times are ns since the epoch."""
-        word, hashed = pack(what, child, n=OUTCOMES.index(outcome)), self.hashed(request)
+        word, hashed = pack(what, child, n=OUTCOMES.index(outcome)), self._hashed(request)
         self._ring.add(began_ns - self._wall_offset, max(0, ended_ns - began_ns), word, hashed)
         if (begun := _BEGINNING.get(what)) is not None:
             self._in_progress.end((begun, child, hashed))
@@ -278,30 +263,23 @@ class Flight(TransferListener):
     def _now_ns(self) -> int:
         return perf_counter_ns() + self._wall_offset
 
-    def hashed(self, request: str) -> int:
+    def _hashed(self, request: str) -> int:
         """Return the hash by which a request is identified in the records."""
         digest = blake2b(request.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
 def begin(
-    options: TimelineOptions,
-    vllm_config: Any,
-    rank: int | None,
-    names: Sequence[str],
-    wall_offset: int,
-    *,
-    settings: Mapping[str, Any] = _NONE,
+    options: TimelineOptions, vllm_config: Any, rank: int | None, names: Sequence[str], wall_offset: int
 ) -> Flight | None:
     """Begin the recording of this process: a worker of this rank, or the scheduler's (None).
 
-    Return None if recording is off, or not possible; then the reason is logged and the engine runs without it. The
-    ``settings`` are those that decide which child loads.
+    Return None if recording is off, or not possible; then the reason is logged and the engine runs without it.
     """
     if options.dir is None:
         return None
     try:
-        return _begin(options, vllm_config, rank, names, wall_offset, settings=settings)
+        return _begin(options, vllm_config, rank, names, wall_offset)
     except (OSError, ValueError) as error:
         once(
             "timeline:off",
@@ -316,13 +294,7 @@ def begin(
 
 
 def _begin(
-    options: TimelineOptions,
-    vllm_config: Any,
-    rank: int | None,
-    names: Sequence[str],
-    wall_offset: int,
-    *,
-    settings: Mapping[str, Any],
+    options: TimelineOptions, vllm_config: Any, rank: int | None, names: Sequence[str], wall_offset: int
 ) -> Flight:
     path, size = Path(str(options.dir)), options.mib << 20
     # For dense models vLLM has it only there.
@@ -344,7 +316,6 @@ def _begin(
         "connectors": list(names),
         "hooks": list(NAMES),
         "layer_hooks": list(LAYER_HOOKS),
-        "settings": dict(settings),
     }
     live = layer_words(len(names)) + open_table.WORDS
     ring = Ring(ring_files.create(path, f"{engine}-{place}", size), about, live)

@@ -16,13 +16,9 @@ from kvobs.telemetry.flight import Flight
 from kvobs.telemetry.journal import Journal
 from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr, Unlogged
-from kvobs.telemetry.request_records import RequestRecords
 from kvobs.telemetry.request_reports import ANSWERS, Reports, Unreported
 from kvobs.telemetry.request_traces import Traces, Untraced
 from kvobs.telemetry.sampling import TracingSettings, Verdicts
-
-SETTINGS = ("load_policy", "min_tokens", "wait_for", "lookup_timeout_ms")
-"""The options that decide which child loads: a recording states them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +26,13 @@ class Telemetry:
     """What records in one process.
 
     ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
-    ``records`` are those of requests, and ``listeners`` record the router's transfers: both on the scheduler's side.
+    ``listeners`` record the router's transfers, on the scheduler's side.
     """
 
     recorder: Recorder
     journal: Journal
     tracer: Tracer | None = None
     flight: Flight | None = None
-    records: RequestRecords | None = None
     traces: Untraced = field(default_factory=Untraced)
     reports: Unreported = field(default_factory=Unreported)
     listeners: tuple[TransferListener, ...] = ()
@@ -48,9 +43,7 @@ def build(
 ) -> Telemetry:
     """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
     journal = Journal()
-    settings = options.model_dump(mode="json", include=set(SETTINGS))
-    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET, settings=settings)
-    records = RequestRecords(recording) if recording is not None and rank is None else None
+    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
     traces, tracer = _trace(names, journal, tracing, rank) if tracing is not None else (None, None)
     recorder = Recorder(
         len(names),
@@ -62,13 +55,12 @@ def build(
         flight=recording,
     )
     reports = _report(names, options, vllm_config, recorder) if rank is None else None
-    listening = (recording, records, traces, reports) if rank is None else ()
+    listening = (recording, traces, reports) if rank is None else ()
     return Telemetry(
         recorder,
         journal,
         tracer,
         recording,
-        records,
         traces if traces is not None else Untraced(),
         reports if reports is not None else Unreported(),
         tuple(listener for listener in listening if listener is not None),

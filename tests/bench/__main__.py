@@ -29,7 +29,6 @@ from tests.bench import (
     steps,
     traced,
     tracing,
-    whatif,
     yardstick,
 )
 from tests.bench.plot import draw
@@ -60,7 +59,6 @@ def main() -> int:
     on_request: dict[str, Callable[[], Part]] = {
         "gain": lambda: gain.measure(options.rounds or gain.ROUNDS, progress.print),
         "policies": lambda: policies.measure(options.rounds or policies.ROUNDS, progress.print),
-        "whatif": lambda: whatif.measure(progress.print),
     }
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"

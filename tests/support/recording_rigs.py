@@ -7,13 +7,12 @@ from typing import Any
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.state.compute_cost import ComputeCost
 from kvobs.testing import BLOCK, Rig, Script
 
 
-def recording_rig(folder: Path, *scripts: Script, options: dict[str, Any] | None = None, **more: Any) -> Rig:
+def recording_rig(folder: Path, *scripts: Script, **more: Any) -> Rig:
     timeline = {"dir": str(folder), "mib": 1}
-    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline, **(options or {})}
+    more["kvobs"] = {"names": ["one", "two"][: len(scripts)], "timeline": timeline}
     return Rig("kvobs", *scripts, **more)
 
 
@@ -36,13 +35,3 @@ def served(folder: Path, a: Script, b: Script) -> Rig:
         b.say(rank, saved="save")
     rig.run(4)
     return rig
-
-
-class Known(ComputeCost):
-    """Computing takes 1 ms a token and 1 us a token before it."""
-
-    def __init__(self) -> None:
-        super().__init__(2048)
-
-    def predict(self, tokens: int, context: int = 0) -> float | None:
-        return tokens * 1e-3 + context * 1e-6

@@ -42,7 +42,6 @@ PURE = ("state", "telemetry")
 WITHOUT_TORCH = (
     *("exporting.span_export", "exporting.destinations", "stats.flush_rule", "stats.summary", "stats.histogram"),
     *("stats.scrapes", "children.specs", "children.validation", "routing.lookups", "cli.check.check"),
-    "cli.whatif.command",
 )
 
 

@@ -104,7 +104,6 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
         ("process.py", "json.loads(error.read(READ))"),  # /healthz of an exporter that has the port
         ("ring.py", "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))"),  # for the command kvobs timeline
-        ("replay.py", "self._fastest.loads(offer)"),  # a load that the command kvobs whatif replays
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
     }
 

@@ -63,24 +63,10 @@ class Transfer:
     outcome: str = OPEN
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A record about a request, of a kind from ``What.ANSWER`` on. ``spent`` is -1 for something unknown."""
-
-    what: What
-    child: int
-    request: int
-    start: int
-    spent: int
-    n: int
-    flags: int
-
-
 class Process:
     """One process's recording, from ``first_ns`` to ``last_ns``.
 
-    ``slices`` and ``transfers`` are in the order of their begin, ``found`` in that of the records. ``settings`` are the
-    options that decide which child loads; a recording of format 1 has none. Transfers in progress may have begun before
+    ``slices`` and ``transfers`` are in the order of their begin. Transfers in progress may have begun before
     ``first_ns``, the begin of the oldest record. ``read_ns`` is the time now if the process lives, else ``last_ns``.
     """
 
@@ -94,13 +80,11 @@ class Process:
         self.pid: int = about["pid"]
         self.begun_ns: int = about["begun_ns"]
         self.children: list[str] = about["connectors"]
-        self.settings: dict[str, Any] = about.get("settings", {})
         self._hooks: list[str] = about["hooks"]
         self._layer_hooks: list[str] = about["layer_hooks"]
         self._wall_offset: int = about["wall_offset"]
         self.slices: list[Slice] = []
         self.transfers: list[Transfer] = []
-        self.found: list[Found] = []
         self._open: dict[tuple[str, int, int], Transfer] = {}
         self._read(snapshot)
         in_layers = layer_words(len(self.children))
@@ -166,8 +150,6 @@ class Process:
                     self._end(Transfer(kind, child, more, None, start, end, outcome=OUTCOMES[n]))
                 else:
                     self._begin(Transfer(kind, child, more, start, start, tokens=n))
-            elif what >= What.ANSWER:
-                self.found.append(Found(what, child, more, start, spent, n, position))
             elif what is What.LAYERS:
                 hook = self._hooks[position]
                 args = {"calls": n, "total, ms": more / 1e6}

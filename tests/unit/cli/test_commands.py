@@ -33,7 +33,7 @@ def test_its_version_is_printed() -> None:
     assert kvobs("--version") == (0, f"kvobs {__version__}\n")
 
 
-COMMANDS = ("check", "top", "timeline", "whatif", "topology", "demo", "dashboards export")
+COMMANDS = ("check", "top", "timeline", "topology", "demo", "dashboards export")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

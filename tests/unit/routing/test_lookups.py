@@ -17,9 +17,7 @@ from kvobs.options import Options
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
 from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
-from kvobs.state import lookup as found
 from kvobs.state.compute_cost import ComputeCost
-from kvobs.state.lookup import NOBODY, Lookup
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.recorder import Recorder
 from tests.support.rig import counts_of
@@ -29,19 +27,12 @@ ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False
 R = SimpleNamespace(request_id="r", num_tokens=100)
 
 
-class Clock:
-    now_ms: float = 0
-
-    def __call__(self) -> int:
-        return int(self.now_ms * 1e6)
-
-
 class Asker:
     """Children whose answers are given, and count how often they were asked."""
 
-    def __init__(
-        self, *answers: Answer, clock: Clock | None = None, async_only: Collection[int] = (), **options: Any
-    ) -> None:
+    now_ms = 0.0
+
+    def __init__(self, *answers: Answer, async_only: Collection[int] = (), **options: Any) -> None:
         self.answers = list(answers)
         self.asked = [0] * len(answers)
         self.recorder = Recorder(len(answers))
@@ -56,7 +47,6 @@ class Asker:
             self.recorder,
             Fastest.of(chosen, children, SimpleNamespace(cost=ComputeCost(2048)), TransferListener()),
             async_only=async_only,
-            clock=clock or Clock(),
         )
 
     def _lookup(self, i: int) -> Any:
@@ -67,7 +57,7 @@ class Asker:
         return lookup
 
     def ask(self, local: int = 0) -> Offer | None:
-        return self.offers.ask(R, local)
+        return self.offers.ask(R, local, int(self.now_ms * 1e6))
 
     def count(self, child: int, metric: str, *labels: str) -> int:
         return counts_of(self.recorder, child, metric, *labels)
@@ -206,12 +196,11 @@ def test_those_that_compare_ask_all_while_one_is_slow_so_that_their_lookups_over
 
 @POLICIES
 def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str) -> None:
-    clock = Clock()
-    asker = Asker((None, False), (16, True), clock=clock, load_policy=policy, lookup_timeout_ms=50)
+    asker = Asker((None, False), (16, True), load_policy=policy, lookup_timeout_ms=50)
     assert asker.ask() is None
-    clock.now_ms = 49
+    asker.now_ms = 49
     assert asker.ask() is None
-    clock.now_ms = 50
+    asker.now_ms = 50
     assert asker.ask() == Offer(1, 16, True)
     assert asker.offers.take_left_open("r") == {0}
     assert asker.ask() == Offer(1, 16, True)
@@ -220,22 +209,20 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str)
 
 
 def test_a_late_answer_counts_again() -> None:
-    clock = Clock()
-    asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
     asker.ask()
-    clock.now_ms = 1000
+    asker.now_ms = 1000
     asker.ask()
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
 
 
 def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet() -> None:
-    clock = Clock()
-    asker = Asker((None, False), clock=clock)
-    for clock.now_ms in (0, 2, 3):
+    asker = Asker((None, False))
+    for asker.now_ms in (0, 2, 3):
         asker.ask()
     asker.answers[0] = (0, False)
-    clock.now_ms = 5
+    asker.now_ms = 5
     for _ in range(2):
         asker.ask()
     counts = asker.recorder.take().counts
@@ -255,31 +242,6 @@ def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
     assert asker.offers.settle("r", 0, 16).local == 48
-
-
-def test_what_a_lookup_found_has_each_answer_and_how_long_it_took() -> None:
-    """Of one that was not waited for, how long it was."""
-    clock = Clock()
-    asker = Asker((None, False), (None, False), (16, True), clock=clock, lookup_timeout_ms=50)
-    clock.now_ms = 1
-    asker.ask()
-    clock.now_ms, asker.answers[0] = 20, (32, True)
-    asker.ask()
-    clock.now_ms = 90
-    assert asker.ask(local=8) == Offer(0, 32, True)
-    open_ = found.Answer(1, None, False, 20_000_000, 70_000_000)
-    answers = (found.Answer(0, 32, True, 1_000_000, 19_000_000), found.Answer(2, 16, True), open_)
-    assert asker.offers.found("r") == Lookup(8, answers, 0)
-    asker.offers.settle("r", 0, 32)
-    assert asker.offers.found("r").answers == (open_,), "taken later"
-    asker.offers.take_left_open("r")
-    assert asker.offers.found("r").answers == ()
-
-
-def test_what_a_lookup_found_leaves_out_offers_that_do_not_count() -> None:
-    asker = Asker((32, False), (0, False), async_only={0})
-    asker.ask()
-    assert asker.offers.found("r") == Lookup(0, (found.Answer(1, 0, False),), NOBODY)
 
 
 REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
@@ -356,15 +318,13 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     assert len(asker.offers) == 0
     assert asker.offers.settle("r", None, 0) == ([], 0)
-    assert asker.offers.found("r") == Lookup(0)
 
 
 @POLICIES
 def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> None:
-    clock = Clock()
-    asker = Asker((16, True), (None, False), clock=clock, load_policy=policy)
+    asker = Asker((16, True), (None, False), load_policy=policy)
     waited_for = asker.offers.waited_for
-    for clock.now_ms in (3, 5):
+    for asker.now_ms in (3, 5):
         asker.ask()
         assert [len(lookups) for lookups in waited_for] == [0, 1]
         assert waited_for[1].oldest_ns == 3_000_000
@@ -375,11 +335,10 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> 
 
 def test_a_lookup_that_no_request_waits_for_is_not_in_progress() -> None:
     """An earlier hit, a time limit, or the request's end."""
-    clock = Clock()
-    asker = Asker((None, False), (16, True), clock=clock, lookup_timeout_ms=50)
+    asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
     asker.ask()
     assert len(asker.offers.waited_for[0]) == 1
-    clock.now_ms = 50
+    asker.now_ms = 50
     asker.ask()
     assert len(asker.offers.waited_for[0]) == 0
     asker = Asker((None, False))
@@ -403,5 +362,5 @@ def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatev
     )
     asker.offers._isolation = isolation
     assert asker.ask() == Offer(1, 16, True)
-    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0)
+    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0, 0)
     assert other == (None if answer[0] is None else Offer(0, 32, True))

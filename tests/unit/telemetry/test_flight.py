@@ -386,6 +386,5 @@ def test_what_a_process_says_of_itself(folder: Path, a: Script) -> None:
     about = json.loads(content[24 : content.index(b"\0", 24)])
     assert set(about) == {
         "run", "engine", "role", "rank", "pid", "begun_ns", "wall_offset", "connectors", "hooks", "layer_hooks",
-        "settings",
     }  # fmt: skip
     assert (about["pid"], about["rank"], about["connectors"]) == (os.getpid(), 0, ["one"])

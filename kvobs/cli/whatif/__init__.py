@@ -1,1 +1,0 @@
-"""Replay recorded lookups and loads under other settings: `kvobs whatif`."""
