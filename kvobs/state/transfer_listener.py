@@ -24,6 +24,9 @@ class LookedUp(Protocol):
 class TransferListener:
     """Receives the events, and does nothing; a subclass overrides those it records."""
 
+    hears_lookups = True
+    """Whether ``looked_up`` must be called."""
+
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         """Receive a lookup of all connectors, with its wall-clock times; vLLM may repeat it."""
 
@@ -76,6 +79,8 @@ class TransferListeners(TransferListener):
 
     def __init__(self, listeners: Iterable[TransferListener]) -> None:
         self._listeners = tuple(listeners)
+        nothing = TransferListener.looked_up
+        self.hears_lookups = any(type(listener).looked_up is not nothing for listener in self._listeners)
 
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         for listener in self._listeners:
