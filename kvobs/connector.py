@@ -7,6 +7,7 @@ hooks of newer vLLM versions reach the children through the inherited routing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
@@ -48,6 +49,9 @@ from kvobs.version import __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# vLLM asks this of each waiting request in each step: a generator would cost more than the answers.
+_supports_divergent_hits = attrgetter("supports_divergent_local_hybrid_hits")
 
 
 class MultiConnector(stock.MultiConnector):
@@ -163,7 +167,7 @@ class MultiConnector(stock.MultiConnector):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return all(child.supports_divergent_local_hybrid_hits for child in self._connectors)
+        return all(map(_supports_divergent_hits, self._connectors))
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum, auto
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvobs import signals
 from kvobs.log import once
 from kvobs.state.in_progress import InProgress
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -44,7 +46,7 @@ class Offer(NamedTuple):
 class Settled(NamedTuple):
     """A lookup that led to an allocation: all offers, and the tokens that vLLM had computed itself."""
 
-    offers: list[Offer]
+    offers: Sequence[Offer]
     local: int
 
 
@@ -53,13 +55,26 @@ NOBODY = -1
 NOTHING = Offer(NOBODY, 0, False)
 
 
+class _Silence(Enum):
+    """Instead of a child's answer."""
+
+    NOT_ASKED = auto()
+    WAITED_FOR = auto()  # "not yet"
+    LEFT_OPEN = auto()  # "not yet", and the lookup goes on without it
+
+
+_NOT_ASKED, _WAITED_FOR, _LEFT_OPEN = _Silence  # members are slow to access
+_Answer: TypeAlias = tuple[int, bool] | _Silence  # tokens, whether they are loaded asynchronously
+_MISSED: _Answer = (0, False)
+
+
 @dataclass(slots=True)
 class _Asked:
     """The lookup state of one request, from its first lookup to its end."""
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
-    offers: list[Offer] = field(default_factory=list)  # of the last complete lookup, until vLLM allocates
-    left_open: set[int] = field(default_factory=set)  # children for which that lookup did not wait
+    offers: Sequence[Offer] = ()  # of the last complete lookup, until vLLM allocates
+    left_open: Sequence[int] = ()  # children for which that lookup did not wait
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
     chosen: int = NOBODY  # the child whose offer that lookup chose
@@ -68,8 +83,17 @@ class _Asked:
     counted: bool = False
 
 
+@lru_cache(1024)
+def _shared(answers: tuple[_Answer, ...]) -> list[_Answer]:
+    """Return one and the same list for equal answers."""
+    return list(answers)
+
+
 class Offers:
     """The lookups of all live requests.
+
+    vLLM repeats the lookup of each waiting request in every step. What is counted follows from the first answer of its
+    kind, so a repetition with the same answers only calls the children.
 
     Args:
         children: the children's scheduler-side connectors.
@@ -90,7 +114,7 @@ class Offers:
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
     ) -> None:
-        self._lookups = [child.get_num_new_matched_tokens for child in children]
+        self._lookups = [(child.index, child.get_num_new_matched_tokens) for child in children]
         self._names = [child.name for child in children]
         self._isolation = isolation
         self._async_only = async_only
@@ -100,6 +124,10 @@ class Offers:
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
+        self._waits_always = isolation is None and self._waits_for_all and self._timeout_ns is None
+        # The answers after which each request waits. The list is shared by all requests with these answers: where
+        # thousands are looked up in a step, nothing that belongs to one of them is in the processor's cache.
+        self._waiting: dict[str, list[_Answer]] = {}
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
         """Whether a request may be allocated without every child's answer."""
         self._recorder = recorder
@@ -110,46 +138,65 @@ class Offers:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, request: Request, num_computed_tokens: int, now_ns: int) -> Offer | None:
+    def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
 
         Policy ``first``: the first child with a hit, once all have answered; as in vLLM, no child is asked after one
         that has not answered. Policy ``longest``: the child that offers most, the first of equals. Policy ``fastest``:
         see ``Fastest``. These two compare all answers, so they ask on, and wait for all.
         """
-        asked = self._asked.setdefault(request.request_id, _Asked())
-        asked.offers, asked.local = [], num_computed_tokens
-        asked.left_open.clear()
-        asked.decision = None
-        usable: list[Offer] = []
-        waits = False
-        for child, lookup in enumerate(self._lookups):
-            if self._isolation is not None and not self._isolation.asks(child, request.request_id):
+        request_id, isolation = request.request_id, self._isolation
+        answers: list[_Answer] = []
+        for child, lookup in self._lookups:
+            if isolation is not None and not isolation.asks(child, request_id):
+                answers.append(_NOT_ASKED)
                 continue
             tokens, is_async = lookup(request, num_computed_tokens)
-            if tokens is None:
-                if self._is_waited_for(child, request.request_id, asked, now_ns, has_hit=bool(usable)):
-                    if not self._compares:
-                        asked.offers = []
-                        return None
-                    waits = True
-                continue
-            tokens = max(0, tokens)  # ExampleConnector may answer less than vLLM has itself
-            offer = Offer(child, tokens, bool(is_async and tokens))
-            self._count_answer(request.request_id, asked, offer, now_ns)
-            if child in asked.banned or self._is_discarded(child, request.request_id):
-                continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
-            asked.offers.append(offer)
-            if self._is_refused(offer):
-                self._refuse(child)
-            elif tokens >= self._minimum[child]:
-                usable.append(offer)
-        if waits:
-            asked.offers = []
+            if tokens is not None:
+                # ExampleConnector may answer less than vLLM has itself.
+                answers.append((tokens, bool(is_async)) if tokens > 0 else _MISSED)
+            elif self._waits_always or self._is_waited_for(child, request_id, answers):
+                answers.append(_WAITED_FOR)
+                if not self._compares:
+                    break
+            else:
+                answers.append(_LEFT_OPEN)
+        if answers == self._waiting.get(request_id):
             return None
+        asked = self._state(request_id)
+        self._count_answers(request_id, asked, answers)
+        asked.offers, asked.decision = (), None
+        asked.left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
+        if _WAITED_FOR in answers:
+            self._waiting[request_id] = _shared(tuple(answers))
+            return None
+        self._waiting.pop(request_id, None)
+        asked.offers, usable = self._weighed(request_id, asked, answers)
+        asked.local = num_computed_tokens
         best = self._chosen(request, asked, usable) if usable else NOTHING
         asked.chosen = best.child
         return best
+
+    def _state(self, request_id: str) -> _Asked:
+        """Return the state of a request; create it if needed."""
+        asked = self._asked.get(request_id)
+        if asked is None:
+            asked = self._asked[request_id] = _Asked()
+        return asked
+
+    def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
+        """Return the offers that count, and those of them that may be loaded from."""
+        offers, usable = [], []
+        for child, answer in enumerate(answers):
+            if isinstance(answer, _Silence) or child in asked.banned or self._is_discarded(child, request_id):
+                continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
+            offer = Offer(child, *answer)
+            offers.append(offer)
+            if offer.tokens and not offer.is_async and child in self._async_only:
+                self._refuse(child)
+            elif offer.tokens >= self._minimum[child]:
+                usable.append(offer)
+        return offers, usable
 
     def _chosen(self, request: Request, asked: _Asked, usable: Sequence[Offer]) -> Offer:
         """Return one of these offers by the policy, or ``NOTHING``."""
@@ -167,15 +214,25 @@ class Offers:
         asked = self._asked.get(request_id)
         if asked is None or not asked.left_open:
             return set()
-        left_open, asked.left_open = asked.left_open, set()
+        left_open, asked.left_open = set(asked.left_open), ()
         return left_open
 
-    def _count_answer(self, request_id: str, asked: _Asked, offer: Offer, now_ns: int) -> None:
-        since = asked.pending_since.pop(offer.child, None)
-        if since is not None:
-            self.waited_for[offer.child].end(request_id)
-            self._recorder.observe(offer.child, signals.LOOKUP_DELAY, now_ns - since)
-        self._count(asked, offer.child, _HIT if offer.tokens else _MISS)
+    def _count_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
+        """Count the outcomes, and how long the request has waited for an answer."""
+        for child, answer in enumerate(answers):
+            if answer is _WAITED_FOR or answer is _LEFT_OPEN:
+                began_ns = asked.pending_since.setdefault(child, wall_ns())
+                self._count(asked, child, _PENDING)
+                if answer is _WAITED_FOR:
+                    self.waited_for[child].begin(request_id, began_ns)
+                else:
+                    self.waited_for[child].end(request_id)
+            elif isinstance(answer, tuple):
+                since = asked.pending_since.pop(child, None)
+                if since is not None:
+                    self.waited_for[child].end(request_id)
+                    self._recorder.observe(child, signals.LOOKUP_DELAY, wall_ns() - since)
+                self._count(asked, child, _HIT if answer[0] > 0 else _MISS)
 
     def _count(self, asked: _Asked, child: int, outcome: int) -> None:
         """Count an outcome of a request's lookups once; repeated lookups appear in the calls."""
@@ -186,9 +243,6 @@ class Offers:
     def _is_discarded(self, child: int, request_id: str) -> bool:
         return self._isolation is not None and self._isolation.discards(child, request_id)
 
-    def _is_refused(self, offer: Offer) -> bool:
-        return bool(offer.tokens) and not offer.is_async and offer.child in self._async_only
-
     def _refuse(self, child: int) -> None:
         once(
             f"sync:{self._names[child]}",
@@ -198,18 +252,18 @@ class Offers:
             self._names[child],
         )
 
-    def _is_waited_for(self, child: int, request_id: str, asked: _Asked, now_ns: int, *, has_hit: bool) -> bool:
-        """Count a "not yet", and return whether the lookup waits for the child; otherwise it stays open."""
-        since = asked.pending_since.setdefault(child, now_ns)
-        self._count(asked, child, _PENDING)
-        if self._timeout_ns is not None and now_ns - since >= self._timeout_ns:
+    def _is_waited_for(self, child: int, request_id: str, before: Sequence[_Answer]) -> bool:
+        """Return whether the lookup waits for a child that has not answered; ``before`` it are these answers."""
+        asked = self._state(request_id)
+        since = asked.pending_since.get(child)
+        if self._timeout_ns is not None and since is not None and wall_ns() - since >= self._timeout_ns:
             self._count(asked, child, _TIMEOUT)
-        elif (self._waits_for_all or not has_hit) and not self._is_discarded(child, request_id):
-            self.waited_for[child].begin(request_id, since)
+            return False
+        if self._is_discarded(child, request_id):
+            return False
+        if self._waits_for_all or before.count(_MISSED) == len(before):
             return True
-        self.waited_for[child].end(request_id)
-        asked.left_open.add(child)
-        return False
+        return not self._weighed(request_id, asked, before)[1]
 
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
         """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
@@ -218,8 +272,8 @@ class Offers:
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return Settled([], 0)
-        offers, asked.offers = asked.offers, []
+            return Settled((), 0)
+        offers, asked.offers = asked.offers, ()
         if asked.decision is not None and self._fastest is not None:
             self._fastest.taken(request_id, asked.decision)
             asked.decision = None
@@ -258,6 +312,7 @@ class Offers:
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return
+        self._waiting.pop(request_id, None)
         for child in asked.pending_since:
             self.waited_for[child].end(request_id)
         for offer in asked.offers if not asked.counted else ():

@@ -98,9 +98,11 @@ class SchedulerSide:
         self._visibility = [Visibility() for _ in children]
         slow_ns = int(options.isolate_slow_ms * 1e6)
         self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
-        self._offers = Offers(children, options, recorder, fastest, isolation=self.isolation, async_only=async_only)
+        isolates = any(child.gate is not None for child in children)
+        isolation = self.isolation if isolates else None
+        self._offers = Offers(children, options, recorder, fastest, isolation=isolation, async_only=async_only)
         # Without isolation and open lookups every child sees every request, and a step need not look for others.
-        self._may_hide = self._offers.may_leave_open or any(child.gate is not None for child in children)
+        self._may_hide = self._offers.may_leave_open or isolates
         self._open_lookups = OpenLookups(children, self._visibility)
         self._traces, self._reports = telemetry.traces, telemetry.reports
         self._next = NextOrders()
@@ -136,13 +138,14 @@ class SchedulerSide:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up in the children by the load policy; the owner is set when vLLM allocates."""
-        began = wall_ns()
-        self._open_lookups.forget(request.request_id)  # vLLM repeats the lookup
-        best = self._offers.ask(request, num_computed_tokens, began)
-        self._listener.looked_up(request, began, wall_ns())
+        began = wall_ns() if self._listener.wants_lookups else 0
+        if self._may_hide:
+            self._open_lookups.forget(request.request_id)  # vLLM repeats the lookup
+        best = self._offers.ask(request, num_computed_tokens)
+        if began:
+            self._listener.looked_up(request, began, wall_ns())
         if best is None:
-            self.ledger.propose(request.request_id, None)
-            return None, False
+            return None, False  # vLLM loads nothing before a lookup that has ended
         self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)
         return best.tokens, best.is_async
 

@@ -26,6 +26,9 @@ class LookedUp(Protocol):
 class TransferListener:
     """Receives the events, and does nothing; a subclass overrides those it records."""
 
+    wants_lookups = True
+    """Whether ``looked_up`` must be called."""
+
     def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
         """Receive a lookup of all connectors, with its wall-clock times; vLLM may repeat it."""
 
@@ -84,6 +87,8 @@ class TransferListeners(TransferListener):
         for event, method in vars(TransferListener).items():
             if isfunction(method):
                 setattr(self, event, partial(self._announce, event))
+        nothing = TransferListener.looked_up
+        self.wants_lookups = any(type(listener).looked_up is not nothing for listener in self._listeners)
 
     def _announce(self, event: str, *args: Any, **kwargs: Any) -> None:
         for listener in self._listeners:

@@ -49,13 +49,13 @@ class BusyChild(IdleChild):
         self.layer = ""
 
 
-def rig_of(router: str, *children: type[IdleChild], kvobs: dict[str, Any] | None = None) -> Rig:
+def rig_of(router: str, *children: type[IdleChild], kvobs: dict[str, Any] | None = None, **more: Any) -> Rig:
     """Build a rig with children of these classes."""
     connectors = [
         {"kv_connector": child.__name__, "kv_connector_module_path": child.__module__, "kv_role": "kv_both"}
         for child in children
     ]
-    return Rig(router, connectors=connectors, kvobs=kvobs)
+    return Rig(router, connectors=connectors, kvobs=kvobs, **more)
 
 
 def layer_load(rig: Rig) -> timeit.Timer:

@@ -14,6 +14,7 @@ from hypothesis import given
 from kvobs import signals
 from kvobs.children.child import Child
 from kvobs.options import Options
+from kvobs.routing import lookups
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
 from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
@@ -27,12 +28,26 @@ ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False
 R = SimpleNamespace(request_id="r", num_tokens=100)
 
 
+class Clock:
+    now_ms: float = 0
+
+    def __call__(self) -> int:
+        return int(self.now_ms * 1e6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lookups, "wall_ns", clock)
+    return clock
+
+
 class Asker:
     """Children whose answers are given, and count how often they were asked."""
 
-    now_ms = 0.0
-
-    def __init__(self, *answers: Answer, async_only: Collection[int] = (), **options: Any) -> None:
+    def __init__(
+        self, *answers: Answer, isolation: Any = None, async_only: Collection[int] = (), **options: Any
+    ) -> None:
         self.answers = list(answers)
         self.asked = [0] * len(answers)
         self.recorder = Recorder(len(answers))
@@ -46,6 +61,7 @@ class Asker:
             chosen,
             self.recorder,
             Fastest.of(chosen, children, SimpleNamespace(cost=ComputeCost(2048)), TransferListener()),
+            isolation=isolation,
             async_only=async_only,
         )
 
@@ -57,7 +73,7 @@ class Asker:
         return lookup
 
     def ask(self, local: int = 0) -> Offer | None:
-        return self.offers.ask(R, local, int(self.now_ms * 1e6))
+        return self.offers.ask(R, local)
 
     def count(self, child: int, metric: str, *labels: str) -> int:
         return counts_of(self.recorder, child, metric, *labels)
@@ -90,6 +106,45 @@ def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> 
     assert Asker(*answers, wait_for="earlier").ask() == earlier(answers)
     assert Asker(*answers, load_policy="longest").ask() == longest(answers)
     assert Asker(*answers, load_policy="fastest").ask() == first(answers), "nothing can be predicted yet"
+
+
+def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list[str]:
+    """Return the outcome of each child that is asked."""
+    found = []
+    for tokens, _ in answers:
+        found.append("pending" if tokens is None else "hit" if tokens else "miss")
+        if policy == "first" and tokens is None and (wait_for == "all" or "hit" not in found):
+            break
+    return found
+
+
+@pytest.mark.parametrize(("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all")])
+@given(st.lists(st.tuples(*[st.sampled_from(ANSWERS)] * 3), max_size=8))
+def test_a_lookup_is_judged_by_its_own_answers_however_often_it_is_repeated(
+    policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]
+) -> None:
+    """And counted, and in progress, once for each outcome of a request."""
+    asker = Asker(*[(0, False)] * 3, load_policy=policy, wait_for=wait_for)
+    choose = longest if policy == "longest" else first if wait_for == "all" else earlier
+    seen: set[tuple[int, str]] = set()
+    pending: set[int] = set()
+    asked = [0] * 3
+    for answers in repetitions:
+        asker.answers = list(answers)
+        assert asker.ask() == choose(answers)
+        outcomes = outcomes_of(answers, wait_for, policy)
+        seen |= set(enumerate(outcomes))
+        for child, outcome in enumerate(outcomes):
+            asked[child] += 1
+            is_open = outcome != "pending" or (wait_for == "earlier" and "hit" in outcomes[:child])
+            (pending.discard if is_open else pending.add)(child)
+        assert asker.asked == asked
+        assert {child for child, waiting in enumerate(asker.offers.waited_for) if len(waiting)} == pending
+        if choose(answers) is not None:
+            left_open = {child for child, outcome in enumerate(outcomes) if outcome == "pending"}
+            assert asker.offers.take_left_open("r") == left_open
+    for child, outcome in product(range(3), ("hit", "miss", "pending")):
+        assert asker.count(child, "kvobs_lookups_total", outcome) == ((child, outcome) in seen)
 
 
 POLICIES = pytest.mark.parametrize("policy", ["first", "longest", "fastest"])
@@ -155,6 +210,7 @@ def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
     asker = Asker((-16, False), (16, True))
     assert asker.ask() == Offer(1, 16, True)
     assert asker.count(0, "kvobs_lookups_total", "miss") == 1
+    assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 0, False), Offer(1, 16, True)]
 
 
 @POLICIES
@@ -199,12 +255,12 @@ def test_those_that_compare_ask_all_while_one_is_slow_so_that_their_lookups_over
 
 
 @POLICIES
-def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str) -> None:
+def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str, clock: Clock) -> None:
     asker = Asker((None, False), (16, True), load_policy=policy, lookup_timeout_ms=50)
     assert asker.ask() is None
-    asker.now_ms = 49
+    clock.now_ms = 49
     assert asker.ask() is None
-    asker.now_ms = 50
+    clock.now_ms = 50
     assert asker.ask() == Offer(1, 16, True)
     assert asker.offers.take_left_open("r") == {0}
     assert asker.ask() == Offer(1, 16, True)
@@ -212,21 +268,21 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str)
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
 
 
-def test_a_late_answer_counts_again() -> None:
+def test_a_late_answer_counts_again(clock: Clock) -> None:
     asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
     asker.ask()
-    asker.now_ms = 1000
+    clock.now_ms = 1000
     asker.ask()
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
 
 
-def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet() -> None:
+def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Clock) -> None:
     asker = Asker((None, False))
-    for asker.now_ms in (0, 2, 3):
+    for clock.now_ms in (0, 2, 3):
         asker.ask()
     asker.answers[0] = (0, False)
-    asker.now_ms = 5
+    clock.now_ms = 5
     for _ in range(2):
         asker.ask()
     counts = asker.recorder.take().counts
@@ -295,6 +351,15 @@ def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost()
     assert (lost(asker, 0), lost(asker, 1)) == ({"not_allocated": 32}, {})
 
 
+def test_an_offer_that_was_withdrawn_is_not_lost() -> None:
+    asker = Asker((32, True))
+    asker.ask()
+    asker.answers[0] = (None, False)
+    asker.ask()
+    asker.offers.forget("r")
+    assert lost(asker, 0) == {}
+
+
 def test_a_request_that_was_allocated_once_loses_nothing_at_its_end() -> None:
     asker = Asker((32, True))
     asker.ask()
@@ -303,6 +368,23 @@ def test_a_request_that_was_allocated_once_loses_nothing_at_its_end() -> None:
     asker.offers.forget("r")
     assert lost(asker, 0) == {}
     assert asker.count(0, "kvobs_offered_tokens_total") == 32
+
+
+def test_only_the_decision_of_the_last_lookup_is_taken() -> None:
+    asker = Asker((16, True), load_policy="fastest")
+    taken: list[Any] = []
+    decision = SimpleNamespace(child=0)
+    asker.offers._fastest = SimpleNamespace(  # type: ignore[assignment]
+        decide=lambda *_: decision, taken=lambda *noted: taken.append(noted)
+    )
+    for answer, expected in (((16, True), [("r", decision)]), ((0, False), [])):
+        asker.answers[0] = (16, True)
+        asker.ask()
+        asker.answers[0] = answer
+        asker.ask()
+        asker.offers.settle("r", None, 0)
+        assert taken == expected
+        taken.clear()
 
 
 def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
@@ -321,14 +403,16 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     asker.offers.forget("r")
     asker.offers.forget("r")
     assert len(asker.offers) == 0
-    assert asker.offers.settle("r", None, 0) == ([], 0)
+    assert asker.offers.settle("r", None, 0) == ((), 0)
+    asker.ask()
+    assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
 
 
 @POLICIES
-def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> None:
+def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clock: Clock) -> None:
     asker = Asker((16, True), (None, False), load_policy=policy)
     waited_for = asker.offers.waited_for
-    for asker.now_ms in (3, 5):
+    for clock.now_ms in (3, 5):
         asker.ask()
         assert [len(lookups) for lookups in waited_for] == [0, 1]
         assert waited_for[1].oldest_ns == 3_000_000
@@ -337,12 +421,12 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str) -> 
     assert [len(lookups) for lookups in waited_for] == [0, 0]
 
 
-def test_a_lookup_that_no_request_waits_for_is_not_in_progress() -> None:
+def test_a_lookup_that_no_request_waits_for_is_not_in_progress(clock: Clock) -> None:
     """An earlier hit, a time limit, or the request's end."""
     asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
     asker.ask()
     assert len(asker.offers.waited_for[0]) == 1
-    asker.now_ms = 50
+    clock.now_ms = 50
     asker.ask()
     assert len(asker.offers.waited_for[0]) == 0
     asker = Asker((None, False))
@@ -360,11 +444,10 @@ def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatev
     answer: Answer,
 ) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
-    asker = Asker(answer, (16, True))
-    isolation: Any = SimpleNamespace(
+    isolation = SimpleNamespace(
         asks=lambda child, request: True, discards=lambda child, request: (child, request) == (0, "r")
     )
-    asker.offers._isolation = isolation
+    asker = Asker(answer, (16, True), isolation=isolation)
     assert asker.ask() == Offer(1, 16, True)
-    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0, 0)
+    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0)
     assert other == (None if answer[0] is None else Offer(0, 32, True))

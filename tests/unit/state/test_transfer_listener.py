@@ -37,3 +37,13 @@ def test_there_are_events_and_a_listener_need_not_record_any() -> None:
         parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
         more = {one.name: None for one in parameters}
         assert getattr(TransferListener(), event)(**more) is None
+
+
+def test_lookups_are_timed_only_where_a_listener_looks_at_them() -> None:
+    """vLLM repeats them in each step, for each request that waits."""
+
+    class OfLookups(TransferListener):
+        def looked_up(self, request: Any, began_ns: int, ended_ns: int) -> None: ...
+
+    assert not TransferListeners([TransferListener(), TransferListener()]).wants_lookups
+    assert TransferListeners([TransferListener(), OfLookups()]).wants_lookups
