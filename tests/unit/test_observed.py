@@ -81,7 +81,7 @@ def test_lookups(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     b.offers["r"] = KV
     engine = Observed(monkeypatch, a, b, lookup_timeout_ms=100_000)
     with monkeypatch.context() as clocks:
-        clocks.setattr("kvobs.routing.scheduler.wall_ns", lambda: int(engine.now * 1e9))
+        clocks.setattr("kvobs.routing.lookups.wall_ns", lambda: int(engine.now * 1e9))
         engine.rig.add("r")
         engine.step(2)
         assert engine.value("kvobs_in_flight", kind="lookup") == 1
