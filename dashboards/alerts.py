@@ -14,7 +14,7 @@ from dashboards.promql import ratio
 from dashboards.rules import Alert, Asks, Group, Severity
 from dashboards.site import Site
 from dashboards.telemetry_alerts import ENGINE, OF_ENGINE, PREFIX
-from kvobs import signals
+from kvobs.schema import signals
 
 CHILD = (*ENGINE, "connector")
 OF_CHILD = "{{ $labels.connector }} on " + OF_ENGINE

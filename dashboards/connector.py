@@ -11,7 +11,7 @@ from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.scheduling import scheduling
 from dashboards.tables import Column, rows
-from kvobs import signals
+from kvobs.schema import signals
 
 
 def connector() -> Board:

@@ -8,8 +8,8 @@ from dashboards import looks, questions
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, of_child, states
 from dashboards.questions import SELECTION
-from kvobs import signals
-from kvobs.signals import Scope, Signal
+from kvobs.schema import signals
+from kvobs.schema.signals import Scope, Signal
 
 
 def details() -> list[Section]:

@@ -6,7 +6,7 @@ from dashboards import looks, questions
 from dashboards.panels import About, Panel
 from dashboards.questions import SELECTION, by_engine
 from dashboards.tables import Column, rows
-from kvobs import signals
+from kvobs.schema import signals
 
 ROWS = 50
 PLACE = {"instance": "Instance", "engine": "Engine", "pod": "Pod", "namespace": "Namespace", "cluster": "Cluster"}

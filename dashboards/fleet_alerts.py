@@ -9,7 +9,7 @@ from dashboards import rules
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
 from dashboards.telemetry_alerts import JOB, OVERVIEW, PREFIX
-from kvobs import signals
+from kvobs.schema import signals
 
 FLEET = (*JOB, "connector")
 WORST = 3

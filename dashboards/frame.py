@@ -12,7 +12,7 @@ from dashboards.panels import PROMETHEUS, Panel
 from dashboards.promql import CLUSTER
 from dashboards.sdk import Builder, JSONEncoder, board, model, prometheus
 from dashboards.site import RUNBOOK
-from kvobs import signals
+from kvobs.schema import signals
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
 PREFILL_DECODE = "kvobs-prefill-decode"

@@ -6,7 +6,7 @@ from dashboards import looks, questions
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.questions import SELECTION
-from kvobs import signals
+from kvobs.schema import signals
 
 
 def gains() -> Section:

@@ -14,7 +14,7 @@ from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
 from dashboards.scheduling import scheduler_time
 from dashboards.tables import Column, rows
-from kvobs import signals
+from kvobs.schema import signals
 
 NAMED = "{{connector}} {{instance}}"
 

@@ -9,7 +9,7 @@ from dashboards.panels import About, Panel, Query, lines, of_child
 from dashboards.promql import Selection
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
 from dashboards.tables import Column, rows
-from kvobs import signals
+from kvobs.schema import signals
 
 NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot separate them."
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvobs.signals import OPEN, SIGNALS, Kind, Scope, Signal
+from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope, Signal
 
 CLUSTER = "cluster"
 HOST_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from dashboards import looks
 from dashboards.promql import ENGINE, HOST_LABELS, SITE_LABELS, Selection, ratio, share
-from kvobs import signals
-from kvobs.hooks import SCHEDULER_HOOKS
+from kvobs.schema import signals
+from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 VARIABLES = (*HOST_LABELS, "connector")
 ROLE = "role"

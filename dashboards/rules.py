@@ -15,9 +15,9 @@ import yaml
 
 from dashboards.promql import Selection, ratio
 from dashboards.site import Site
-from kvobs import signals
-from kvobs.hooks import SCHEDULER_HOOKS
-from kvobs.signals import Kind, Scope, Signal
+from kvobs.schema import signals
+from kvobs.schema.signals import Kind, Scope, Signal
+from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 WINDOW = "5m"
 """Of rates: at least four scrapes, whatever their interval."""

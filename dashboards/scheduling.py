@@ -6,7 +6,7 @@ from dashboards import questions
 from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, of_child
 from dashboards.questions import SELECTION, by_engine, worst_engine
-from kvobs import signals
+from kvobs.schema import signals
 
 
 def scheduling() -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvobs import signals
+from kvobs.schema import signals
 
 RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 

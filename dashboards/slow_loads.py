@@ -9,9 +9,9 @@ from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
 from dashboards.tables import TRACE_ID, attribute, spans, trace
-from kvobs import signals
-from kvobs import spans as names
-from kvobs.spans import Reason, Span
+from kvobs.schema import signals
+from kvobs.schema import spans as names
+from kvobs.schema.spans import Reason, Span
 
 
 def slow_loads() -> Board:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from dashboards import looks
 from dashboards.panels import PROMETHEUS, TEMPO, VERDICT_WINDOW, About, Panel, ref_id
 from dashboards.sdk import board, build, common, model, prometheus, prometheus_model, table, tempo, tempo_model
-from kvobs.spans import ATTRIBUTES
+from kvobs.schema.spans import ATTRIBUTES
 
 TRACE_ID = "${__data.fields.traceIdHidden}"
 """A row's trace: Grafana 10.4 to 13 name the field of a span table so; in a table of traces it is ``traceID``."""

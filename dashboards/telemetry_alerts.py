@@ -8,7 +8,7 @@ from typing import Any
 from dashboards import rules
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
-from kvobs import signals
+from kvobs.schema import signals
 
 PREFIX = "Kvobs"
 JOB = ("job",)

@@ -18,49 +18,36 @@ PACKAGE = ROOT / "kvobs"
 
 TIERS: tuple[dict[str, str], ...] = (
     {
-        "hooks": "Lists vLLM's connector hooks: who calls each, how often, how the answers combine.",
-        "signal_types": "Defines a metric: its kind, its labels, its buckets.",
-        "log": "Logs through vLLM's logger, repeated messages once.",
-        "proc": "Reads Linux's data about a process.",
         "version": "Holds the version.",
+        "log": "Logs through vLLM's logger, repeated messages once.",
+        "vllm_api": "Lists vLLM's hooks, the differences between its versions, and those to its router.",
+        "prediction": "Predicts the time of computing and of loading: pure, without vLLM.",
     },
     {
-        "signals": "Lists the metrics.",
-        "findings": "Words mistakes and warnings about a configuration: path, found, allowed, fix.",
-        "deviations": "Lists the differences to vLLM's own router that connectors can see.",
-        "host": "Holds the differences between versions of vLLM.",
-    },
-    {
-        "options": "Lists the options.",
-        "spans": "Lists the spans and their attributes.",
-        "faults": "Contains internal errors and counts them.",
+        "schema": "Lists options, metrics and spans; words findings about a configuration: declared once, read by all.",
+        "state": "Holds the ledger, transfers, quarantine and cache layout: pure, without vLLM.",
         "topology": "Tells which decode rank reads which KV heads from which prefill ranks; vLLM's class of that name.",
+    },
+    {
+        "faults": "Contains internal errors and counts them.",
         "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
     },
     {
-        "config": "Reads the configuration; an error names the path, the value and the allowed ones.",
-        "state": "Holds the ledger, transfers, rank counts, quarantine and cache layout: pure, without vLLM.",
-    },
-    {"telemetry": "Counts calls and writes span records, reports and the flight recorder, in EngineCore and workers."},
-    {"stats": "Carries the numbers to the API server: wire form, merging, rebuilding, the summary for vLLM's log."},
-    {"children": "Builds, names and calls the configured connectors, and records each call."},
-    {
+        "telemetry": "Counts calls, follows requests, keeps the flight recorder, carries numbers to the API server.",
         "aggregation": "Combines the outputs of the workers rank by rank, in the place of vLLM's class.",
-        "exporting": "Makes Prometheus metrics and OTLP spans in vLLM's processes, or feeds the exporter.",
-        "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
     },
     {
-        "connector": "Defines `MultiConnector`, the class that vLLM loads.",
-        "exporter": "Serves totals at `/metrics` and sends spans and metrics by OTLP, in its own process without vLLM.",
-    },
-    {
-        "plugin": "Enables kvobs by an environment variable: vLLM's entry point.",
+        "children": "Builds, names and calls the configured connectors, and records each call.",
         "demo": "Runs a real engine on a CPU.",
     },
     {
-        "cli": "Implements the command `kvobs`.",
+        "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
+        "export": "Makes metrics and spans of the numbers: in the API server, or in a process without vLLM.",
         "testing": "Puts vLLM's scheduler around a connector, for tests of connectors.",
     },
+    {"connector": "Defines `MultiConnector`, the class that vLLM loads."},
+    {"plugin": "Enables kvobs by an environment variable: vLLM's entry point."},
+    {"cli": "Implements the command `kvobs`."},
 )
 """Packages and modules of kvobs with what each does, the lowest first: each imports from lower ones only.
 

@@ -22,29 +22,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvobs import aggregation, faults, host
+from kvobs import faults
+from kvobs.aggregation import aggregator
 from kvobs.children import configured, fanout
 from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import build
 from kvobs.children.configured import all_support_hma, read_specs, required_layout
 from kvobs.children.specs import ChildSpec, async_only
-from kvobs.config import STOCK_VARIABLE, Configuration
-from kvobs.exporting import destinations
-from kvobs.exporting.feed import Feed, described
-from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
-from kvobs.hooks import HOOKS, Combine
+from kvobs.export import destinations
+from kvobs.export.feed import Feed, described
+from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 from kvobs.log import log
-from kvobs.options import Options
 from kvobs.routing.gains import StepLimits
 from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide
+from kvobs.schema.config import STOCK_VARIABLE, Configuration
+from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
-from kvobs.stats.stats import MultiKVConnectorStats, rebuild
-from kvobs.telemetry import flight, sampling, telemetry
-from kvobs.telemetry.sampling import TracingSettings
+from kvobs.telemetry import telemetry
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
+from kvobs.telemetry.requests import sampling
+from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.telemetry.telemetry import Telemetry
+from kvobs.telemetry.timeline import flight
 from kvobs.version import __version__
+from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, Combine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,13 +62,13 @@ class MultiConnector(stock.MultiConnector):
     """Load from one of several KV connectors, save to all of them, and record what each does.
 
     Enable it with ``"kv_connector_module_path": "kvobs"`` beside ``"kv_connector": "MultiConnector"``. Options are
-    under ``kv_connector_extra_config.kvobs``, see ``kvobs.config.Options``.
+    under ``kv_connector_extra_config.kvobs``, see ``kvobs.schema.config.Options``.
 
     Raises:
         ConfigError: the configuration has mistakes; lists each with its JSON path.
     """
 
-    aggregation: aggregation.Aggregation | None = None
+    aggregation: aggregator.Aggregation | None = None
     """The aggregator that vLLM's executor is to use; None: vLLM's own."""
     _feed: Feed | None = None
 
@@ -113,8 +117,8 @@ class MultiConnector(stock.MultiConnector):
             self._requests_to_connector = Choices(self._side.ledger)
             if "aggregator" not in configuration.stock:
                 note = self._side.open_transfers.note_in_aggregator
-                self.aggregation = aggregation.Aggregation(options.stuck_after_s, note)
-                aggregation.install()
+                self.aggregation = aggregator.Aggregation(options.stuck_after_s, note)
+                aggregator.install()
             _introduce(specs, configuration)
             for warning in validated.warnings:
                 log.warning("%s", warning)
@@ -139,12 +143,12 @@ class MultiConnector(stock.MultiConnector):
 
         Hooks that this class defines itself are not replaced.
         """
-        fanout.bind(self, self._children, host.has_hook)
+        fanout.bind(self, self._children, versions.has_hook)
         if isinstance(self._side, WorkerSide):
             for calls in self._side.layer_calls:
                 setattr(self, calls.hook, calls.fan_out)
         for name, hook in HOOKS.items():
-            if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and host.has_hook(name):
+            if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and versions.has_hook(name):
                 routed = getattr(self._side, name, None)
                 if routed is not None and noting.flight is not None and name in flight.ROUTED:
                     routed = noting.flight.noted(flight.OWN, name, routed)
@@ -244,7 +248,7 @@ def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str 
     Args:
         vllm_config: vLLM's configuration; default: the current one of this process.
     """
-    return host.required_cache_layout(_stock_cache_layout, vllm_config)
+    return versions.required_cache_layout(_stock_cache_layout, vllm_config)
 
 
 def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
@@ -288,7 +292,7 @@ def _introduce(specs: Sequence[ChildSpec], configuration: Configuration) -> None
 
 
 def _name_unknown_hooks() -> None:
-    unknown = host.unknown_hooks()
+    unknown = versions.unknown_hooks()
     if unknown:
         log.warning(
             "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "

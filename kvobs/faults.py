@@ -12,7 +12,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from kvobs.log import once
-from kvobs.signals import INTERNAL_ERRORS, Where
+from kvobs.schema.signals import INTERNAL_ERRORS, Where
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvobs import host
+from kvobs.vllm_api import versions
 
 __all__ = ["Engine", "Read", "TpKVTopology", "TransferTopology", "heads_of", "who_reads"]
 
@@ -61,7 +61,7 @@ class TpKVTopology:
     @property
     def _shape(self) -> tuple[int, ...]:
         """Return the shape of one layer's cache, of one block, as the first attention backend has it."""
-        return host.cache_shape(self.attn_backends, is_mla=self.is_mla)
+        return versions.cache_shape(self.attn_backends, is_mla=self.is_mla)
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
@@ -186,7 +186,7 @@ class TransferTopology:
     @property
     def cross_layers_blocks(self) -> bool:
         """Return whether one tensor holds the blocks of all layers."""
-        dims = len(host.cache_shape(None, is_mla=self.is_mla))
+        dims = len(versions.cache_shape(None, is_mla=self.is_mla))
         return self.tensor_shape is not None and not self.is_mamba and len(self.tensor_shape) == dims + 1
 
     @property
@@ -255,7 +255,7 @@ class TransferTopology:
             f"TransferTopology(tp_ratio={self.tp_ratio(info.remote_tp_size)}, "
             f"num_kv_heads={1 if self.is_mla else self.total_num_kv_heads}, local_tp={self.tp_size}, "
             f"remote_tp={info.remote_tp_size}, remote_pp={remote_pp_rank}, local_dcp={self.dcp_size}, "
-            f"remote_dcp={host.remote_dcp_size(info)}, local_rank={self.tp_rank}, "
+            f"remote_dcp={versions.remote_dcp_size(info)}, local_rank={self.tp_rank}, "
             f"remote_block_len={info.remote_block_len})"
         )
 

@@ -14,7 +14,7 @@ import torch
 from kvobs.blocks.host import copy_within_host
 from kvobs.blocks.runs import Ids, find_runs, without_duplicates
 from kvobs.blocks.strides import Layer, layout_of
-from kvobs.signals import DIRECTIONS
+from kvobs.schema.signals import DIRECTIONS
 
 Caches: TypeAlias = Mapping[str, torch.Tensor]  # layer name -> its cache
 BlockDim: TypeAlias = int | Mapping[str, int]  # of all layers, or layer name -> its own

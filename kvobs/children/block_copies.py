@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
-from kvobs import signals
 from kvobs.blocks.copy import Caches, copy_kv_blocks
 from kvobs.faults import contained
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
 
 CopyBlocks: TypeAlias = Callable[..., None]
 """vLLM's signature: source caches, destination caches, source block ids, destination block ids, direction."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvobs import host
 from kvobs.children.gate import Gate
 from kvobs.children.specs import ChildSpec
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.config import PATH
-from kvobs.hooks import HOOKS, Cadence, Combine, Hook, is_empty
 from kvobs.log import line, log
-from kvobs.signals import is_timed
-from kvobs.telemetry.recorder import Call, Recorder
+from kvobs.schema.config import PATH
+from kvobs.schema.signals import is_timed
+from kvobs.telemetry.recording.recorder import Call, Recorder
+from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook, is_empty
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,7 +107,7 @@ def build(
     try:
         for spec in of:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
-            gate = Gate(spec.index, recorder, **host.no_results()) if spec.is_isolated else None
+            gate = Gate(spec.index, recorder, **versions.no_results()) if spec.is_isolated else None
             built.append(Child(spec.index, spec.name, connector, recorder, activated=activated, gate=gate))
     except BaseException as error:
         error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvobs import faults, signals
+from kvobs import faults
 from kvobs.children.child import Child
-from kvobs.config import RESERVED_NAME
-from kvobs.stats.payload import KvobsStats
-from kvobs.stats.stats import MultiKVConnectorStats, class_path
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.taken import Taken, nothing
+from kvobs.schema import signals
+from kvobs.schema.config import RESERVED_NAME
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats

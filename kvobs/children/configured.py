@@ -14,9 +14,9 @@ from kvobs.children import known
 from kvobs.children.specs import ChildSpec
 from kvobs.children.unbuilt import Unbuilt
 from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
-from kvobs.config import ConfigError
-from kvobs.findings import show
 from kvobs.log import line, log
+from kvobs.schema.config import ConfigError
+from kvobs.schema.findings import show
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

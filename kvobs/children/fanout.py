@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvobs.children.child import Child
-from kvobs.hooks import HOOKS, Cadence, Combine, Hook
 from kvobs.log import log
-from kvobs.signals import is_timed
-from kvobs.telemetry.recorder import Call
+from kvobs.schema.signals import is_timed
+from kvobs.telemetry.recording.recorder import Call
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
 
 
 def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool]) -> None:

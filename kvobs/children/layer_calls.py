@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from kvobs import faults
 from kvobs.children.child import Child
-from kvobs.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
-from kvobs.telemetry.call_event import CallEvent
-from kvobs.telemetry.flight import Flight
-from kvobs.telemetry.journal import AT_MOST
-from kvobs.telemetry.recorder import WALL_OFFSET, Call, Durations
+from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
+from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.journal import AT_MOST
+from kvobs.telemetry.recording.recorder import WALL_OFFSET, Call, Durations
 from kvobs.telemetry.telemetry import Telemetry
+from kvobs.telemetry.timeline.flight import Flight
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}

@@ -8,10 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvobs import faults, signals
+from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.children.layer_calls import LayerCalls
-from kvobs.telemetry.recorder import SUM
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import SUM
 from kvobs.telemetry.telemetry import Telemetry
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvobs import config
 from kvobs.children.specs import (
     HAND_OFF,
     ChildSpec,
@@ -22,10 +21,11 @@ from kvobs.children.specs import (
     name_among,
     why_not_isolated,
 )
-from kvobs.config import PATH, Configuration
-from kvobs.findings import Finding, cut, unknown
-from kvobs.host import RETIRED, TransferConfig
-from kvobs.options import Options
+from kvobs.schema import config
+from kvobs.schema.config import PATH, Configuration
+from kvobs.schema.findings import Finding, cut, unknown
+from kvobs.schema.options import Options
+from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvobs.host import chunks_of
+from kvobs.vllm_api.versions import chunks_of
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):

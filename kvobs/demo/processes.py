@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import Protocol
 
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 
 
 class Process(Protocol):

@@ -7,7 +7,7 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvobs.signals import (
+from kvobs.schema.signals import (
     ADMITTED_TOKENS,
     LOAD_DURATION,
     LOAD_STALL,
@@ -19,7 +19,7 @@ from kvobs.signals import (
     UNUSED_HIT_TOKENS,
     Signal,
 )
-from kvobs.stats.scrapes import Numbers, change
+from kvobs.telemetry.payload.scrapes import Numbers, change
 
 OUTCOMES = LOOKUPS.labels["outcome"]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"

@@ -23,9 +23,9 @@ from kvobs.demo.model import make_model
 from kvobs.demo.scenarios import Fault, evidence
 from kvobs.demo.server import CORES, HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
-from kvobs.options import ExporterOptions
-from kvobs.spans import LOAD
-from kvobs.telemetry.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
+from kvobs.schema.options import ExporterOptions
+from kvobs.schema.spans import LOAD
+from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from prometheus_client.samples import Sample
 
-from kvobs.signals import (
+from kvobs.schema.signals import (
     CALL_ERRORS,
     LOAD_DURATION,
     LOADS,

@@ -17,7 +17,7 @@ from kvobs.state.ledger import Ledger
 from kvobs.state.release_order import released_set
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import ReportKind
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.recording.recorder import wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput

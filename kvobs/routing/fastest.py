@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.faults import contained
-from kvobs.options import Options
-from kvobs.state.compute_cost import ComputeCost, Estimator, to_compute
-from kvobs.state.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
+from kvobs.prediction.compute_cost import ComputeCost, Estimator, to_compute
+from kvobs.prediction.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
+from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.recording.recorder import wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

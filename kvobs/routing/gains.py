@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs import signals
 from kvobs.faults import contain, contained
+from kvobs.prediction.compute_cost import ComputeCost
+from kvobs.prediction.step_times import StepTimes, Work
 from kvobs.routing.step_work import work_of
-from kvobs.state.compute_cost import ComputeCost
-from kvobs.state.step_times import StepTimes, Work
+from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvobs import signals
 from kvobs.children.child import Child
 from kvobs.children.gate import ends_for_good
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.hooks import HOOKS, Cadence
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
+from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
 from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine, State
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 GIVE_UP_NS = 10 * 10**9
 _QUARANTINED = signals.slot(signals.QUARANTINED)

@@ -9,19 +9,19 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from kvobs import signals
 from kvobs.log import once
+from kvobs.schema import signals
 from kvobs.state.in_progress import InProgress
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvobs.children.child import Child
-    from kvobs.options import Options
+    from kvobs.prediction.load_choice import Decision
     from kvobs.routing.fastest import Fastest
     from kvobs.routing.isolation import Isolation
-    from kvobs.state.load_choice import Decision
+    from kvobs.schema.options import Options
 
 _HIT, _MISS, _PENDING, _TIMEOUT = (
     signals.slot(signals.LOOKUPS, outcome) for outcome in ("hit", "miss", "pending", "timeout")

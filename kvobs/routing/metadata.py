@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvobs.state.cache_layout import Blocks
 from kvobs.state.quarantine import IsolationState
 from kvobs.state.transfers import Report, ReportKind
-from kvobs.telemetry.trace_context import TraceContext
+from kvobs.telemetry.requests.trace_context import TraceContext
 
 Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
 

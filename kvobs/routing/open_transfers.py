@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvobs import signals
 from kvobs.faults import contained
 from kvobs.log import line, log
+from kvobs.schema import signals
 from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Stuck
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 _GAUGES = {
     kind: (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from kvobs import signals
 from kvobs.faults import contained
 from kvobs.log import line, log, once
-from kvobs.state.load_choice import Decision
+from kvobs.prediction.load_choice import Decision
+from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)

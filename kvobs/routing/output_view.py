@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs import host
 from kvobs.children.child import Child
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Stray
-from kvobs.stats.stats import class_path, own_stats, with_own_stats
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.payload.stats import class_path, own_stats, with_own_stats
+from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
-failed_loads = host.failed_loads()
+failed_loads = versions.failed_loads()
 
 
 class Over(NamedTuple):

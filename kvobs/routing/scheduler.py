@@ -16,7 +16,6 @@ from kvobs.children.collector import Collector, Feed, divert
 from kvobs.children.fanout import call_all
 from kvobs.children.specs import load_ends_save
 from kvobs.faults import contain, contained
-from kvobs.options import Options
 from kvobs.routing.completions import Completions
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.gains import Gains, StepLimits
@@ -34,12 +33,13 @@ from kvobs.routing.open_transfers import OpenTransfers
 from kvobs.routing.outcomes import Outcomes
 from kvobs.routing.request_end import finish_all
 from kvobs.routing.visibility import Visibility, write_back
+from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListeners
-from kvobs.stats.flush_rule import FlushRule
-from kvobs.stats.stats import MultiKVConnectorStats, has_content
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.payload.flush_rule import FlushRule
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:

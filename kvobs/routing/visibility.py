@@ -11,7 +11,7 @@ from collections.abc import Collection, Container
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from kvobs import host
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -87,7 +87,7 @@ class Visibility:
     def shown(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the scheduler's output for this connector; the same object if nothing is hidden."""
         scheduled = self._kept_of(output.num_scheduled_tokens)
-        if (state := host.block_state(output)) is not None:
+        if (state := versions.block_state(output)) is not None:
             scheduled |= self._kept_of(state.req_ids)  # some of them are passed on without being scheduled
         finished = (self.hidden | self.tainted).intersection(output.finished_req_ids)
         preempted = self.hidden.intersection(getattr(output, "preempted_req_ids", None) or ())
@@ -135,7 +135,7 @@ def _leave_out(view: SchedulerOutput, requests: set[str]) -> None:
             setattr(view, name, {request: value for request, value in found.items() if request not in requests})
     view.scheduled_new_reqs = [new for new in view.scheduled_new_reqs if new.req_id not in requests]
     view.scheduled_cached_reqs = _without(view.scheduled_cached_reqs, requests)
-    if (state := host.block_state(view)) is not None:
+    if (state := versions.block_state(view)) is not None:
         view.kv_connector_block_state = state = copy.copy(state)
         state.req_ids = state.req_ids - requests
         offered = state.boundary_state_offloads

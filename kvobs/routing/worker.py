@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kvobs import host
 from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector
@@ -28,17 +27,18 @@ from kvobs.routing.metadata import (
 )
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.transfers import Report, ReportKind
-from kvobs.stats.stats import MultiKVConnectorStats
-from kvobs.telemetry.call_event import Tracer
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats
+from kvobs.telemetry.recording.call_event import Tracer
+from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.telemetry.requests.trace_context import TraceContext
 from kvobs.telemetry.telemetry import Telemetry
-from kvobs.telemetry.trace_context import TraceContext
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-KVConnectorTransferResults = host.transfer_results()
-UNKNOWN_RESULTS = host.unknown_results()
+KVConnectorTransferResults = versions.transfer_results()
+UNKNOWN_RESULTS = versions.unknown_results()
 ENDINGS = (ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SAVED)
 NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate

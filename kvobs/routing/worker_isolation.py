@@ -15,10 +15,10 @@ from kvobs.children.child import Child
 from kvobs.children.gate import AT_ANY_TIME, Gate, ends_for_good
 from kvobs.children.specs import NEVER_AGAIN, name_among
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.hooks import HOOKS, Cadence
 from kvobs.log import line, once
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
 from kvobs.state.quarantine import FOR_GOOD, IsolationState
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 _OPEN: frozenset[str] = frozenset()
 _STEP = frozenset(h.name for h in HOOKS.values() if h.cadence in (Cadence.STEP, Cadence.LAYER))

@@ -11,7 +11,7 @@ from functools import partial
 from inspect import isfunction
 from typing import Any, Protocol
 
-from kvobs.state.load_choice import Decision
+from kvobs.prediction.load_choice import Decision
 from kvobs.state.transfers import Gain, Load, Save, Stray
 
 

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs import faults, host
-from kvobs.options import Options
+from kvobs import faults
+from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.telemetry import flight
-from kvobs.telemetry.call_event import Tracer
-from kvobs.telemetry.call_spans import CallSpans
-from kvobs.telemetry.flight import Flight
-from kvobs.telemetry.journal import Journal
-from kvobs.telemetry.recorder import WALL_OFFSET, Recorder
-from kvobs.telemetry.request_log import STDERR, LogFile, RequestLog, Stderr
-from kvobs.telemetry.request_reports import ANSWERS, Reports
-from kvobs.telemetry.request_traces import Traces
-from kvobs.telemetry.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.recording.call_event import Tracer
+from kvobs.telemetry.recording.call_spans import CallSpans
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
+from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, Stderr
+from kvobs.telemetry.requests.request_reports import ANSWERS, Reports
+from kvobs.telemetry.requests.request_traces import Traces
+from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.timeline import flight
+from kvobs.telemetry.timeline.flight import Flight
+from kvobs.vllm_api import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _report(
         if output is not None:
             log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
         put = log.put if log is not None else None
-        return Reports(names, ANSWERS[options.report], put, host.engine_place(vllm_config).number), log
+        return Reports(names, ANSWERS[options.report], put, versions.engine_place(vllm_config).number), log
     except Exception:
         faults.contain("record")
         return None, log

@@ -34,9 +34,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvobs import host
 from kvobs.demo.model import make_model
 from kvobs.testing.scripted import Script, entry_of
+from kvobs.vllm_api import versions
 
 BLOCK = 16
 """Tokens in a block of the KV cache."""
@@ -44,7 +44,7 @@ BLOCK = 16
 ROUTERS = {"kvobs": "kvobs", "stock": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"}
 """The routers that a rig runs: name -> ``kv_connector_module_path`` of its ``MultiConnector``."""
 
-_HAS_RESULTS = host.transfer_results() is not None
+_HAS_RESULTS = versions.transfer_results() is not None
 
 
 @cache
@@ -151,7 +151,7 @@ class Rig:
             hybrid: whether vLLM's hybrid KV cache manager is on, which needs connectors with ``SupportsHMA``.
 
         Raises:
-            kvobs.config.ConfigError: the configuration has mistakes.
+            kvobs.schema.config.ConfigError: the configuration has mistakes.
             ValueError: kvobs's router with ``hybrid`` and a connector without ``SupportsHMA``.
         """
         transfer = transfer_config(

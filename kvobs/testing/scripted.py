@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvobs import host
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -31,9 +31,9 @@ class _Results:
     failed_recving: set[str] = field(default_factory=set)
 
 
-_HAS_RESULTS = host.transfer_results() is not None
-TransferResults: Any = host.transfer_results() or _Results
-failed_loads = host.failed_loads()
+_HAS_RESULTS = versions.transfer_results() is not None
+TransferResults: Any = versions.transfer_results() or _Results
+failed_loads = versions.failed_loads()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector import utils as stock
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvobs.aggregation import KVOutputAggregator
+from kvobs.aggregation.aggregator import KVOutputAggregator
 from tests.bench.report import Budget, Line, Part
 
 AGGREGATORS: dict[str, type[Any]] = {"stock": stock.KVOutputAggregator, "kvobs": KVOutputAggregator}

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvobs.routing.gains import Gains, StepLimits
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 from tests.bench.calls import timer
 from tests.bench.report import Line, Part
 from tests.bench.yardstick import scaled

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvobs.demo.processes import group_members
 from kvobs.demo.server import Server, ServerError, claim_port
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.bench import traced
 from tests.bench.endtoend import Say, compare, in_turn, running
 from tests.bench.receiver import receiving

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import msgspec
 
-from kvobs.config import RESERVED_NAME
-from kvobs.stats.payload import KvobsStats
-from kvobs.stats.stats import MultiKVConnectorStats
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema.config import RESERVED_NAME
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script
 from tests.bench.calls import CHILDREN
 from tests.bench.report import Budget, Line, Part

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
-from kvobs.host import chunks_of
+from kvobs.vllm_api.versions import chunks_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, TransferResult

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.bench.exporter import Turn, configs, lines, seconds
 from tests.bench.report import Verdict
 

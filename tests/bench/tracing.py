@@ -25,16 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvobs import signals, spans
-from kvobs.exporting.span_export import SpanCutter
+from kvobs.export.span_export import SpanCutter
+from kvobs.schema import signals, spans
 from kvobs.state.transfers import Load, Report, ReportKind
-from kvobs.stats.flush_rule import FlushRule
-from kvobs.stats.payload import KvobsStats
-from kvobs.telemetry.call_event import CallEvent
-from kvobs.telemetry.call_spans import CallSpans
-from kvobs.telemetry.journal import Journal
-from kvobs.telemetry.request_traces import Traces
-from kvobs.telemetry.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.payload.flush_rule import FlushRule
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.call_spans import CallSpans
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.requests.request_traces import Traces
+from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import BusyChild
 from tests.bench.report import Budget, Line, Part

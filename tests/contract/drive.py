@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvobs.demo.model import make_model
-from kvobs.exporting import span_export
+from kvobs.export import span_export
 
 from .members import hooks, parameters
 

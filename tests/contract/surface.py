@@ -16,10 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs import aggregation, topology
-from kvobs.exporting import prometheus
+from kvobs import topology
+from kvobs.aggregation import aggregator
+from kvobs.export import prometheus
 from kvobs.routing import metadata
-from kvobs.stats import stats
+from kvobs.telemetry.payload import stats
 
 from . import drive, members, surface_children
 
@@ -46,12 +47,12 @@ def compared(scratch: Path) -> dict[str, Any]:
             "MultiKVConnectorPromMetrics": _compared(
                 stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics
             ),
-            "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregation.KVOutputAggregator),
+            "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregator.KVOutputAggregator),
             "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
         },
         "children": _report(_children(base)),
         "topology": _report(_topologies()),
-        "aggregator": aggregation.obstacle(),
+        "aggregator": aggregator.obstacle(),
     }
 
 

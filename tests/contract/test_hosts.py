@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.hooks import HOOKS, INHERITED, Side
+from kvobs.vllm_api.hooks import HOOKS, INHERITED, Side
 from tests.support.example import TESTS
 
 from . import hosts
@@ -105,7 +105,7 @@ def test_the_probe_ran_under_the_version_it_was_asked_for(report: Report, reques
 
 def test_every_public_hook_is_in_the_table_or_listed_as_inherited(report: Report) -> None:
     unknown = set(report["hooks"]) - set(HOOKS) - set(INHERITED)
-    assert not unknown, f"vLLM {report['vllm']} has hooks that kvobs/hooks.py does not name: {sorted(unknown)}"
+    assert not unknown, f"vLLM {report['vllm']} has hooks that kvobs/vllm_api/hooks.py does not name: {sorted(unknown)}"
 
 
 def test_the_table_knows_properties_and_what_is_asked_of_the_class(report: Report) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvobs.hooks import HOOKS, Cadence, Side
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
 
 from .children_steered import SteeredChild
 

@@ -29,7 +29,7 @@ from kvobs.demo.model import NAME, make_model
 from kvobs.demo.processes import Process, group_members
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, of_tests, prompt, serve, stock
 
 CLIENTS = 2  # of each kind

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
-from kvobs.exporter import ports
+from kvobs.export import ports
 from tests.engine.serving import eventually
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Exported:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    is_one = b"kvobs.exporter" in (entry / "cmdline").read_bytes().split(b"\0")
+                    is_one = b"kvobs.export" in (entry / "cmdline").read_bytes().split(b"\0")
                     if is_one and listening & {os.readlink(link) for link in (entry / "fd").iterdir()}:
                         return int(entry.name)
         raise AssertionError(f"no exporter has port {self.ports[0]}")

@@ -19,7 +19,7 @@ from kvobs.demo.model import NAME
 from kvobs.demo.processes import group_members
 from kvobs.demo.run import child, on_one_core
 from kvobs.demo.server import HOST, Server, cores
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.engine.forked_server import ForkedServer
 from tests.support.affinity import keeping_off
 

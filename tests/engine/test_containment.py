@@ -12,7 +12,7 @@ import pytest
 from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server, ServerError
-from kvobs.signals import INTERNAL_ERRORS
+from kvobs.schema.signals import INTERNAL_ERRORS
 from tests.engine import seams
 from tests.engine.metered import configuration
 from tests.engine.sabotage import SWITCH
@@ -51,33 +51,33 @@ NOT_HERE = {
             "routing.fastest:Fastest.admitted",
             "routing.fastest:Fastest.load_ended",
             "routing.outcomes:Outcomes.decided",
-            "telemetry.request_traces:Traces.decided",
+            "telemetry.requests.request_traces:Traces.decided",
         ),
         "of the load policy fastest: without its decisions other tokens are loaded",
     ),
     "children.layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",
     "telemetry.telemetry:_trace": "passed once, at start",
-    "telemetry.flight:begin": "passed once, at start",
+    "telemetry.timeline.flight:begin": "passed once, at start",
     "telemetry.telemetry:_report": "passed once, at start",
-    "telemetry.request_log:RequestLog.close": "passed once, at the end",
-    "exporting.prometheus:MultiKVConnectorPromMetrics._define_own": "passed once, at start",
-    "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter": "passed once, at start",
+    "telemetry.requests.request_log:RequestLog.close": "passed once, at the end",
+    "export.prometheus:MultiKVConnectorPromMetrics._define_own": "passed once, at start",
+    "export.prometheus:MultiKVConnectorPromMetrics._make_cutter": "passed once, at start",
     **dict.fromkeys(
         (
             "connector:_feed",
             "children.collector:divert",
-            "exporting.feed:Feed._add",
-            "exporting.feed:Feed._run",
-            "exporting.feed:Feed._say_goodbye",
+            "export.feed:Feed._add",
+            "export.feed:Feed._run",
+            "export.feed:Feed._say_goodbye",
         ),
         "on the way to the exporter, which is off here",
     ),
     **dict.fromkeys(
         (
-            "exporter.process:Exporter.run",
-            "exporter.process:Exporter._make_cutter",
-            "exporter.otlp_metrics:MetricsPush._run",
-            "exporter.otlp_metrics:MetricsPush._try_to_send",
+            "export.process:Exporter.run",
+            "export.process:Exporter._make_cutter",
+            "export.otlp_metrics:MetricsPush._run",
+            "export.otlp_metrics:MetricsPush._try_to_send",
         ),
         "in the exporter's own process, from which no exception reaches an engine",
     ),
@@ -141,8 +141,8 @@ def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     assert max(lines.count(where) for where in lines) <= 4, "once for each process"
     written = set((folder / "written").read_text().splitlines())
     assert sorted(line.partition(" ")[0] for line in written) == [
-        "kvobs.telemetry.request_log",
-        *["kvobs.telemetry.ring_files"] * 3,
+        "kvobs.telemetry.requests.request_log",
+        *["kvobs.telemetry.timeline.ring_files"] * 3,
     ], "of recordings the scheduler's and the ranks'"
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from kvobs import signals
 from kvobs.demo.report import PROMPT_TOKENS
 from kvobs.demo.server import parse_metrics
-from kvobs.stats.scrapes import Numbers
+from kvobs.schema import signals
+from kvobs.telemetry.payload.scrapes import Numbers
 from tests.engine.serving import eventually
 
 pytestmark = pytest.mark.engine

@@ -22,7 +22,7 @@ from kvobs.demo.collector import Collector
 from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import claim_port, environment, parse_metrics
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.engine.exported import OPENMETRICS, Exported, with_exporter
 from tests.engine.metered import (
     SERIES_AT_MOST,

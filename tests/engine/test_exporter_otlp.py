@@ -9,7 +9,7 @@ import pytest
 
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import parse_metrics
-from kvobs.signals import LOADS, SIGNALS, Kind, Scope
+from kvobs.schema.signals import LOADS, SIGNALS, Kind, Scope
 from tests.engine.exported import Exported, with_exporter
 from tests.engine.metered import ask_in_turn, configuration, counting_child
 from tests.engine.serving import eventually, serve

@@ -14,7 +14,7 @@ import pytest
 
 from kvobs.demo.run import child, host_memory
 from kvobs.demo.server import Server
-from kvobs.hooks import HOOKS, Side
+from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.engine.children_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, prompt, serve, total

@@ -45,7 +45,7 @@ def serve_some(server: Server, about: str, requests: int = 120) -> float:
 def test_serving_is_untouched_whatever_the_collector_does(model: Path, tmp_path: Path) -> None:
     """Down from the start, there, dying midway, hanging, and there again; vLLM's own exporter is off.
 
-    By gRPC; what the exporter for HTTP does is much the same, see ``tests/unit/exporting/test_span_export_failing.py``.
+    By gRPC; what the exporter for HTTP does is much the same, see ``tests/unit/export/test_span_export_failing.py``.
     """
     config = configuration(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {

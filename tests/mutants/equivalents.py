@@ -34,7 +34,7 @@ _ROW = 'if not isinstance(row, list) or len(row) < len(("signal", "child", "n"))
 def _row(word: str) -> tuple[Equivalent, ...]:
     changed = (_ROW.replace(f'"{word}"', f'"{other}"') for other in (word.upper(), f"XX{word}XX"))
     return tuple(
-        Equivalent("kvobs/stats/wire.py", "_is_row", _ROW, after, "only the number of these words counts")
+        Equivalent("kvobs/telemetry/payload/wire.py", "_is_row", _ROW, after, "only the number of these words counts")
         for after in changed
     )
 
@@ -43,36 +43,39 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     *_row("signal"),
     *_row("child"),
     *_row("n"),
-    _alias("kvobs/exporting/metric_families.py", "Sink = Callable[[int], None]"),
-    _alias("kvobs/state/rank_tally.py", "Reports = Sequence[tuple[int, set[str]]]"),
-    _alias("kvobs/telemetry/recorder.py", "Call = Callable[..., Any]"),
-    _alias("kvobs/telemetry/recorder.py", "Tally = list[int]"),
-    _alias("kvobs/telemetry/recorder.py", "Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns"),
-    _alias("kvobs/telemetry/request_traces.py", "Call: TypeAlias = Callable[..., Any]"),
-    _alias("kvobs/telemetry/request_traces.py", "Params: TypeAlias = dict[str, Any]  # kv_transfer_params"),
+    _alias("kvobs/export/metric_families.py", "Sink = Callable[[int], None]"),
+    _alias("kvobs/aggregation/rank_tally.py", "Reports = Sequence[tuple[int, set[str]]]"),
+    _alias("kvobs/telemetry/recording/recorder.py", "Call = Callable[..., Any]"),
+    _alias("kvobs/telemetry/recording/recorder.py", "Tally = list[int]"),
+    _alias(
+        "kvobs/telemetry/recording/recorder.py",
+        "Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns",
+    ),
+    _alias("kvobs/telemetry/requests/request_traces.py", "Call: TypeAlias = Callable[..., Any]"),
+    _alias("kvobs/telemetry/requests/request_traces.py", "Params: TypeAlias = dict[str, Any]  # kv_transfer_params"),
     Equivalent(
-        "kvobs/stats/payload.py",
+        "kvobs/telemetry/payload/payload.py",
         "",
         "FEW = 1_000  # numbers, of three parts or four",
         "FEW = 1001  # numbers, of three parts or four",
         "from how many numbers on they are added up early, for speed: what they add up to is the same",
     ),
     Equivalent(
-        "kvobs/telemetry/recorder.py",
+        "kvobs/telemetry/recording/recorder.py",
         "cost_of_recording",
         "def cost_of_recording(calls: int = 200, rounds: int = 5) -> float:",
         "def cost_of_recording(calls: int = 201, rounds: int = 5) -> float:",
         "one more call in a measurement: its result is per call",
     ),
     Equivalent(
-        "kvobs/telemetry/recorder.py",
+        "kvobs/telemetry/recording/recorder.py",
         "cost_of_recording",
         'recorded = Recorder(1).timed(0, "wait_for_save", nothing)',
         'recorded = Recorder(1).timed(1, "wait_for_save", nothing)',
         "a stand-in whose numbers nobody reads: the cost does not depend on the child's position",
     ),
     Equivalent(
-        "kvobs/telemetry/recorder.py",
+        "kvobs/telemetry/recording/recorder.py",
         "_bounds_ns",
         "return np.left_shift(1, signal.bounds, dtype=np.int64)",
         "return np.left_shift(1, signal.bounds, dtype=None)",

@@ -3,25 +3,25 @@
 from pathlib import Path, PurePosixPath
 
 CORE = (
-    "kvobs/aggregation.py",
-    "kvobs/exporting/metric_families.py",
-    "kvobs/exporting/prometheus.py",
+    "kvobs/aggregation/aggregator.py",
+    "kvobs/export/metric_families.py",
+    "kvobs/export/prometheus.py",
     "kvobs/routing/completions.py",
     "kvobs/routing/isolation.py",
     "kvobs/routing/lookups.py",
     "kvobs/routing/scheduler.py",
     "kvobs/routing/worker.py",
     "kvobs/state/ledger.py",
-    "kvobs/state/rank_tally.py",
+    "kvobs/aggregation/rank_tally.py",
     "kvobs/state/transfers.py",
-    "kvobs/stats/payload.py",
-    "kvobs/stats/stats.py",
-    "kvobs/stats/summary.py",
-    "kvobs/stats/wire.py",
-    "kvobs/telemetry/call_spans.py",
-    "kvobs/telemetry/recorder.py",
-    "kvobs/telemetry/request_spans.py",
-    "kvobs/telemetry/request_traces.py",
+    "kvobs/telemetry/payload/payload.py",
+    "kvobs/telemetry/payload/stats.py",
+    "kvobs/telemetry/payload/summary.py",
+    "kvobs/telemetry/payload/wire.py",
+    "kvobs/telemetry/recording/call_spans.py",
+    "kvobs/telemetry/recording/recorder.py",
+    "kvobs/telemetry/requests/request_spans.py",
+    "kvobs/telemetry/requests/request_traces.py",
 )
 
 WIDE = (
@@ -31,20 +31,20 @@ WIDE = (
     "tests/unit/telemetry",
     "tests/unit/children",
     "tests/unit/exporting",
-    "tests/unit/exporter/test_totals.py",
-    "tests/unit/test_aggregation.py",
-    "tests/unit/test_aggregation_installed.py",
+    "tests/unit/export/test_totals.py",
+    "tests/unit/aggregation/test_aggregation.py",
+    "tests/unit/aggregation/test_aggregation_installed.py",
     "tests/unit/test_connector.py",
     "tests/unit/test_faults.py",
     "tests/unit/test_observed.py",
     "tests/unit/test_observed_loads.py",
-    "tests/unit/test_signals.py",
+    "tests/unit/schema/test_signals.py",
     "tests/unit/test_traced.py",
     "tests/unit/test_traced_calls.py",
 )
 """The tests that a fault must survive: unit tests of what the core does. With more tests it could only be found."""
 
-SLOW = ("tests/unit/exporting/test_feed.py", "tests/unit/children/test_validation.py")
+SLOW = ("tests/unit/export/test_feed.py", "tests/unit/children/test_validation.py")
 """Tests of other modules that would take most of the time."""
 
 

@@ -115,7 +115,7 @@ class Engine:
         for module in ("scheduler", "completions", "worker", "open_transfers", "output_view"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-        patch.setattr("kvobs.exporting.span_export.make_exporter", lambda _endpoint: self.exporter)
+        patch.setattr("kvobs.export.span_export.make_exporter", lambda _endpoint: self.exporter)
         children = [_child(name, index) for index in range(len(NAMES))]
         kvobs: dict[str, Any] = {
             "names": list(NAMES),

@@ -22,7 +22,7 @@ import yaml
 
 from kvobs.demo.model import make_model
 from kvobs.demo.server import HOST, Server
-from kvobs.signals import SIGNALS, Kind
+from kvobs.schema.signals import SIGNALS, Kind
 from tests.engine.prometheus import Prometheus, scraping
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, TOKENS, eventually, hang_up, serve
 from tests.stack.stories import CACHE, EVERYTHING, ONE_FAILING, Ask, Story

@@ -11,8 +11,8 @@ import yaml
 
 from dashboards.site import Site
 from kvobs.demo.model import make_model
-from kvobs.signals import SIGNALS, Scope
-from kvobs.spans import LOAD
+from kvobs.schema.signals import SIGNALS, Scope
+from kvobs.schema.spans import LOAD
 from tests.engine.serving import ROOT
 from tests.stack.queries import NOBODY, OPTIONAL, Target, boards, faults, filled, labels_of, targets
 from tests.stack.run import RULES, Live, live

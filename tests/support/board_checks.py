@@ -10,8 +10,8 @@ import promql_parser
 from dashboards import looks
 from dashboards.sdk import model
 from dashboards.site import RUNBOOK
-from kvobs.signals import OPEN, SIGNALS, Kind, Scope
-from kvobs.spans import ATTRIBUTES, SPANS, Reason
+from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope
+from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason
 from tests.support.board_lint import Board, Panel, matchers, metric, panels, queries, selectors, variables
 
 COLUMNS = 24

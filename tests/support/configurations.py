@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvobs.cli.check.check import Checked
-from kvobs.config import PATH
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.schema.config import PATH
 from kvobs.testing import Script, cache_config, engine_config
 from tests.support.rig import child_config
 

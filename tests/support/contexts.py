@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 
-from kvobs.spans import Reason, Record
-from kvobs.telemetry.journal import Group
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.trace_context import TraceContext
+from kvobs.schema.spans import Reason, Record
+from kvobs.telemetry.recording.journal import Group
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.requests.trace_context import TraceContext
 
 if TYPE_CHECKING:
     import pytest

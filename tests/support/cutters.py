@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvobs.exporting.span_export import SpanCutter
+from kvobs.export.span_export import SpanCutter
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -8,9 +8,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.exporting.prometheus import MultiKVConnectorPromMetrics
-from kvobs.stats.payload import KvobsStats
-from kvobs.telemetry.taken import Taken
+from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import Script, engine_config, transfer_config
 from tests.support.rig import child_config
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from kvobs.state.load_choice import EXPLORED, Candidate, Decision, LoadChoice
+from kvobs.prediction.load_choice import EXPLORED, Candidate, Decision, LoadChoice
 
 COMPUTE_S, COMPUTE_TOKEN_S = 5e-3, 50e-6
 

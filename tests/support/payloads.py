@@ -6,10 +6,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from kvobs import signals
-from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH, SERIES, SIGNALS, Kind, Scope
-from kvobs.stats.hello import Connector, Engine
-from kvobs.telemetry.taken import Taken
+from kvobs.schema import signals
+from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH, SERIES, SIGNALS, Kind, Scope
+from kvobs.telemetry.payload.hello import Connector, Engine
+from kvobs.telemetry.recording.taken import Taken
 
 CONNECTORS = ("one", "two")
 _OPENED = [signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER]

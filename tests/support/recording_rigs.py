@@ -9,7 +9,7 @@ import pytest
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry import flight
+from kvobs.telemetry.timeline import flight
 from kvobs.testing import BLOCK, Rig, Script
 
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry import open_table
-from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, layer_words
-from kvobs.telemetry.open_table import OpenTable
-from kvobs.telemetry.ring import Ring, read
+from kvobs.telemetry.timeline import open_table
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, layer_words
+from kvobs.telemetry.timeline.open_table import OpenTable
+from kvobs.telemetry.timeline.ring import Ring, read
 
 CHILDREN = ["one", "two"]
 

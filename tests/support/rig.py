@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvobs import signals
-from kvobs.stats.payload import KvobsStats
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.request_reports import Reports
-from kvobs.telemetry.request_traces import Traces
+from kvobs.schema import signals
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.requests.request_reports import Reports
+from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.testing import Rig, Script, entry_of
 
 

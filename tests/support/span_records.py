@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 
-from kvobs.spans import ATTRIBUTES, SPANS, Reason, Record
+from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
 from tests.support.contexts import SAMPLED
 
 ids = st.integers(1, 2**64 - 1).map(lambda n: f"{n:016x}")

@@ -13,13 +13,13 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
-from kvobs.exporter import http_server
-from kvobs.exporter.exposition import Exposition
-from kvobs.exporter.totals import Totals
-from kvobs.signals import ENGINE_UP, Signal, place, slot
-from kvobs.stats.hello import Connector, Engine
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.taken import Taken
+from kvobs.export import http_server
+from kvobs.export.exposition import Exposition
+from kvobs.export.totals import Totals
+from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
+from kvobs.telemetry.payload.hello import Connector, Engine
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import engine_config, transfer_config
 from tests.support.front import Front, metered, own
 

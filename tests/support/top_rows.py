@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 
-from kvobs import signals
 from kvobs.cli.top.rows import ConnectorRow, Server
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import count
 
 MS = 10**6

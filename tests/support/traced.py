@@ -24,7 +24,7 @@ class Traced(Observed):
     def __init__(self, patch: pytest.MonkeyPatch, *scripts: Script, level: str | None = None, **more: Any) -> None:
         self.exporter = InMemorySpanExporter()
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-        patch.setattr("kvobs.exporting.span_export.make_exporter", lambda _endpoint: self.exporter)
+        patch.setattr("kvobs.export.span_export.make_exporter", lambda _endpoint: self.exporter)
         tracing = {**more.pop("tracing", {}), **({"level": level} if level else {})}
         more.setdefault("slow_call_ms", 60_000)  # a busy machine's pause is no slow call here
         super().__init__(patch, *scripts, tracing=tracing, **more)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvobs.aggregation import KVOutputAggregator
+from kvobs.aggregation.aggregator import KVOutputAggregator
 
 STUCK_AFTER = 10
 

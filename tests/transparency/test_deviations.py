@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.deviations import DEVIATIONS, Deviation
-from kvobs.hooks import HOOKS
+from kvobs.vllm_api.deviations import DEVIATIONS, Deviation
+from kvobs.vllm_api.hooks import HOOKS
 from tests.transparency.comparator import ALLOWED, FROM_HERE
 from tests.transparency.record import Cause
 

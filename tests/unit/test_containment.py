@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
 from kvobs.demo.server import claim_port
-from kvobs.signals import INTERNAL_ERRORS
+from kvobs.schema.signals import INTERNAL_ERRORS
 from kvobs.state.transfers import Stuck
-from kvobs.stats.payload import KvobsStats
-from kvobs.telemetry.taken import nothing
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.taken import nothing
 from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.engine import seams
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.usefixtures("in_production")
 
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
-    "telemetry.flight:begin",
+    "telemetry.timeline.flight:begin",
     "telemetry.telemetry:_trace",
     "telemetry.telemetry:_report",
-    "exporting.prometheus:MultiKVConnectorPromMetrics._define_own",
-    "exporting.prometheus:MultiKVConnectorPromMetrics._make_cutter",
+    "export.prometheus:MultiKVConnectorPromMetrics._define_own",
+    "export.prometheus:MultiKVConnectorPromMetrics._make_cutter",
 }
 """Seams that are passed once, while the objects are made."""
 IN_ENGINE = {
     "connector:_feed",
     "children.collector:divert",
-    "exporting.feed:Feed._add",
-    "exporting.feed:Feed._run",
-    "exporting.feed:Feed._say_goodbye",
+    "export.feed:Feed._add",
+    "export.feed:Feed._run",
+    "export.feed:Feed._say_goodbye",
 }
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
@@ -257,8 +257,8 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch, exp
 @pytest.mark.parametrize(
     ("opener", "flags", "is_noted"),
     [
-        ("kvobs.stats.stats", os.O_WRONLY, True),
-        ("kvobs.stats.stats", os.O_RDONLY, False),
+        ("kvobs.telemetry.payload.stats", os.O_WRONLY, True),
+        ("kvobs.telemetry.payload.stats", os.O_RDONLY, False),
         ("vllm.logger", os.O_WRONLY, False),
     ],
 )
@@ -286,25 +286,25 @@ def is_telemetry(module: str) -> bool:
 BINDING = "once for each hook of a child, when it is first called: it works always or never"
 FRONT = "calls what is contained, and children"
 EXPOSED = {
-    "telemetry.trace_context:activated": BINDING,
-    "telemetry.trace_context:activated.<locals>.active": "sets what a seam has made",
-    "telemetry.flight:pack": BINDING,
-    "exporting.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
-    "telemetry.recorder:Recorder.tally": BINDING,
-    "telemetry.recorder:Recorder.traces_all": BINDING,
-    "telemetry.recorder:_first": BINDING,
+    "telemetry.requests.trace_context:activated": BINDING,
+    "telemetry.requests.trace_context:activated.<locals>.active": "sets what a seam has made",
+    "telemetry.timeline.flight:pack": BINDING,
+    "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
+    "telemetry.recording.recorder:Recorder.tally": BINDING,
+    "telemetry.recording.recorder:Recorder.traces_all": BINDING,
+    "telemetry.recording.recorder:_first": BINDING,
     "signals:hook_label": BINDING,
     "signals:is_timed": BINDING,
     "signals:place": BINDING,
     "signals:slot": BINDING,
-    "stats.payload:KvobsStats.is_empty": "within _is_empty, which contains what children's stats raise",
+    "telemetry.payload.payload:KvobsStats.is_empty": "within _is_empty, which contains what children's stats raise",
     "children.collector:Collector.collect": FRONT,
-    "stats.stats:MultiKVConnectorStats.is_empty": FRONT,
-    "stats.stats:_is_empty": FRONT,
-    "stats.stats:own_stats": "only looks for an entry: rebuilding it is a seam",
-    "telemetry.request_log:RequestLog.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
-    "telemetry.request_traces:Traces.activated": BINDING,
-    "telemetry.request_traces:Traces.begin_step": FRONT,
+    "telemetry.payload.stats:MultiKVConnectorStats.is_empty": FRONT,
+    "telemetry.payload.stats:_is_empty": FRONT,
+    "telemetry.payload.stats:own_stats": "only looks for an entry: rebuilding it is a seam",
+    "telemetry.requests.request_log:RequestLog.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
+    "telemetry.requests.request_traces:Traces.activated": BINDING,
+    "telemetry.requests.request_traces:Traces.begin_step": FRONT,
 }
 """What may run outside of a seam, and why."""
 

@@ -20,7 +20,7 @@ from docs.__main__ import generated, main
 from docs.pages import FOLDER, ROOT, fill, pages, part, parts, table, write
 from docs.tables import TABLES
 from kvobs.cli import app
-from kvobs.signals import SIGNALS
+from kvobs.schema.signals import SIGNALS
 from tests.connectors.packages import PACKAGES
 from tests.connectors.table import CI, RUN_WITH
 from tests.support.pages import TEXTS, Place, every

@@ -13,7 +13,7 @@ from dashboards.rules import Alert, Asks
 from dashboards.site import Site
 from docs.pages import part
 from docs.tables import CONDITIONS
-from kvobs.options import Options
+from kvobs.schema.options import Options
 from kvobs.state import quarantine
 from tests.support.messages import is_written
 from tests.support.pages import ALL_TEXTS, RUNBOOK, TEXTS, paragraphs

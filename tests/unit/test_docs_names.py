@@ -12,8 +12,10 @@ from typer.main import get_command
 
 from dashboards.__main__ import BOARDS
 from docs.pages import ROOT
-from kvobs import cli, hooks, host, options, signals, spans
-from kvobs.signals import SIGNALS, Scope
+from kvobs import cli
+from kvobs.schema import options, signals, spans
+from kvobs.schema.signals import SIGNALS, Scope
+from kvobs.vllm_api import hooks, versions
 from tests.support.pages import ALL_TEXTS, TEXTS, Place, every, paragraphs, places
 
 SOURCES = {
@@ -94,7 +96,7 @@ ADDED = {
     "A metric": {signals.__name__},
     "An option": {options.__name__},
     "A span or an attribute": {spans.__name__},
-    "A version of vLLM": {host.__name__, hooks.__name__},
+    "A version of vLLM": {versions.__name__, hooks.__name__},
     "A panel": {name[:-3].replace("/", ".") for name, text in SOURCES.items() if re.search(r"\bAbout\(\n", text)},
 }
 

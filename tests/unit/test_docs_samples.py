@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from kvobs import signals
 from kvobs.cli import app
 from kvobs.demo import report, tree
 from kvobs.demo.collector import Span
-from kvobs.stats.summary import summarize
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.taken import Taken
+from kvobs.schema import signals
+from kvobs.telemetry.payload.summary import summarize
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import BLOCK, Script
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.recording_rigs import recording_rig

@@ -7,7 +7,7 @@ import pytest
 
 import kvobs
 from kvobs import faults
-from kvobs.signals import INTERNAL_ERRORS, Where
+from kvobs.schema.signals import INTERNAL_ERRORS, Where
 
 
 def fail(where: Where) -> None:

@@ -14,16 +14,12 @@ from docs.house import TIERS, room
 
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
-NEEDS_NO_VLLM = (
-    *("version", "log", "hooks", "findings", "proc", "host", "signal_types", "signals", "deviations", "topology"),
-    *("faults", "spans"),
-    *("options", "config"),
-    "plugin",
-)
-PURE = ("state", "telemetry")
+PURE = ("prediction", "state", "telemetry.recording", "telemetry.requests", "telemetry.timeline")
+NEEDS_NO_VLLM = ("version", "log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
-    *("exporting.span_export", "exporting.destinations", "stats.flush_rule", "stats.summary", "stats.histogram"),
-    *("stats.scrapes", "children.specs", "children.validation", "routing.lookups", "cli.check.check"),
+    *("export.span_export", "export.destinations"),
+    *(f"telemetry.payload.{name}" for name in ("flush_rule", "summary", "histogram", "scrapes")),
+    *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
 )
 
 
@@ -73,8 +69,8 @@ def test_imports_are_found() -> None:
 
 
 def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
-    packages = [name for name in MODULES if room(name) in PURE]
-    names = ["kvobs", *(f"kvobs.{name}" for name in (*NEEDS_NO_VLLM, *packages, *WITHOUT_TORCH))]
+    within = [name for name in MODULES if name.startswith(tuple(f"{part}." for part in (*NEEDS_NO_VLLM, *PURE)))]
+    names = ["kvobs", *(f"kvobs.{name}" for name in (*NEEDS_NO_VLLM, *within, *WITHOUT_TORCH))]
     hide = "import importlib, sys; sys.modules['vllm'] = sys.modules['torch'] = None; "
     code = hide + f"[importlib.import_module(name) for name in {names}]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
@@ -82,7 +78,7 @@ def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
 
 def test_the_state_knows_no_telemetry() -> None:
     code = "import sys; sys.modules['opentelemetry'] = sys.modules['prometheus_client'] = None; "
-    names = [f"kvobs.{name}" for name in MODULES if room(name) == "state"]
+    names = [f"kvobs.{name}" for name in MODULES if room(name) in ("prediction", "state")]
     subprocess.run(
         [sys.executable, "-c", f"{code}import importlib; [importlib.import_module(name) for name in {names}]"],
         check=True,

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
-from kvobs.signals import SIGNALS, Scope, Signal
+from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.testing import BLOCK, Script
 from tests.support.observed import KV, NAMES, STEP_S, SYNC, Observed
 from tests.support.rig import child_config
@@ -279,7 +279,7 @@ def test_faults_and_cost_of_its_own(monkeypatch: pytest.MonkeyPatch, a: Script, 
 
 
 def test_lines_of_the_request_log_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr("kvobs.telemetry.request_log.WAITING_AT_MOST", 2)
+    monkeypatch.setattr("kvobs.telemetry.requests.request_log.WAITING_AT_MOST", 2)
     engine = Observed(monkeypatch, a, b, ranks=1, request_log="/dev/full")
     for request in map(str, range(8)):
         engine.rig.add(request, max_tokens=1)

@@ -16,8 +16,8 @@ from docs.pages import FOLDER
 from kvobs import testing
 
 INTERNAL = {
-    "kvobs.config": {"validate", "explain"},  # with findings; `read` raises them
-    "kvobs.signals": {
+    "kvobs.schema.config": {"validate", "explain"},  # with findings; `read` raises them
+    "kvobs.schema.signals": {
         *(
             "Series",
             "slot",
@@ -29,22 +29,22 @@ INTERNAL = {
         "labelnames",  # of what the exporter serves
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },
-    "kvobs.spans": {"Record", "observed_in"},  # a span on its way to the exporter
+    "kvobs.schema.spans": {"Record", "observed_in"},  # a span on its way to the exporter
     "kvobs.testing": {"base_config"},  # what the other configurations are made of
 }
 """Names without underscore that kvobs's own modules share and others should not use."""
 
 HOMES = {
     "__version__": "kvobs.version",
-    "OPEN": "kvobs.signal_types",
+    "OPEN": "kvobs.schema.signal_types",
     "BLOCK": "kvobs.testing.rig",
     "ROUTERS": "kvobs.testing.rig",
 }
 """Where constants are assigned that a public module imports."""
 
 PUBLIC = [import_module(name) for name in (
-    "kvobs", "kvobs.blocks", "kvobs.aggregation", "kvobs.topology", "kvobs.config", "kvobs.signals", "kvobs.spans",
-    "kvobs.testing",
+    "kvobs", "kvobs.blocks", "kvobs.aggregation", "kvobs.topology", "kvobs.schema.config", "kvobs.schema.signals",
+    "kvobs.schema.spans", "kvobs.testing",
 )]  # fmt: skip
 
 NAMES = [(module, name) for module in PUBLIC for name in module.__all__]

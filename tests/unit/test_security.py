@@ -19,17 +19,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 import tests.support.scripted
-from kvobs.exporting import span_export
-from kvobs.exporting.span_export import SpanCutter
-from kvobs.signals import OPEN, SIGNALS
-from kvobs.spans import ATTRIBUTES, Record
-from kvobs.stats import stats
-from kvobs.stats.payload import KvobsStats
-from kvobs.stats.stats import RawStats, _class_at, class_path, rebuild
-from kvobs.stats.wire import VERSION
-from kvobs.telemetry import trace_context
-from kvobs.telemetry.recorder import Recorder
-from kvobs.telemetry.trace_context import MalformedContextError, as_otel, into_params, of_headers, of_params, parse
+from kvobs.export import span_export
+from kvobs.export.span_export import SpanCutter
+from kvobs.schema.signals import OPEN, SIGNALS
+from kvobs.schema.spans import ATTRIBUTES, Record
+from kvobs.telemetry.payload import stats
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
+from kvobs.telemetry.payload.wire import VERSION
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.requests import trace_context
+from kvobs.telemetry.requests.trace_context import (
+    MalformedContextError,
+    as_otel,
+    into_params,
+    of_headers,
+    of_params,
+    parse,
+)
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import SAMPLED, no_otel_variables, record
 from tests.support.front import Front

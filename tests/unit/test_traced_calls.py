@@ -11,7 +11,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvobs.telemetry.recorder import NEVER, Recorder
+from kvobs.telemetry.recording.recorder import NEVER, Recorder
 from kvobs.testing import Script
 from tests.support.observed import KV, STEP_S, SYNC, Observed
 from tests.support.rig import child_config

@@ -53,7 +53,7 @@ EXPECTED_IN_PLACE: dict[str, str] = {
     ),
     f"{_MULTI}::test_multi_connector_overrides_all_base_methods": (
         "the test reads the class body; kvobs inherits vLLM's class, which overrides them all, and puts its own hooks "
-        "on the instance. That every hook is routed: tests/unit/test_hooks.py and tests/contract"
+        "on the instance. That every hook is routed: tests/unit/vllm_api/test_hooks.py and tests/contract"
     ),
 }
 """Test -> why kvobs's answer is another one; a name without its parameters stands for all of them."""

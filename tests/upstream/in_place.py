@@ -20,8 +20,8 @@ REPLACED: dict[str, dict[str, str]] = {
         "MultiConnector": "kvobs.connector",
         "MultiKVConnectorMetadata": "kvobs.routing.metadata",
         "MultiKVConnectorWorkerMetadata": "kvobs.routing.metadata",
-        "MultiKVConnectorStats": "kvobs.stats.stats",
-        "MultiKVConnectorPromMetrics": "kvobs.exporting.prometheus",
+        "MultiKVConnectorStats": "kvobs.telemetry.payload.stats",
+        "MultiKVConnectorPromMetrics": "kvobs.export.prometheus",
     },
     f"{_CONNECTORS}.utils": {
         "KVOutputAggregator": "kvobs.aggregation",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs import host, plugin
+from kvobs import plugin
 from kvobs.children.validation import (
     NotUsableError,
     Validated,
@@ -21,15 +21,16 @@ from kvobs.children.validation import (
 )
 from kvobs.cli.check import port, rules, vllm_source
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
-from kvobs.config import PATH
-from kvobs.exporting import destinations
-from kvobs.exporting.destinations import Setup
-from kvobs.findings import Finding
+from kvobs.export import destinations
+from kvobs.export.destinations import Setup
 from kvobs.log import line
-from kvobs.options import Options
-from kvobs.telemetry import sampling
-from kvobs.telemetry.sampling import TracingSettings
+from kvobs.schema.config import PATH
+from kvobs.schema.findings import Finding
+from kvobs.schema.options import Options
+from kvobs.telemetry.requests import sampling
+from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.topology import Engine, who_reads
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from kvobs.cli.check.classes import Facts
@@ -204,7 +205,7 @@ def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
 def _transfer_class() -> type[Any]:
     """Return the class of transfer configurations, with the keys of the installed vLLM if there is one."""
     keys = vllm_source.transfer_keys()
-    return host.transfer_config_with(keys) if keys else host.TransferConfig
+    return versions.transfer_config_with(keys) if keys else versions.TransferConfig
 
 
 def _not_enabled(config: Mapping[str, Any], router: Router) -> Finding:
@@ -236,7 +237,7 @@ def _check_telemetry(checked: Checked, flags: Flags) -> None:
     setup = Setup(
         options.exporter,
         has_stats=not flags.disable_log_stats,
-        has_rust_frontend=host.has_rust_frontend(),
+        has_rust_frontend=versions.has_rust_frontend(),
         api_servers=flags.api_server_count,
         has_traces=tracing is not None,
     )

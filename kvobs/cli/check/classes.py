@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.plugins import load_general_plugins
 
-from kvobs import host
 from kvobs.children.configured import class_of, named
 from kvobs.children.known import LIBRARIES, is_installed
 from kvobs.children.validation import NotUsableError
-from kvobs.findings import show
-from kvobs.hooks import HOOKS, is_empty
-from kvobs.signals import is_timed
+from kvobs.schema.findings import show
+from kvobs.schema.signals import is_timed
+from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, is_empty
 
 __all__ = ["Facts", "KVTransferConfig", "class_of", "facts_of", "load_general_plugins"]
 
@@ -58,7 +58,7 @@ def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Fac
         raise NotUsableError(found, fix="name the class of a KV connector")
     known = [hook.name for hook in HOOKS.values() if is_timed(hook) and hasattr(cls, hook.name)]
     empty = tuple(name for name in known if _is_empty(cls, name))
-    sleep = host.sleep_mode_hook(cls)
+    sleep = versions.sleep_mode_hook(cls)
     extra = transfer.kv_connector_extra_config
     return Facts(
         class_path=f"{cls.__module__}.{cls.__qualname__}",

@@ -21,7 +21,7 @@ from kvobs.cli.check.rewrite import Router
 from kvobs.cli.check.source import read
 from kvobs.cli.top.servers import url_of
 from kvobs.cli.topology import read_model
-from kvobs.findings import Finding
+from kvobs.schema.findings import Finding
 from kvobs.topology import Engine
 
 _PROMETHEUS_PORT = 9090

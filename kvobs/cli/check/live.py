@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvobs import signals
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
 from kvobs.cli.top.scrapes import PREFIX
 from kvobs.cli.top.servers import NO_METRICS, PLAIN, values_of
 from kvobs.cli.web import NoAnswerError, get
-from kvobs.findings import Finding
-from kvobs.stats.scrapes import Numbers
+from kvobs.schema import signals
+from kvobs.schema.findings import Finding
+from kvobs.telemetry.payload.scrapes import Numbers
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)

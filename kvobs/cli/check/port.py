@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from kvobs.config import EXPORTER_VARIABLE, PATH
-from kvobs.exporter.ports import holder, resolve
-from kvobs.findings import Finding, show
-from kvobs.options import ExporterOptions
+from kvobs.export.ports import holder, resolve
+from kvobs.schema.config import EXPORTER_VARIABLE, PATH
+from kvobs.schema.findings import Finding, show
+from kvobs.schema.options import ExporterOptions
 
 
 def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list[Finding]:

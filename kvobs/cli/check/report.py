@@ -15,9 +15,9 @@ from kvobs.cli import topology
 from kvobs.cli.check.check import Checked, CheckedConnector
 from kvobs.cli.check.live import Looked
 from kvobs.cli.check.rewrite import Router
-from kvobs.findings import Finding
-from kvobs.hooks import HOOKS, Cadence
+from kvobs.schema.findings import Finding
 from kvobs.version import __version__
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 if TYPE_CHECKING:
     from kvobs.cli.check.classes import Facts

@@ -9,8 +9,8 @@ from enum import Enum, auto
 from typing import Any
 
 from kvobs.children.known import OURS, ROUTER
-from kvobs.config import ConfigError, read
-from kvobs.host import TransferConfig
+from kvobs.schema.config import ConfigError, read
+from kvobs.vllm_api.versions import TransferConfig
 
 _STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
 _AT_THE_TOP = ("engine_id", "kv_load_failure_policy")  # inherited by connectors; read at the top level only

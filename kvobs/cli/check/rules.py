@@ -13,8 +13,8 @@ from kvobs.children.known import OURS, ROUTER, missing_libraries
 from kvobs.children.validation import misplaced
 from kvobs.cli.check import vllm_source
 from kvobs.cli.check.rewrite import Router
-from kvobs.config import PATH
-from kvobs.findings import Finding, unknown
+from kvobs.schema.config import PATH
+from kvobs.schema.findings import Finding, unknown
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
 _DEEPEST = 8  # routers within routers

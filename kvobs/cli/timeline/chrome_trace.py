@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from kvobs.cli.timeline.names import of_processes, of_request
 from kvobs.cli.timeline.recordings import Process, Slice
-from kvobs.telemetry.flight import OWN, ROUTED
+from kvobs.telemetry.timeline.flight import OWN, ROUTED
 
 Event = dict[str, Any]
 Key = tuple[str, int, str, int, int]  # run, engine, and of a load or save: kind, child, request

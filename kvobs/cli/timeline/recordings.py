@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvobs.telemetry import open_table
-from kvobs.telemetry.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
-from kvobs.telemetry.ring import RingError, Snapshot, read
-from kvobs.telemetry.ring_files import SUFFIX, is_written
+from kvobs.telemetry.timeline import open_table
+from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
+from kvobs.telemetry.timeline.ring import RingError, Snapshot, read
+from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
 
 OPEN = "open"
 UNREPORTED = "not reported"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvobs.cli.timeline.recordings import OPEN, UNREPORTED, Process, Transfer
-from kvobs.telemetry.flight import OWN
+from kvobs.telemetry.timeline.flight import OWN
 
 Key = tuple[str, int, int]  # kind, child, request
 ON_RANKS = ("load", "save")

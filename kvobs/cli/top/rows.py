@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvobs import signals
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
-from kvobs.hooks import SCHEDULER_HOOKS
-from kvobs.stats.scrapes import Numbers, by_owner, change, has_restarted
+from kvobs.schema import signals
+from kvobs.telemetry.payload.scrapes import Numbers, by_owner, change, has_restarted
+from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 RATES = (
     "lookups", "loads", "load_tokens", "load_bytes", "unused_tokens", "scheduler_s",

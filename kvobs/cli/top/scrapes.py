@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvobs import signals
 from kvobs.cli.output import printable
-from kvobs.signals import Kind
-from kvobs.stats.scrapes import Series, Values
+from kvobs.schema import signals
+from kvobs.schema.signals import Kind
+from kvobs.telemetry.payload.scrapes import Series, Values
 
 PREFIX = "kvobs_"
 # Of vLLM's own metrics, which an exporter does not have.

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvobs import signals
 from kvobs.cli.output import printable
 from kvobs.cli.top.rows import Server, server_row
 from kvobs.cli.top.scrapes import PREFIX, Scrape, parse, parse_vllm
 from kvobs.cli.web import TIMEOUT_S, NoAnswerError, get
-from kvobs.options import ExporterOptions
-from kvobs.stats.scrapes import Values
+from kvobs.schema import signals
+from kvobs.schema.options import ExporterOptions
+from kvobs.telemetry.payload.scrapes import Values
 
 VLLM_PORT = 8000
 PLAIN = "text/plain"

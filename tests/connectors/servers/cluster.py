@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvobs.demo.processes import end_group
 from kvobs.demo.server import claim_port, environment
-from kvobs.proc import stat
+from kvobs.vllm_api.proc import stat
 from tests.connectors.packages import importing
 from tests.connectors.servers.stores import listens
 from tests.engine.serving import eventually, importing_tests

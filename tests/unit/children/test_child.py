@@ -8,8 +8,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvobs.children.child import Child
-from kvobs.hooks import HOOKS, Cadence, is_empty
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from tests.engine.children_stats import IdleChild
 
 OF_EACH_STEP = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.STEP]

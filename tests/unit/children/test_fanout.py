@@ -10,9 +10,9 @@ import pytest
 
 from kvobs.children.child import Child
 from kvobs.children.fanout import RULES, bind, call_all
-from kvobs.hooks import HOOKS, Cadence, Combine
-from kvobs.signals import is_timed
-from kvobs.telemetry.recorder import SUM, Recorder
+from kvobs.schema.signals import is_timed
+from kvobs.telemetry.recording.recorder import SUM, Recorder
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
 
 
 def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:

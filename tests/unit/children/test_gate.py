@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvobs import host, signals
 from kvobs.children.gate import AT_ANY_TIME, NOTHING, Gate, ends_for_good
-from kvobs.hooks import HOOKS, Cadence
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 TABLES = {"NOTHING": set(NOTHING), "AT_ANY_TIME": set(AT_ANY_TIME)}
 IN_STEP = {name for name, hook in HOOKS.items() if hook.cadence in (Cadence.REQUEST, Cadence.STEP)}
@@ -98,7 +99,7 @@ def test_answers_of_nothing_are_not_shared() -> None:
 
 
 def test_no_results_are_this_vllms() -> None:
-    made, _ = gate(**host.no_results())
+    made, _ = gate(**versions.no_results())
     assert made.guard("get_transfer_results", raising)(set()) == KVConnectorTransferResults()
 
 

@@ -16,12 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.children.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls
-from kvobs.hooks import HOOKS, Cadence
-from kvobs.signals import SPANS_DROPPED, slot
-from kvobs.telemetry.call_event import CallEvent
-from kvobs.telemetry.journal import Journal
-from kvobs.telemetry.recorder import SUM, WALL_OFFSET, Recorder
+from kvobs.schema.signals import SPANS_DROPPED, slot
+from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Recorder
 from kvobs.telemetry.telemetry import Telemetry
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "wait_for_layer_load": [(("layer",), {})],
@@ -41,7 +41,7 @@ class Fan:
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.raises: dict[int, BaseException] = {}
         patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
-        patch.setattr("kvobs.telemetry.recorder.perf_counter_ns", lambda: self.now)
+        patch.setattr("kvobs.telemetry.recording.recorder.perf_counter_ns", lambda: self.now)
         journal = Journal()
         self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
         connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
@@ -193,7 +193,7 @@ def test_slow_calls_are_counted_and_the_slowest_logged(
 
 
 def _name(place: int) -> str:
-    from kvobs.signals import locate
+    from kvobs.schema.signals import locate
 
     return locate(place)[0].signal.name
 

@@ -14,12 +14,12 @@ import kvobs
 from kvobs.children.child import Child
 from kvobs.children.configured import read_specs
 from kvobs.children.specs import load_ends_save
-from kvobs.config import ConfigError
 from kvobs.connector import get_kv_connector_cache_layout
-from kvobs.hooks import HOOKS, Cadence
-from kvobs.signals import is_timed
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema.config import ConfigError
+from kvobs.schema.signals import is_timed
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import no_otel_variables, request
 from tests.support.rig import child_config
 

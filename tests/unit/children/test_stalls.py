@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvobs import faults, signals
+from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.children.stalls import Stalls
-from kvobs.signals import locate
-from kvobs.telemetry.journal import Journal
-from kvobs.telemetry.recorder import SUM, Recorder
+from kvobs.schema import signals
+from kvobs.schema.signals import locate
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.recorder import SUM, Recorder
 from kvobs.telemetry.telemetry import Telemetry
 
 

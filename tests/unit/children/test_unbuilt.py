@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.configured import read_specs
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.config import ConfigError
+from kvobs.schema.config import ConfigError
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from tests.support.rig import child_config
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
-from kvobs import config
 from kvobs.children.specs import async_only
 from kvobs.children.validation import (
     Validated,
@@ -21,8 +20,9 @@ from kvobs.children.validation import (
     transfer_config,
     validate,
 )
-from kvobs.findings import Finding
-from kvobs.host import TransferConfig
+from kvobs.schema import config
+from kvobs.schema.findings import Finding
+from kvobs.vllm_api.versions import TransferConfig
 
 ENTRY = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 ONLY_OLDER = {"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"}

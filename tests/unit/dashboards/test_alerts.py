@@ -19,7 +19,7 @@ from dashboards.fleet_alerts import FLEET
 from dashboards.rules import Alert
 from dashboards.site import RUNBOOK, Site
 from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
-from kvobs.signals import SIGNALS, Scope
+from kvobs.schema.signals import SIGNALS, Scope
 from tests.unit.dashboards.scenes import SCENES, SUBJECTS
 from tests.unit.dashboards.scenes.scene import BUILD, UP, Fires, Scenes, Series
 

@@ -19,7 +19,7 @@ from dashboards.__main__ import FILES, GENERATED, differences
 from dashboards.panels import CHILD_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
-from kvobs.signals import SIGNALS
+from kvobs.schema.signals import SIGNALS
 from tests.support.board_checks import QUERIED, asked
 from tests.support.board_lint import Board, metric, panels, queries
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dashboards.promql import HOST_LABELS, Selection, ratio, share, worst
-from kvobs import signals
-from kvobs.signals import OPEN, SIGNALS, Kind, Scope, Signal
+from kvobs.schema import signals
+from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope, Signal
 
 SELECTION = Selection("5m", 'job="vllm"', 'connector="cpu"')
 PARTS = {Kind.HISTOGRAM: ["_bucket", "_sum", "_count"], Kind.COUNTER: [""], Kind.GAUGE: [""]}

@@ -10,7 +10,7 @@ import pytest
 
 from dashboards import looks, promql, questions
 from dashboards.questions import SELECTION, by_child, by_engine
-from kvobs import signals
+from kvobs.schema import signals
 
 HOST = ',job="j",instance="i",model_name="m",engine="0"'
 STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1

@@ -17,8 +17,8 @@ from dashboards.alerts import alerts, rule_groups, rules_yaml
 from dashboards.rules import Asks, Severity
 from dashboards.site import RUNBOOK, Site, placeholders, thresholds, token
 from dashboards.telemetry_alerts import PREFIX
-from kvobs import signals
-from kvobs.signals import SIGNALS
+from kvobs.schema import signals
+from kvobs.schema.signals import SIGNALS
 
 SITE = Site()
 BY_NAME = {alert.name: alert for alert in alerts(SITE)}

@@ -12,10 +12,10 @@ import promql_parser
 import pytest
 import yaml
 
-from kvobs import spans
 from kvobs.cli import dashboards
-from kvobs.options import Options
-from kvobs.signals import SIGNALS
+from kvobs.schema import spans
+from kvobs.schema.options import Options
+from kvobs.schema.signals import SIGNALS
 
 ROOT = Path(__file__).parents[3]
 STACK = ROOT / "dashboards/stack"

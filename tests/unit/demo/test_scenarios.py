@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.samples import Sample
 
-from kvobs.config import read
 from kvobs.demo.run import with_fault
 from kvobs.demo.scenarios import FAULTS, evidence
+from kvobs.schema.config import read
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -97,7 +97,7 @@ def test_servers_side_by_side_have_the_cores_that_vllms_variable_names(
 
 def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
     """Names and children in the same order."""
-    from kvobs import config
+    from kvobs.schema import config
 
     extra = multi_connector(host_memory(), files(Path("/disk")))["kv_connector_extra_config"]
     assert config.read(extra).names == ("cpu", "disk")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from kvobs.children.child import Child
+from kvobs.prediction.compute_cost import ComputeCost
+from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, UNKNOWN, Decision
 from kvobs.routing import fastest
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import Offer
-from kvobs.state.compute_cost import ComputeCost
-from kvobs.state.load_choice import COMPUTING, FASTEST, HANDED_OVER, UNKNOWN, Decision
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.observed import KV, SYNC, Observed
 from tests.support.reports import took

@@ -13,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from kvobs import faults
 from kvobs.routing import isolation
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata
-from kvobs.signals import CHILD_WIDTH, PROCESS_WIDTH
+from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config, counted

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvobs import signals
 from kvobs.routing import gains
 from kvobs.routing.gains import Gains, StepLimits
+from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.reports import took
 
 MS = 1_000_000

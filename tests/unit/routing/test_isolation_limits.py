@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.config import ConfigError
+from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script
 from tests.support.best_effort import FAILURE, KV, SYNC, Isolating
 from tests.support.rig import assert_nothing_is_left, child_config, counted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvobs.hooks import HOOKS
 from kvobs.testing import BLOCK, Script
+from kvobs.vllm_api.hooks import HOOKS
 from tests.support.best_effort import FAILURE, KV, Isolating, named
 from tests.support.rig import assert_nothing_is_left
 

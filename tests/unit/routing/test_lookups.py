@@ -11,16 +11,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs import signals
 from kvobs.children.child import Child
-from kvobs.options import Options
+from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.routing import lookups
 from kvobs.routing.fastest import Fastest
 from kvobs.routing.lookups import NOTHING, Offer, Offers
-from kvobs.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
-from kvobs.state.compute_cost import ComputeCost
+from kvobs.schema import signals
+from kvobs.schema.options import Options
+from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.rig import counts_of
 
 Answer = tuple[int | None, bool]

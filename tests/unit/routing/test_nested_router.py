@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvobs.config import ConfigError
+from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script
 from tests.support.best_effort import KV
 from tests.support.rig import assert_nothing_is_left, child_config, counted

@@ -9,7 +9,7 @@ import pytest
 from kvobs.children.child import Child
 from kvobs.routing.open_lookups import OpenLookups
 from kvobs.routing.visibility import Visibility
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, counted
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvobs import signals
 from kvobs.routing.open_transfers import OpenTransfers
+from kvobs.schema import signals
 from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stuck
-from kvobs.telemetry.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 RANKS = 2
 TOKENS = 16

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvobs.routing.outcomes import Outcomes
-from kvobs.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
+from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
 from kvobs.state.transfers import Gain, Load, Save, Stray
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.reports import took
 
 

@@ -15,9 +15,9 @@ from kvobs.routing.output_view import OutputView, Over
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
-from kvobs.stats.payload import KvobsStats
-from kvobs.stats.stats import MultiKVConnectorStats, RawStats
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config, counted
 from tests.support.scripted import Events, Stats, Tally

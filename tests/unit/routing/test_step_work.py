@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvobs.prediction.step_times import Work
 from kvobs.routing import gains
 from kvobs.routing.step_work import work_of
-from kvobs.state.step_times import Work
 from kvobs.testing import BLOCK, Rig, Script
 
 

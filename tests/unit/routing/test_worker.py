@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvobs.routing import worker
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
-from kvobs.stats.stats import has_content
+from kvobs.telemetry.payload.stats import has_content
 from kvobs.testing import BLOCK, Rig, Script
 
 

@@ -9,11 +9,11 @@ import pytest
 from kvobs.children.child import Child
 from kvobs.children.gate import AT_ANY_TIME, Gate
 from kvobs.children.unbuilt import Unbuilt
-from kvobs.hooks import HOOKS, Cadence
 from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.quarantine import FOR_GOOD, IsolationState
-from kvobs.telemetry.recorder import Recorder
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 STEP = frozenset(name for name, hook in HOOKS.items() if hook.cadence in (Cadence.STEP, Cadence.LAYER))
 SAVING = frozenset({"save_kv_layer", "wait_for_save"})

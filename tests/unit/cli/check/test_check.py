@@ -12,10 +12,10 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from kvobs.cli.check import port
 from kvobs.cli.check.check import Flags, check, check_text
 from kvobs.cli.check.rewrite import Router
-from kvobs.config import PATH
-from kvobs.host import RUST_FRONTEND
 from kvobs.plugin import VARIABLE
+from kvobs.schema.config import PATH
 from kvobs.topology import Engine
+from kvobs.vllm_api.versions import RUST_FRONTEND
 from tests.support.configurations import TWO, config_of, starts
 from tests.support.contexts import no_otel_variables
 

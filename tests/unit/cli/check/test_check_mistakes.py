@@ -14,9 +14,9 @@ from rich.console import Console
 
 from kvobs.cli.check.check import Flags, check
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
-from kvobs.config import PATH, ConfigError, read
-from kvobs.findings import Finding
-from kvobs.options import Options
+from kvobs.schema.config import PATH, ConfigError, read
+from kvobs.schema.findings import Finding
+from kvobs.schema.options import Options
 from kvobs.testing import Script
 from tests.support.configurations import TWO, config_of, layerwise, paths, scripted, start, starts
 

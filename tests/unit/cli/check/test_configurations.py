@@ -13,7 +13,7 @@ import pytest
 
 from kvobs.cli.check.check import check
 from kvobs.cli.check.rewrite import rewrite
-from kvobs.config import PATH
+from kvobs.schema.config import PATH
 
 GIB = 1 << 30
 OFF = ("kv_connector", "--rewrite")

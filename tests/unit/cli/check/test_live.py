@@ -14,7 +14,7 @@ from kvobs.cli import commands as cli
 from kvobs.cli import dashboards
 from kvobs.cli.check.live import look, shipped_rules
 from kvobs.cli.top.servers import NO_METRICS
-from kvobs.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
+from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, Site, count, exporting, serving

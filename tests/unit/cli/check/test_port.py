@@ -11,8 +11,8 @@ import pytest
 
 from kvobs.cli.check import port
 from kvobs.cli.check.check import check
-from kvobs.config import EXPORTER_VARIABLE, PATH
-from kvobs.options import ExporterOptions
+from kvobs.schema.config import EXPORTER_VARIABLE, PATH
+from kvobs.schema.options import ExporterOptions
 from tests.support.configurations import config_of
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from kvobs.cli.check import rules
 from kvobs.cli.check.rewrite import Router
-from kvobs.config import PATH
+from kvobs.schema.config import PATH
 from tests.support.configurations import config_of, start
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from hypothesis import given
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
-from kvobs.telemetry.ring import OPEN
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
+from kvobs.telemetry.timeline.ring import OPEN
 from kvobs.testing import Script
 from tests.support.recording_rigs import served
 from tests.support.recordings import recorded

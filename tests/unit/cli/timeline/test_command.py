@@ -14,8 +14,8 @@ import pytest
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
-from kvobs.telemetry import ring
-from kvobs.telemetry.recorder import wall_ns
+from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.telemetry.timeline import ring
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.recording_rigs import recording_rig
 from tests.support.recordings import run

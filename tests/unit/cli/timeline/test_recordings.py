@@ -9,8 +9,8 @@ import pytest
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import OPEN, UNREPORTED
-from kvobs.telemetry.flight import LAYER_HOOKS, OWN, What, pack
-from kvobs.telemetry.ring import Ring
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, OWN, What, pack
+from kvobs.telemetry.timeline.ring import Ring
 from tests.support.recordings import recorded
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvobs.cli.timeline import recordings, requests
 from kvobs.cli.timeline.requests import Passage, as_dict, lines, passages
 from kvobs.cli.timeline.transfers import join
-from kvobs.telemetry.flight import OUTCOMES, OWN, What, pack
+from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, What, pack
 from kvobs.testing import Script
 from tests.support.recording_rigs import served
 from tests.support.recordings import recorded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvobs.cli.timeline.summary import IN_PROGRESS_AT_MOST, SLOWEST_AT_MOST, in_progress, of_processes, slowest_loads
 from kvobs.cli.timeline.transfers import join
-from kvobs.telemetry.flight import OUTCOMES, OWN, What, pack
+from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, What, pack
 from tests.support.recordings import recorded
 
 MS = 10**6

@@ -9,7 +9,7 @@ import pytest
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import UNREPORTED
 from kvobs.cli.timeline.transfers import Joined, join
-from kvobs.telemetry.flight import OWN, What, pack
+from kvobs.telemetry.timeline.flight import OWN, What, pack
 from kvobs.testing import Script
 from tests.support.recording_rigs import served
 from tests.support.recordings import recorded

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvobs import signals
 from kvobs.cli import commands as cli
 from kvobs.cli.top.live import HUNG_UP, keyboard
-from kvobs.telemetry.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import Engines, count, serving
 
 KVOBS = Path(sys.executable).parent / "kvobs"

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 
 import kvobs
-from kvobs import faults, signals
+from kvobs import faults
 from kvobs.cli.top.rows import Server, as_dict, ordered, server_row
 from kvobs.cli.top.scrapes import READ, Scrape, parse
 from kvobs.cli.top.screen import picture
+from kvobs.schema import signals
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
 

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs import signals
 from kvobs.cli.top.scrapes import parse, parse_vllm
-from kvobs.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
-from kvobs.stats.scrapes import by_owner, change
+from kvobs.schema import signals
+from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
+from kvobs.telemetry.payload.scrapes import by_owner, change
 from tests.support.top_engines import Engines, count
 
 

@@ -10,7 +10,7 @@ import kvobs
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.top.servers import Watch, fetch, scrape_all, url_of
 from kvobs.cli.web import NoAnswerError
-from kvobs.signals import LOADS
+from kvobs.schema.signals import LOADS
 from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
 from tests.support.top_rows import ERRORS, GAUGES, RANKS, busy
 

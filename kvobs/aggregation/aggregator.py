@@ -1,0 +1,290 @@
+"""Combine the workers' outputs of one step for the scheduler: a replacement of vLLM's ``KVOutputAggregator``.
+
+vLLM counts reports: a duplicate counts twice, and an incomplete transfer is never forgotten. This class counts ranks:
+a duplicate has no effect, and an incomplete transfer is logged with its missing ranks, then forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as StockAggregator
+from vllm.v1.executor import abstract as executors
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvobs import faults
+from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, Step, Tally
+from kvobs.log import line, log, once
+from kvobs.state.transfers import Stuck
+from kvobs.vllm_api import versions
+
+__all__ = ["Aggregation", "KVOutputAggregator", "install", "obstacle"]
+
+_MISSING_FIELDS = versions.OUTPUT_FIELDS - versions.output_fields()
+_HAS_FAILURES = "failed_recving" not in _MISSING_FIELDS
+
+
+class Aggregation(NamedTuple):
+    """A connector's choice of aggregator (its attribute ``aggregation``)."""
+
+    stuck_after_s: float
+    on_stuck: Callable[[Stuck], None]
+
+
+class KVOutputAggregator(StockAggregator):
+    """Combine the outputs of all workers into the scheduler's."""
+
+    _expected_finished_count: int
+
+    def __init__(
+        self,
+        expected_finished_count: int,
+        *,
+        stuck_after_s: float = 60,
+        on_stuck: Callable[[Stuck], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Set the expected number of reports per load and save; a worker's output may change it."""
+        if not isinstance(expected_finished_count, int) or expected_finished_count < 1:
+            raise ValueError(
+                f"expected_finished_count is {expected_finished_count!r}, must be the number of ranks that report each "
+                "load and save, at least 1 (get_finished_count() of the connector, or the world size)"
+            )
+        super().__init__(expected_finished_count)
+        self._stuck_after_s = stuck_after_s
+        self._on_stuck = on_stuck or _log_stuck
+        self._clock = clock
+        self._loads = Tally()
+        self._saves = Tally()
+        self._failures = Rounds()
+        # Attributes of vLLM's class, for code that reads them.
+        self._recv_remaining_count = Remaining(self._loads)
+        self._send_remaining_count = Remaining(self._saves)
+        self._kept = _Combined()  # outputs since the last result
+        self._salvaged_outputs: list[KVConnectorOutput] = []
+        self._salvaged_before = 0
+        self._check_at = clock() + stuck_after_s
+
+    @classmethod
+    def from_connector(cls, connector: Any, world_size: int) -> StockAggregator:
+        """Build the aggregator that the connector chooses: kvobs's or vLLM's."""
+        aggregation = getattr(connector, "aggregation", None)
+        if aggregation is None or obstacle() is not None:
+            return StockAggregator.from_connector(connector, world_size)
+        return cls(connector.get_finished_count() or world_size, **aggregation._asdict())
+
+    def aggregate(self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0) -> ModelRunnerOutput | None:
+        """Combine the ranks' outputs into that of ``output_rank``; where that is None, all of it waits for the next."""
+        if not any(outputs):
+            return None
+        now = self._clock()
+        self._read_outputs(outputs, now)
+        if now >= self._check_at:
+            self._check(now)
+        output = outputs[output_rank]
+        if output is None:
+            return None
+        combined, self._kept = self._kept, _Combined()
+        output.kv_connector_output = self._result(combined)
+        return output
+
+    def ft_defer_kv_connector_outputs(self, kv_connector_outputs: Sequence[KVConnectorOutput | None]) -> None:
+        """Keep the outputs of failed workers for the next ``aggregate``.
+
+        Their events are dropped: replayed, they would count for one more worker than there are; a missed event only
+        costs a cache miss.
+        """
+        for output in kv_connector_outputs:
+            if output is not None:
+                output.kv_cache_events = None
+                self._salvaged_outputs.append(output)
+
+    def _read_outputs(self, outputs: Sequence[ModelRunnerOutput | None], now: float) -> None:
+        """Merge every worker's output; the expected number of reports may change with each of them."""
+        said = [
+            (rank, theirs)
+            for rank, output in enumerate(outputs)
+            if output is not None and (theirs := output.kv_connector_output) is not None
+        ]
+        if self._salvaged_outputs:
+            said = [*self._take_salvaged(len(outputs)), *said]
+        sent: list[tuple[int, set[str]]] = []
+        received: list[tuple[int, set[str]]] = []
+        step = Step(now, self._expected_finished_count, len(outputs))
+        for rank, output in said:
+            expected = output.expected_finished_count
+            if expected > 0 and expected != step.expected:
+                self._count(sent, received, step)
+                sent, received = [], []
+                self._expected_finished_count = expected
+                step = step._replace(expected=expected)
+            if output.finished_sending:
+                sent.append((1 << rank, output.finished_sending))
+            if output.finished_recving:
+                received.append((1 << rank, output.finished_recving))
+            if _HAS_FAILURES and output.failed_recving:
+                for request in output.failed_recving:
+                    self._failures.count(request, 1 << rank, step)
+                self._failures.trim(but=self._loads.open)
+            self._kept.add(rank, output)
+        self._count(sent, received, step)
+
+    def _take_salvaged(self, ranks: int) -> list[tuple[int, KVConnectorOutput]]:
+        """Return the failed workers' outputs, each with a unique reporter number above the ranks."""
+        first = ranks + self._salvaged_before
+        self._salvaged_before += len(self._salvaged_outputs)
+        salvaged, self._salvaged_outputs = self._salvaged_outputs, []
+        return list(enumerate(salvaged, first))
+
+    def _count(self, sent: Reports, received: Reports, step: Step) -> None:
+        if sent:
+            self._kept.sent |= self._saves.count(sent, step)
+        if received:
+            self._kept.received |= self._loads.count(received, step)
+
+    def _result(self, combined: _Combined) -> KVConnectorOutput:
+        failed: set[str] = set()
+        if self._failures:
+            failed = {request for request in combined.received if self._failures.pop(request) is not None}
+        fields = {
+            "finished_sending": combined.sent or None,
+            "finished_recving": combined.received or None,
+            "kv_connector_stats": combined.stats,
+            "kv_cache_events": combined.all_events(),
+            "kv_connector_worker_meta": combined.meta,
+            "invalid_block_ids": combined.invalid,
+            "failed_recving": failed,
+            "expected_finished_count": self._expected_finished_count,
+        }
+        for name in _MISSING_FIELDS:
+            del fields[name]
+        return KVConnectorOutput(**fields)
+
+    def _check(self, now: float) -> None:
+        """Report stuck transfers; forget those that are too old or too many."""
+        stuck_before = now - self._stuck_after_s
+        forget_before = now - FORGET_AFTER * self._stuck_after_s
+        loads = self._loads.open
+        kinds: tuple[tuple[str, Rounds], ...] = (
+            ("load", loads),
+            ("save", self._saves.open),
+            ("failure", self._failures),
+        )
+        for kind, rounds in kinds:
+            for request, stuck in rounds.find_stuck(stuck_before):
+                if kind != "failure" or request not in loads:
+                    self._report_stuck(Stuck(kind, request, stuck.missing))
+        self._loads.forget(forget_before)
+        self._saves.forget(forget_before)
+        self._failures.forget(
+            forget_before, but=loads
+        )  # a failed load must not count as successful because its reports came late
+        due = (rounds.next_stuck(self._stuck_after_s) for _, rounds in kinds)
+        self._check_at = min((at for at in due if at is not None), default=now + self._stuck_after_s)
+
+    def _report_stuck(self, stuck: Stuck) -> None:
+        try:
+            self._on_stuck(stuck)
+        except Exception:
+            faults.contain("record")
+
+
+class _Combined:
+    """The workers' outputs since the last result."""
+
+    __slots__ = ("events", "invalid", "meta", "received", "sent", "stats")
+
+    def __init__(self) -> None:
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.invalid: set[int] = set()
+        self.events: dict[int, Any] = {}  # by rank: an event counts once all ranks have had it
+        self.stats: Any = None
+        self.meta: Any = None
+
+    def add(self, rank: int, output: KVConnectorOutput) -> None:
+        """Merge everything of this worker's output except finished requests."""
+        if (stats := output.kv_connector_stats) is not None:
+            output.kv_connector_stats = None  # a copy: later merges change it in place
+            self._add_stats(stats)
+        if (meta := output.kv_connector_worker_meta) is not None:
+            self.meta = meta if self.meta is None else self.meta.aggregate(meta)
+        if (events := output.kv_cache_events) is not None:
+            if rank in self.events:
+                self.events[rank].add_events(_events_of(events, self.events[rank]))
+            else:
+                self.events[rank] = events
+        if output.invalid_block_ids:
+            self.invalid |= output.invalid_block_ids
+
+    def _add_stats(self, stats: Any) -> None:
+        if self.stats is None:
+            self.stats = stats
+            return
+        try:
+            if not isinstance(self.stats, type(stats)):
+                raise TypeError(
+                    f"stats of one worker are a {type(stats).__name__}, of the others a {type(self.stats).__name__}"
+                )
+            self.stats = self.stats.aggregate(stats)
+        except Exception:
+            faults.contain("merge")
+
+    def all_events(self) -> Any:
+        """Return the events of all ranks in one object, with the number of ranks."""
+        combined = None
+        for events in self.events.values():
+            if combined is None:
+                combined = events
+            else:
+                combined.add_events(_events_of(events, combined))
+                combined.increment_workers(1)
+        return combined
+
+
+def obstacle() -> str | None:
+    """Return why kvobs's aggregator can't replace this vLLM's; None if it can."""
+    for what, unknown in (
+        ("its KVConnectorOutput has fields", versions.unknown_output_fields()),
+        ("it has members", versions.unknown_aggregator_members(StockAggregator)),
+        ("its methods have parameters", versions.unknown_aggregator_parameters(StockAggregator, KVOutputAggregator)),
+    ):
+        if unknown:
+            return f"{what} that kvobs does not know: {', '.join(unknown)}"
+    return None
+
+
+def install() -> None:
+    """Replace the aggregator that vLLM's executors use, unless this vLLM's differs from the known ones."""
+    found = getattr(executors, "KVOutputAggregator", None)
+    if found is KVOutputAggregator:
+        return
+    if found is None:
+        _leave("vllm.v1.executor.abstract has no KVOutputAggregator")
+    elif found is not StockAggregator:
+        _leave(f"vllm.v1.executor.abstract has another one, {found.__module__}.{found.__qualname__}")
+    elif (reason := obstacle()) is not None:
+        _leave(reason)
+    else:
+        executors.KVOutputAggregator = KVOutputAggregator
+
+
+def _leave(reason: str) -> None:
+    once("aggregation", logging.WARNING, "kvobs's aggregator is not used, vLLM's KVOutputAggregator is: %s", reason)
+
+
+def _events_of(events: Any, others: Any) -> Any:
+    if not isinstance(others, type(events)):
+        raise TypeError(
+            f"KV cache events of one worker are a {type(events).__name__}, of another a {type(others).__name__}: "
+            "all workers must run the same connectors"
+        )
+    return events.get_all_events()
+
+
+def _log_stuck(stuck: Stuck) -> None:
+    missing = f"rank {', '.join(map(str, stuck.missing))}" if stuck.missing else "all expected ranks"
+    log.warning("the %s of request '%s' is stuck: not reported by %s", stuck.kind, line(stuck.request), missing)

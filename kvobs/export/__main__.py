@@ -1,0 +1,31 @@
+"""Run the exporter of one engine; EngineCore starts it: ``python -m kvobs.exporter FD``."""
+
+import logging
+import os
+import socket
+import sys
+
+
+def main() -> int:
+    # No child of the engine: vLLM kills those with it, and the last numbers would be lost. It sees the engine's end.
+    if len(sys.argv) > 1 and os.fork():
+        os._exit(0)
+    from kvobs.export.process import Exporter, first_lines
+    from kvobs.log import log
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [kvobs exporter] %(message)s", "%m-%d %H:%M:%S"))
+    logging.getLogger("vllm").addHandler(handler)
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    try:
+        channel = socket.socket(fileno=int(sys.argv[1]))
+        engine, rest = first_lines(channel)
+    except (IndexError, OSError, ValueError) as error:
+        log.error("the exporter is started by an engine, see docs/exporter.md: %s", error)
+        return 2
+    Exporter(channel, engine).run(rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Send the totals by OTLP, with OpenTelemetry's exporter: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says.
+
+Histograms have the explicit buckets of the table of metrics. Endpoint, protocol, headers, timeout, compression and
+temporality are those of the standard OTEL_EXPORTER_OTLP_* variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any
+
+from opentelemetry.sdk.metrics import Counter, Exemplar, Histogram
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.metrics.export import Histogram as HistogramData
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from kvobs import faults
+from kvobs.export.totals import Mark, Point, Totals
+from kvobs.log import once
+from kvobs.schema import spans
+from kvobs.schema.signals import Kind, Signal, labelnames
+from kvobs.telemetry.requests.otel_environment import otlp_protocol
+from kvobs.version import __version__
+
+INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+CLOSING_S = 3.0
+_INT_END = 2**63  # of OTLP's whole numbers
+_CLASSES = {Kind.COUNTER: Counter, Kind.HISTOGRAM: Histogram}
+_Known = dict[tuple[Signal, tuple[str, ...]], Point]
+
+
+class MetricsPush:
+    """Sends the totals at intervals, from a thread.
+
+    Args:
+        totals: the numbers to send.
+        refresh: brings the exporter's own gauges up to date; called before each sending.
+        began_ns: when the totals began, in ns since the epoch.
+        exporter: OpenTelemetry's; default: the one that the environment asks for.
+    """
+
+    def __init__(
+        self, totals: Totals, refresh: Callable[[], None], began_ns: int, exporter: MetricExporter | None = None
+    ) -> None:
+        self._totals = totals
+        self._refresh = refresh
+        self._exporter = exporter if exporter is not None else make_metric_exporter()
+        self._resource = Resource.create({})
+        self._scope = InstrumentationScope(spans.SCOPE, __version__)
+        self._began_ns = began_ns
+        self._sent_ns = time.time_ns()
+        self._sent: _Known = {}  # what the receiver has, where it gets differences
+        self._is_over = Event()
+        self._thread = Thread(target=self._run, name="kvobs-otlp-metrics", daemon=True)
+
+    def take_as_sent(self) -> None:
+        """Start deltas from the current totals; a previous exporter has probably sent them."""
+        self._sent = {(s, point.labels): point for s, points in self._totals.series() for point in points}
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the rest, for a few seconds at most."""
+        self._is_over.set()
+        self._thread.join(CLOSING_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(interval_s()):
+            self._try_to_send()
+        self._try_to_send()
+        try:
+            self._exporter.shutdown()
+        except Exception:
+            faults.contain("apply")
+
+    def _try_to_send(self) -> None:
+        try:
+            self.send()
+        except Exception:
+            faults.contain("apply")
+
+    def send(self) -> None:
+        """Send all metrics once; numbers that the receiver did not take are part of the next delta."""
+        self._refresh()
+        now_ns = time.time_ns()
+        current: _Known = {}
+        metrics = [
+            Metric(signal.name, signal.help, _unit(signal), data)
+            for signal, points in self._totals.series()
+            if (data := self._data(signal, points, now_ns, current)).data_points  # without any it would have no kind
+        ]
+        scope = ScopeMetrics(self._scope, metrics, "")
+        data = MetricsData([ResourceMetrics(self._resource, [scope], "")])
+        if self._exporter.export(data) is MetricExportResult.SUCCESS:
+            self._sent, self._sent_ns = current, now_ns
+            return
+        once(
+            "otlp-metrics",
+            logging.ERROR,
+            "the metrics can't be sent by OTLP; it is tried again every %g s. The exporter logs why; no total is lost",
+            interval_s(),
+        )
+
+    def _data(self, signal: Signal, points: list[Point], now_ns: int, current: _Known) -> Any:
+        if signal.kind is Kind.GAUGE:
+            finite = (point for point in points if math.isfinite(point.value))
+            return Gauge([NumberDataPoint(_attributes(signal, point), 0, now_ns, point.value) for point in finite])
+        temporality = (self._exporter._preferred_temporality or {}).get(
+            _CLASSES[signal.kind], AggregationTemporality.CUMULATIVE
+        )
+        is_delta = temporality is AggregationTemporality.DELTA
+        begin_ns = self._sent_ns if is_delta else self._began_ns
+        rows = []
+        for point in points:
+            current[signal, point.labels] = point
+            shown = _difference(point, self._sent.get((signal, point.labels))) if is_delta else point
+            rows.append(_row(signal, shown, begin_ns, now_ns))
+        if signal.kind is Kind.COUNTER:
+            return Sum(rows, temporality, is_monotonic=True)
+        return HistogramData(rows, temporality)
+
+
+def interval_s() -> float:
+    """Return the time between two sendings; the default unless the variable is a positive number."""
+    try:
+        ms = float(os.environ.get(INTERVAL) or _INTERVAL_MS)
+    except ValueError:
+        ms = _INTERVAL_MS
+    return (ms if 0 < ms < math.inf else _INTERVAL_MS) / 1000
+
+
+def make_metric_exporter() -> MetricExporter:
+    """Return OpenTelemetry's exporter of metrics for the protocol of the environment.
+
+    Raises:
+        ValueError: the protocol is neither "grpc" nor "http/protobuf".
+    """
+    if otlp_protocol(*_PROTOCOLS) == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc
+
+        return Grpc()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http
+
+    return Http()
+
+
+def _unit(signal: Signal) -> str:
+    """Return the unit in UCUM; empty for plain numbers, to which Prometheus would else append a name."""
+    units = {"_seconds": "s", "_bytes": "By", "_tokens": "{token}"}
+    return next((unit for part, unit in units.items() if part in signal.name), "")
+
+
+def _attributes(signal: Signal, point: Point) -> dict[str, str]:
+    return dict(zip(labelnames(signal), point.labels, strict=True))
+
+
+def _difference(point: Point, before: Point | None) -> Point:
+    if before is None:
+        return point
+    buckets = [n - old for n, old in zip(point.buckets, before.buckets, strict=True)]
+    marks = {i: mark for i, mark in point.marks.items() if before.marks.get(i) is not mark}
+    return Point(point.labels, point.value - before.value, buckets, marks)
+
+
+def _row(signal: Signal, point: Point, begin_ns: int, now_ns: int) -> Any:
+    attributes = _attributes(signal, point)
+    if signal.kind is Kind.COUNTER:
+        value = point.value if point.value < _INT_END else float(point.value)  # else nothing at all could be sent
+        return NumberDataPoint(attributes, begin_ns, now_ns, value)
+    exemplars = [_exemplar(mark) for mark in point.marks.values()]
+    # The smallest and the largest are not known; OTLP leaves them out then.
+    return HistogramDataPoint(
+        attributes,
+        begin_ns,
+        now_ns,
+        sum(point.buckets),
+        point.value,
+        list(point.buckets),
+        signal.buckets,
+        min=None,  # type: ignore[arg-type]
+        max=None,  # type: ignore[arg-type]
+        exemplars=exemplars,
+    )
+
+
+def _exemplar(mark: Mark) -> Exemplar:
+    trace_id, span_id = int(mark.trace_id, 16), int(mark.span_id, 16)
+    return Exemplar({}, mark.value, int(mark.time_s * 1e9), span_id=span_id, trace_id=trace_id)

@@ -1,0 +1,305 @@
+"""Run the exporter: read the engine's messages until it ends, serve their totals, export their spans.
+
+The engine's end is the end of the socket, or of its process: a child that it forked keeps the socket open. After an
+engine that said goodbye the last numbers are served for one more scrape; after one that was killed or crashed, for
+``linger_s``, so that its last seconds are seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from kvobs import faults
+from kvobs.export import http_server
+from kvobs.export.exposition import Exposition
+from kvobs.export.otlp_metrics import MetricsPush
+from kvobs.export.ports import holder
+from kvobs.export.span_export import SpanCutter, make_exporter
+from kvobs.export.totals import Totals
+from kvobs.log import log, once
+from kvobs.schema import signals, spans
+from kvobs.telemetry.payload import wire
+from kvobs.telemetry.payload.hello import Engine
+from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.requests.otel_environment import is_disabled
+from kvobs.version import __version__
+from kvobs.vllm_api.proc import start_time
+
+TICK_S = 1.0
+"""Time between two calls of ``_tick`` while the engine sends nothing."""
+PORT_RETRY_S = 0.5
+AFTER_SIGTERM_S = 5.0
+"""How long an exporter that is asked to end waits for its engine to end, which is asked at the same time mostly."""
+READ = 1 << 16  # bytes
+FIRST_LINES = 3
+"""The engine, its totals, and what it has counted since it sent them: without these the counters would be low."""
+
+
+class Exporter:
+    """The exporter of one engine.
+
+    Args:
+        channel: the socket to the engine.
+        engine: its first message.
+    """
+
+    def __init__(self, channel: socket.socket, engine: Engine) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._started = start_time(engine.pid)
+        self._totals = Totals(engine)
+        self._exposition = Exposition(self._totals, self._refresh)
+        self._own: dict[int, int] = {}  # slot -> what was counted here since it was sent to the engine
+        self._dropped: dict[str, int] = {}
+        self._dropped_sum = 0
+        self._cutter = self._make_cutter() if engine.has_spans else None
+        self._push = self._make_push() if engine.otlp_metrics and not is_disabled() else None
+        self._server: Any = None
+        self._bind_at = 0.0
+        self._scrapes: list[float] = []  # the last two
+        self._last_payload_s = time.time()
+        self._is_up = True
+        self._said_goodbye = False
+        self._end_at: float | None = None
+
+    def _make_cutter(self) -> SpanCutter | None:
+        try:
+            exporter = make_exporter(self._engine.endpoint)
+            return SpanCutter(exporter, {spans.GEN_AI_MODEL: self._engine.model}, self._drop_spans)
+        except Exception:
+            faults.contain("cut")
+            return None
+
+    def _make_push(self) -> MetricsPush | None:
+        try:
+            return MetricsPush(self._totals, self._refresh, self._engine.began_ns)
+        except Exception as error:
+            log.error("the metrics are not sent by OTLP: %s", error)
+            return None
+
+    def _drop_spans(self, where: str, n: int) -> None:
+        self._dropped[where] = self._dropped.get(where, 0) + n
+        self._dropped_sum += n
+
+    # Reading
+
+    def run(self, rest: bytes) -> None:
+        """Serve until the engine is gone; ``rest`` is what came after its first line."""
+        signal.signal(signal.SIGTERM, self._asked_to_end)
+        if self._push is not None:
+            self._push.start()
+        self._channel.sendall(wire.to_line({"pid": os.getpid()}))
+        for line in lines(self._channel, rest, self._tick):
+            try:
+                self._apply(wire.from_line(line))
+            except Exception:
+                faults.contain("apply")
+            if self._is_over():
+                break
+        self._is_up = False
+        self._close()
+
+    def _is_over(self) -> bool:
+        return self._said_goodbye or (self._end_at is not None and time.monotonic() >= self._end_at)
+
+    def _asked_to_end(self, *_: Any) -> None:
+        self._end_at = time.monotonic() + AFTER_SIGTERM_S
+
+    def _apply(self, message: dict[str, Any]) -> None:
+        if message.get("bye"):
+            self._said_goodbye = True
+            return
+        if "call" in message:
+            self._totals.set_call(message["call"])
+            return
+        begin = time.perf_counter_ns()
+        if not wire.is_ours(message):
+            once("version", logging.ERROR, "the engine runs another version of kvobs: its numbers are not recorded")
+            self._count(signals.INTERNAL_ERRORS, "version", 1)
+            return
+        taken = wire.read(message)
+        self._totals.add(taken)
+        if message.get("is_total") and self._push is not None:
+            self._push.take_as_sent()
+        self._last_payload_s = time.time()
+        applied = time.perf_counter_ns()
+        if self._cutter is not None and taken.spans:
+            for record in self._cutter.cut(taken.spans, self._engine.index):
+                self._totals.mark(record, time.time())
+            self._count(signals.SELF_SECONDS, "cut", time.perf_counter_ns() - applied)
+        self._count(signals.SELF_SECONDS, "apply", applied - begin)
+
+    def _tick(self) -> bool:
+        """Do all that is due; return whether to go on reading."""
+        if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
+            self._bind(self._engine.port)
+        self._send_own()
+        return not self._is_over() and not self._engine_has_ended()
+
+    def _engine_has_ended(self) -> bool:
+        return self._started is not None and start_time(self._engine.pid) != self._started
+
+    # What the exporter counts itself goes to the engine, and comes back with its numbers
+
+    def _count(self, signal_: signals.Signal, where: str, n: int) -> None:
+        slot = signals.slot(signal_, where)
+        self._own[slot] = self._own.get(slot, 0) + n
+
+    def _send_own(self) -> None:
+        for where in list(self._dropped):
+            self._count(signals.SPANS_DROPPED, where, self._dropped.pop(where))
+        for where, n in faults.take().items():
+            self._count(signals.INTERNAL_ERRORS, where, n)
+        if not self._own:
+            return
+        # A line of its own, whatever got out before.
+        line = b"\n" + wire.to_line(wire.message(Taken(self._own, [], {})))
+        with suppress(OSError):
+            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
+                self._own = {}
+            # Part of a line is of no use to the engine, which leaves it out with the next one.
+
+    # Serving
+
+    def _bind(self, port: int) -> None:
+        try:
+            self._server = http_server.serve(self._engine.host, port, http_server.make_app(self._text, self._health))
+        except OSError as error:
+            self._bind_at = time.monotonic() + PORT_RETRY_S
+            if not _is_leaving(self._engine.host, port):
+                once(
+                    "port",
+                    logging.ERROR,
+                    "the exporter can't listen on %s:%d: %s, held by %s. The engine serves, without kvobs's metrics; "
+                    "they are there as soon as the port is free. Fix: set kvobs.exporter.port to a free one",
+                    self._engine.host,
+                    port,
+                    error.strerror or error,
+                    holder(port),
+                )
+                self._bind_at += 10 * PORT_RETRY_S
+        else:
+            log.info("kvobs's metrics are at http://%s:%d/metrics", self._engine.host, port)
+
+    def _text(self, accept: str) -> tuple[str, bytes]:
+        self._scrapes = [*self._scrapes[-1:], time.monotonic()]
+        return self._exposition.text(accept)
+
+    def _refresh(self) -> None:
+        """Bring the exporter's own gauges up to date."""
+        self._totals.set_own(signals.ENGINE_UP, int(self._is_up))
+        self._totals.set_own(signals.LAST_PAYLOAD, self._last_payload_s)
+        self._totals.set_own(signals.SPANS_QUEUED, self._queued)
+
+    @property
+    def _queued(self) -> int:
+        return self._cutter.queued if self._cutter is not None else 0
+
+    def _health(self) -> tuple[bool, dict[str, Any]]:
+        state = {
+            "engine": "alive" if self._is_up else "gone",
+            "engine_pid": self._engine.pid,
+            "seconds_since_last_payload": round(time.time() - self._last_payload_s, 3),
+            "spans_queued": self._queued,
+            "spans_dropped": self._dropped_sum,
+            "version": __version__,
+        }
+        return self._is_up, state
+
+    # The end
+
+    def _close(self) -> None:
+        """Send what waits, serve the last numbers for a while, and end."""
+        ended = time.monotonic()
+        self._exposition.forget()
+        if self._cutter is not None:
+            self._cutter.close()
+        if self._push is not None:
+            self._push.close()
+        _let_go_of_stderr()
+        if self._server is None:
+            return
+        wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, self._interval())
+        while time.monotonic() - ended < wanted:
+            if self._said_goodbye and self._scrapes and self._scrapes[-1] > ended:
+                time.sleep(0.1)  # for the answer to get out
+                break
+            time.sleep(0.05)
+        self._server.shutdown()
+
+    def _interval(self) -> float:
+        """Return the time between scrapes, as far as it is known."""
+        if len(self._scrapes) < len(("before", "last")):
+            return self._engine.linger_s if self._scrapes else 0.0
+        return (self._scrapes[1] - self._scrapes[0]) * 1.5
+
+
+def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iterator[bytes]:
+    """Yield the lines of a socket to its end, and call ``tick`` after the first ones and then about once a second.
+
+    When it returns False, only what has come already is still read.
+    """
+    channel.settimeout(TICK_S)
+    unread, ticked = rest, -TICK_S
+    while True:
+        *whole, unread = unread.split(b"\n")
+        yield from whole
+        if time.monotonic() - ticked >= TICK_S:
+            ticked = time.monotonic()
+            if not tick():
+                channel.setblocking(False)
+        try:
+            data = channel.recv(READ)
+        except TimeoutError:
+            continue
+        except OSError:
+            return
+        if not data:
+            return
+        unread += data
+
+
+def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
+    """Read the engine's first lines; return the engine, and what came after the line that introduces it.
+
+    Raises:
+        ValueError: the engine has ended, or sent other lines.
+    """
+    data = b""
+    while data.count(b"\n") < FIRST_LINES:
+        if not (more := channel.recv(READ)):
+            raise ValueError("the engine ended before its first lines")
+        data += more
+    line, _, rest = data.partition(b"\n")
+    return Engine.read(wire.from_line(line)), rest
+
+
+def _let_go_of_stderr() -> None:
+    """Close the engine's stderr, so that its reader sees EOF when the engine exits."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stderr.fileno())
+
+
+def _is_leaving(host: str, port: int) -> bool:
+    """Return whether a port is held by the exporter of an engine that is gone: it ends by itself."""
+    address = f"[{host}]" if ":" in host else host
+    try:
+        with urllib.request.urlopen(f"http://{address}:{port}/healthz", timeout=1) as answer:
+            answer.read(1)
+    except urllib.error.HTTPError as error:
+        with suppress(Exception):
+            return json.loads(error.read(READ)).get("engine") == "gone"
+    except Exception:
+        return False
+    return False

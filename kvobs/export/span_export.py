@@ -1,0 +1,247 @@
+"""Convert span records of the payload to OpenTelemetry spans in the exporter or the API server, and export them.
+
+Ids and times are already set, so that spans go directly to a batch processor without a tracer: a sixth of the cost. The
+processor and its exporter are kvobs's own, never the global ones; a slow or absent collector costs spans, which are
+counted, and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Thread, local
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from kvobs.log import once
+from kvobs.schema import spans
+from kvobs.schema.spans import Record, Value
+from kvobs.telemetry.requests.otel_environment import otlp_protocol
+from kvobs.telemetry.requests.trace_context import parse
+from kvobs.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Dropped = Callable[[str, int], None]  # place, how many: see kvobs_spans_dropped_total
+
+SPANS_PER_SECOND = 200  # spans, sustained: above it the encoding slows the API server's event loop
+RESERVED = 50  # of these, reserved for slow and failed ones
+DELAY_MS = 1_000  # between batches: with several API servers vLLM leaves no time to send the rest at the end
+CLOSING_S = 3.0
+_QUEUE, _BATCH = 2048, 512  # OpenTelemetry's defaults
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope(spans.SCOPE, __version__)
+
+
+class SpanCutter:
+    """Converts records to spans, and passes them to the exporter.
+
+    Args:
+        exporter: receives the spans.
+        attributes: attributes of every span.
+        dropped: called for lost spans; also from the exporter's thread.
+        clock: a monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        attributes: Mapping[str, Value],
+        dropped: Dropped,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._attributes = attributes
+        self._dropped = dropped
+        self._clock = clock
+        self._room, self._since = float(SPANS_PER_SECOND), clock()
+        self._queue_size = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE)
+        self._handed_on = 0
+        self._exporter = CountingExporter(exporter, dropped)
+        self._resource = _resource()
+        self._processor = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=self._queue_size,
+            max_export_batch_size=min(self._queue_size, _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH)),
+            schedule_delay_millis=_from_environment("OTEL_BSP_SCHEDULE_DELAY", DELAY_MS),
+        )
+        atexit.register(self.close)
+
+    def cut(self, groups: Iterable[Sequence[Any]], engine: int) -> list[Record]:
+        """Export the records of one payload, group by group; return the accepted ones."""
+        exported: list[Record] = []
+        for group in groups:
+            records = [record for row in group if (record := Record.read(row)) is not None]
+            lost = self._lost(records) if len(records) == len(group) else "malformed"
+            if lost:
+                self._dropped(lost, len(group))
+                continue
+            for record in records:
+                self._processor.on_end(self._span(record, engine))
+            self._handed_on += len(records)
+            exported += records
+        return exported
+
+    def _lost(self, records: Sequence[Record]) -> str:
+        """Return where a group is lost, if it is: at the rate limit, or at the full queue."""
+        now = self._clock()
+        self._room = min(SPANS_PER_SECOND, self._room + (now - self._since) * SPANS_PER_SECOND)
+        self._since = now
+        is_urgent = any(record.is_urgent for record in records)
+        if self._room - len(records) < (0 if is_urgent else RESERVED):
+            return "rate"
+        if self.queued + len(records) > self._queue_size:
+            return "queue"
+        self._room -= len(records)
+        return ""
+
+    def _span(self, record: Record, engine: int) -> ReadableSpan:
+        attributes = {**record.attributes, **self._attributes, spans.ENGINE: engine, spans.REASON: str(record.reason)}
+        is_error = spans.ERROR_TYPE in record.attributes
+        links = tuple(Link(_context(link.trace_id, link.span_id)) for value in record.links if (link := parse(value)))
+        return ReadableSpan(
+            name=record.title,
+            context=_context(record.trace_id, record.span_id),
+            parent=_context(record.trace_id, record.parent_id) if record.parent_id else None,
+            resource=self._resource,
+            attributes=attributes,
+            links=links,
+            kind=SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR) if is_error else Status(),
+            start_time=record.start_ns,
+            end_time=record.end_ns,
+            instrumentation_scope=_SCOPE,
+        )
+
+    @property
+    def queued(self) -> int:
+        """Return how many spans wait for the collector."""
+        return max(0, self._handed_on - self._exporter.handled)
+
+    def close(self) -> None:
+        """Send the remaining spans, for a few seconds at most; called once."""
+        atexit.unregister(self.close)
+        # An absent collector would delay the process for as long as the exporter retries.
+        shutdown: Callable[[], None] = self._processor.shutdown
+        closing = Thread(target=shutdown, name="kvobs-closing", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # Python 3.12.0 and 3.12.1 can't start threads any more at this point
+            shutdown()
+        else:
+            closing.join(CLOSING_S)
+
+
+class CountingExporter(SpanExporter):
+    """Counts the spans that an exporter handles and loses, and logs the first loss."""
+
+    def __init__(self, exporter: SpanExporter, dropped: Dropped) -> None:
+        self._exporter = exporter
+        self._dropped = dropped
+        self.handled = 0
+        _listen_to_exporters()
+
+    def export(self, batch: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            with _quietly():
+                result = self._exporter.export(batch)
+        except Exception as error:
+            _muted.last = f"{type(error).__name__}: {error}"
+            result = SpanExportResult.FAILURE
+        self.handled += len(batch)
+        if result is not SpanExportResult.SUCCESS:
+            self._dropped("export", len(batch))
+            once(
+                "export",
+                logging.ERROR,
+                "spans can't be exported: %s. Serving is not affected; further losses are only counted "
+                "(kvobs_spans_dropped_total)",
+                getattr(_muted, "last", "the exporter gives no reason"),
+            )
+        return result
+
+    def shutdown(self) -> None:
+        with _quietly():
+            self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+_muted = local()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress the exporter's log lines; the last one is kept for kvobs's own log line."""
+    _muted.is_on = True
+    try:
+        yield
+    finally:
+        _muted.is_on = False
+
+
+class _Mute(logging.Filter):
+    """Drops log records of threads that export kvobs's spans; vLLM's own exporter logs as before."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not getattr(_muted, "is_on", False):
+            return True
+        _muted.last = record.getMessage()
+        return False
+
+
+_MUTE = _Mute()
+
+
+def _listen_to_exporters() -> None:
+    """Put the filter on the loggers of exporters and their transports: filters are not inherited."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("opentelemetry.exporter", "urllib3")):
+            logging.getLogger(name).addFilter(_MUTE)
+
+
+def make_exporter(endpoint: str | None) -> SpanExporter:
+    """Return an OTLP exporter, created as in vLLM for ``endpoint``, otherwise by the OTEL_* variables.
+
+    Raises:
+        ValueError: the protocol is neither "grpc" nor "http/protobuf".
+    """
+    variables = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"]
+    if endpoint is None:
+        variables.append("OTEL_EXPORTER_OTLP_PROTOCOL")  # which vLLM does not read
+    if otlp_protocol(*variables) == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        # As vLLM does: plain text for grpc:// and http://; https:// is TLS all the same.
+        return Grpc(endpoint=endpoint, insecure=True if endpoint is not None else None)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+    return Http(endpoint=endpoint)
+
+
+def _resource() -> Resource:
+    """Return the resource of vLLM's own spans, so that both are one service; otherwise the environment's."""
+    resource = getattr(trace.get_tracer_provider(), "resource", None)
+    return resource if isinstance(resource, Resource) else TracerProvider(shutdown_on_exit=False).resource
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=_SAMPLED)
+
+
+def _from_environment(name: str, default: int) -> int:
+    """Return a positive number from the environment; the default if it is missing or invalid."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() and int(value) > 0 else default

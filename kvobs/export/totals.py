@@ -1,0 +1,184 @@
+"""Add up the payloads of one engine, and hand out every series of kvobs's metrics.
+
+Only the engine's increments are added here: numbers of the exporter itself go to the engine first, and come
+back with the next payload. After a restart the engine sends its totals, so that no counter falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from threading import Lock
+from typing import Any, NamedTuple
+
+from kvobs.schema import signals
+from kvobs.schema.signals import (
+    CALL_IN_PROGRESS,
+    OTHER_VALUE,
+    SERIES_AT_MOST,
+    SIGNALS,
+    Kind,
+    Series,
+    Signal,
+    hook_label,
+    place,
+)
+from kvobs.schema.spans import CONNECTOR, Record, observed_in
+from kvobs.telemetry.payload import wire
+from kvobs.telemetry.payload.hello import Engine
+from kvobs.telemetry.recording.taken import Taken
+from kvobs.version import __version__
+from kvobs.vllm_api.hooks import HOOKS
+
+_OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}
+_Key = tuple[Series, int]  # a series of the slot table, and the connector's position (-1: none)
+
+
+class Mark(NamedTuple):
+    """An exemplar: a duration in seconds, whose span has this trace and span id."""
+
+    value: float
+    time_s: float
+    trace_id: str
+    span_id: str
+
+
+class Point(NamedTuple):
+    """One series.
+
+    ``labels`` are the values of all labels (see ``signals.labelnames``). ``value`` is a total, a gauge's value, or a
+    histogram's sum, in Prometheus's units. ``buckets`` has a histogram's counts, one for each bucket and one for the
+    overflow, and ``marks`` its exemplars by bucket.
+    """
+
+    labels: tuple[str, ...]
+    value: float
+    buckets: Sequence[int] = ()
+    marks: Mapping[int, Mark] = {}
+
+
+class Totals:
+    """The totals of one engine; threads may read them while payloads are added."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._labels = engine.label_values
+        self._names = [connector.name for connector in engine.connectors]
+        self._lock = Lock()
+        self._counts: dict[_Key, list[int]] = {}
+        self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> the series' totals, and the index in them
+        self._gauges: dict[_Key, int] = {}
+        self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
+        self._marks: dict[_Key, dict[int, Mark]] = {}
+        self._own: dict[Signal, Point] = {}
+
+    def add(self, taken: Taken) -> None:
+        """Add the increments of a payload.
+
+        Raises:
+            ValueError: a number is negative, or of no series of this engine; then none is added.
+        """
+        added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts.keys() - self._slots.keys()}
+        gauges = {self._locate(slot, is_gauge=True): value for slot, value in taken.gauges.items()}
+        rows = [self._row(*row) for row in taken.opened]
+        if min(chain(taken.counts.values(), gauges.values()), default=0) < 0:
+            raise ValueError("a number is negative")
+        with self._lock:
+            for slot, (series, offset, child) in added.items():
+                self._slots[slot] = self._counts.setdefault((series, child), [0] * series.width), offset
+            for slot, n in taken.counts.items():
+                totals, offset = self._slots[slot]
+                totals[offset] += n
+            for (series, _, child), value in gauges.items():
+                self._gauges[series, child] = value
+            for row in rows:
+                self._add_open(*row)
+
+    def _locate(self, slot: int, *, is_gauge: bool) -> tuple[Series, int, int]:
+        if not 0 <= slot < place(len(self._names), 0):
+            raise ValueError(f"slot {slot} is of no connector of {', '.join(self._names)}")
+        series, offset, child = signals.locate(slot)
+        if (series.signal.kind is Kind.GAUGE) is not is_gauge:
+            raise ValueError(f"slot {slot} is {'no' if is_gauge else 'a'} gauge")
+        return series, offset, child
+
+    def _row(self, name: str, child: int, *rest: Any) -> tuple[Signal, int, tuple[str, ...], int]:
+        *values, n = rest
+        signal = _OPEN.get(name)
+        if signal is None or len(values) != len(signal.labels) or not 0 <= child < len(self._names) or n < 0:
+            raise ValueError(f"no series has the row {[name, child, *rest]}")
+        return signal, child, tuple(values), n
+
+    def _add_open(self, signal: Signal, child: int, values: tuple[str, ...], n: int) -> None:
+        """Add to a series whose label values come from the engine; their number is limited."""
+        known = self._opened.setdefault(signal, {})
+        if (child, values) not in known and sum(key[0] == child for key in known) >= SERIES_AT_MOST:
+            values = (OTHER_VALUE,) * len(values)
+        known[child, values] = known.get((child, values), 0) + n
+
+    def mark(self, record: Record, time_s: float) -> None:
+        """Put an exemplar on the bucket of a span's duration."""
+        series, name = observed_in(record), str(record.attributes.get(CONNECTOR))
+        if series is None or name not in self._names:
+            return
+        mark = Mark(record.observed_ns * series.signal.unit, time_s, record.trace_id, record.span_id)
+        with self._lock:
+            marks = self._marks.setdefault((series, self._names.index(name)), {})
+            marks[series.signal.bucket(record.observed_ns)] = mark
+
+    def set_own(self, signal: Signal, value: float) -> None:
+        """Set a gauge of the exporter."""
+        self._set(signal, Point(self._labels, value))
+
+    def set_call(self, call: Any) -> None:
+        """Set the call that the engine waits for: connector's position, hook, beginning in ns; None: there is none."""
+        match call:
+            case [int(child), str(hook), int(began_ns)] if (
+                0 <= child < len(self._names) and hook in HOOKS and began_ns >= 0
+            ):
+                values = (*self._labels, self._names[child], hook_label(hook))
+                self._set(CALL_IN_PROGRESS, Point(values, began_ns * CALL_IN_PROGRESS.unit))
+            case _:
+                self._set(CALL_IN_PROGRESS, None)
+
+    def _set(self, signal: Signal, point: Point | None) -> None:
+        with self._lock:
+            if point is None:
+                self._own.pop(signal, None)
+            else:
+                self._own[signal] = point
+
+    def series(self) -> Iterator[tuple[Signal, list[Point]]]:
+        """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
+        with self._lock:
+            points: dict[Signal, list[Point]] = {signal: [] for signal in SIGNALS}
+            for (series, child), totals in self._counts.items():
+                points[series.signal].append(self._point(series, child, totals))
+            for (series, child), value in self._gauges.items():
+                number = wire.gauge_value(series.signal, value)
+                points[series.signal].append(Point(self._values(child, series.values), number))
+            for signal, opened in self._opened.items():
+                for (child, values), n in opened.items():
+                    points[signal].append(Point(self._values(child, values), n * signal.unit))
+            for signal, own in self._own.items():
+                points[signal].append(own)
+        self._introduce(points)
+        yield from points.items()
+
+    def _point(self, series: Series, child: int, totals: list[int]) -> Point:
+        labels, unit = self._values(child, series.values), series.signal.unit
+        if series.signal.kind is not Kind.HISTOGRAM:
+            return Point(labels, totals[0] * unit)
+        return Point(labels, totals[-1] * unit, totals[:-1], dict(self._marks.get((series, child), {})))
+
+    def _values(self, child: int, values: tuple[str, ...]) -> tuple[str, ...]:
+        return (*self._labels, self._names[child], *values) if child >= 0 else (*self._labels, *values)
+
+    def _introduce(self, points: dict[Signal, list[Point]]) -> None:
+        """Add the info metrics: versions and configuration."""
+        engine = self._engine
+        points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        points[signals.CONNECTOR_INFO] = [
+            Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
+            for i, one in enumerate(engine.connectors)
+        ]

@@ -1,1 +1,0 @@
-"""Export the payload: Prometheus metrics and OpenTelemetry spans."""

@@ -1,0 +1,1 @@
+"""Predict the time of computing and of loading; choose between them."""

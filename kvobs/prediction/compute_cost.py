@@ -1,0 +1,156 @@
+"""Estimate the cost of computing tokens from the engine's steps.
+
+A step's time has two parts, each estimated on its own. The first is that of its decodes: fixed, per token, and per
+token of context, whose KV cache they read. The second is what its prefills add: per token, and per pair of tokens of
+which one attends to the other. The fixed cost of steps that only prefill belongs to the second part until decodes show
+it. Both parts of a context are linear, but not equally expensive: reading is bound by memory, prefill by arithmetic.
+A step takes as long as reading the weights, even if its few tokens are computed in less: prefills have a floor.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvobs.prediction.linear_cost import LinearCost
+
+_SKIPPED = 8  # first steps: kernels are compiled, graphs captured, caches filled
+_BLEND = 1 / 16
+_ENOUGH = 4  # a prefill is predicted up to this multiple of the largest one that was observed
+
+
+class Estimator(Protocol):
+    """Keeps an estimate of the cost of computing."""
+
+    @property
+    def cost(self) -> ComputeCost:
+        """Learn from all finished steps, then return the estimate."""
+
+
+def to_compute(all_tokens: int, known: int) -> int:
+    """Return how many of a prompt's tokens are computed if ``known`` of them are loaded: at least the last one."""
+    return max(1, all_tokens - known)
+
+
+class Errors:
+    """The differences between expected and observed times of steps."""
+
+    __slots__ = ("error_s", "observed_s")
+
+    def __init__(self) -> None:
+        self.observed_s = 0.0
+        """Total time of the steps."""
+        self.error_s = 0.0
+        """Total absolute difference."""
+
+    def note(self, expected: float, observed: float) -> None:
+        """Add a step."""
+        self.observed_s += observed
+        self.error_s += expected - observed if expected > observed else observed - expected
+
+    def take(self) -> tuple[float, float]:
+        """Return both totals since the last call."""
+        taken = self.observed_s, self.error_s
+        self.observed_s = self.error_s = 0.0
+        return taken
+
+
+class ComputeCost:
+    """The running estimate of a prefill's duration in this engine, among its present decodes.
+
+    Args:
+        budget: the most tokens of one request that a step computes.
+
+    Attributes:
+        crowding: how many times longer than alone a prefill takes, because others are in its steps: lately, on average.
+        decode_errors: of steps that only decode.
+        prefill_errors: of steps that prefill.
+    """
+
+    __slots__ = (
+        *("_budget", "_context", "_decode", "_decodes", "_prefill", "_steps"),
+        *("crowding", "decode_errors", "prefill_errors"),
+    )
+
+    def __init__(self, budget: int) -> None:
+        self._budget = max(1, budget)
+        self._decode = LinearCost((1e-7, 1e-4, 1e-5))
+        self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
+        self._steps = 0
+        # Of recent steps, the means: tokens of decodes, and the context that they attend to.
+        self._decodes = 0.0
+        self._context = 0.0
+        self.crowding = 1.0
+        self.decode_errors = Errors()
+        self.prefill_errors = Errors()
+
+    def observe(
+        self, seconds: float, tokens: int, pairs: int, decodes: int, context: int, *, prefills: int = 1
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            seconds: its time.
+            tokens: of prefills.
+            pairs: how many tokens each of these attends to, added up.
+            decodes: tokens of decodes.
+            context: the tokens that the decodes attend to, each request's once.
+            prefills: how many requests prefill.
+        """
+        self._decodes += _BLEND * (decodes - self._decodes)
+        self._context += _BLEND * (context - self._context)
+        self._steps += 1
+        if self._steps <= _SKIPPED or seconds <= 0 or not (tokens or decodes):
+            return
+        decode = self._decode
+        base = decode.expect(decodes, context)
+        if tokens:
+            prefill = self._prefill
+            if prefill.is_ready:
+                self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
+            prefill.learn(tokens, pairs, seconds, base)
+            # Each waits for the whole step, and alone would wait for the base and its own part.
+            times = prefills * seconds / ((prefills - 1) * min(base, seconds) + seconds)
+            self.crowding += min(1.0, prefills * _BLEND) * (times - self.crowding)
+        else:
+            if decode.is_ready:
+                self.decode_errors.note(base, seconds)
+            decode.learn(decodes, context, seconds)
+
+    def predict(self, tokens: int, context: int = 0) -> float | None:
+        """Return the seconds from a prefill's first step to the end of its last one; None if that is not known yet.
+
+        Args:
+            tokens: to compute; more than a step may are split into chunks.
+            context: the tokens before them.
+        """
+        prefill = self._prefill
+        chunk = max(1, self._budget - round(self._decodes))
+        if not prefill.is_ready or min(tokens, chunk) > _ENOUGH * prefill.largest:
+            return None
+        steps, last = divmod(tokens, chunk)
+        if not (self._decode.is_ready or prefill.knows(last or chunk)):
+            return None  # nothing tells how short a step may be
+        base = self._decode.expect(self._decodes, self._context)
+        seconds = 0.0
+        if steps:
+            # All full chunks have the mean of their pairs.
+            whole = steps * chunk
+            pairs = whole * context + whole * (whole + 1) / 2
+            seconds = steps * (base + prefill.expect(chunk, pairs / steps))
+        if last:
+            before = context + steps * chunk
+            seconds += base + prefill.expect(last, last * before + last * (last + 1) / 2)
+        return seconds
+
+    def saved(self, tokens: int, context: int, rest: int) -> float | None:
+        """Return the seconds that computing loaded tokens would have taken; None if that is not known yet.
+
+        Args:
+            tokens: loaded ones.
+            context: the tokens before them.
+            rest: the tokens after them, which are computed in either case.
+        """
+        all_of_it, remaining = self.predict(tokens + rest, context), self.predict(rest, context + tokens)
+        if all_of_it is None or remaining is None:
+            return None
+        return max(0.0, all_of_it - remaining)

@@ -1,0 +1,1 @@
+"""The tables that are declared once and read by all: options, metrics, spans, findings."""

@@ -1,0 +1,230 @@
+"""Read the options under ``kv_connector_extra_config.kvobs``.
+
+Every mistake is reported at once, each with the JSON path, what was found, and what is allowed.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvobs.schema.findings import Finding, cut, show, unknown
+from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
+
+__all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "TimelineOptions", "TracingOptions", "read"]
+
+PATH = "kv_connector_extra_config"
+EXPORTER_VARIABLE = "KVOBS_EXPORTER"
+"""Switches the exporter on without the option; the option counts where both are set."""
+STOCK_VARIABLE = "KVOBS_STOCK"
+"""Names the parts of vLLM that kvobs is not to replace, separated by commas."""
+STOCK = ("aggregator", "block_copy")
+RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
+_LISTED_AT_MOST = 15  # mistakes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
+
+
+class ConfigError(ValueError):
+    """The connector configuration has mistakes; the message lists them, one per line."""
+
+    def __init__(self, mistakes: Iterable[Finding]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__(self.mistakes)
+
+    def __str__(self) -> str:
+        listed = [str(mistake) for mistake in self.mistakes[:_LISTED_AT_MOST]]
+        if len(self.mistakes) > _LISTED_AT_MOST:
+            listed.append(f"{len(self.mistakes) - _LISTED_AT_MOST} more mistakes; kvobs check lists all")
+        text = listed[0] if len(listed) == 1 else "".join(f"\n- {mistake}" for mistake in listed)
+        return f"kvobs can't start with this --kv-transfer-config: {text}"
+
+
+class Configuration(BaseModel):
+    """A checked configuration: the options, and the children's names in the order of ``connectors``.
+
+    ``stock`` are the parts of vLLM, out of STOCK, that stay in place.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    options: Options
+    names: tuple[str, ...]
+    stock: frozenset[str] = frozenset()
+
+
+def read(extra_config: Mapping[str, Any]) -> Configuration:
+    """Check ``kv_connector_extra_config`` and return the options and the children's names.
+
+    Raises:
+        ConfigError: with every mistake found, each with its JSON path.
+    """
+    configuration, mistakes = validate(extra_config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return configuration
+
+
+def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Finding]]:
+    """Return the options and the children's names, and the mistakes; with mistakes, all options are the defaults."""
+    mistakes: list[Finding] = []
+    configured = _configured_connectors(extra_config, mistakes)
+    is_complete = not mistakes
+    options = _options(extra_config.get("kvobs", {}), mistakes)
+    raw = extra_config.get("kvobs")
+    if options.exporter is None and not (isinstance(raw, Mapping) and "exporter" in raw):
+        options = options.model_copy(update={"exporter": _exporter_of_environment(mistakes)})
+    names = _names(options.names, configured, mistakes)
+    for option in ("isolate", "reset_after_failed_sync_load"):
+        for i, name in enumerate(getattr(options, option)):
+            if names and name not in names:
+                allowed = ", ".join(map(repr, names))
+                mistakes.append(Finding(f"{PATH}.kvobs.{option}[{i}]", f"found {show(name)}", allowed, _CORRECT))
+    mistakes += [
+        unknown("connector", f"{PATH}.kvobs.min_tokens.{cut(name)}", name, names, "remove it")
+        for name in options.min_tokens
+        if names and name not in names
+    ]
+    if options.wait_for == "earlier" and options.compares_answers:
+        found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
+        mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
+    stock = _stock_of_environment(mistakes)
+    if not mistakes:
+        return Configuration(options=options, names=names, stock=stock), mistakes
+    names = _names((), configured, []) if is_complete else _any_names(extra_config.get("connectors"))
+    return Configuration(options=Options(), names=names), mistakes
+
+
+_CORRECT = "use an allowed value, or remove the option"
+_UNSET = "use an allowed value, or unset the variable"
+
+
+def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Finding]) -> list[str]:
+    """Return each child's configured ``kv_connector``; invalid ones are reported and omitted."""
+    path = f"{PATH}.connectors"
+    connectors = extra_config.get("connectors")
+    if not isinstance(connectors, list | tuple) or not connectors:
+        found = "is missing" if "connectors" not in extra_config else f"found {_kind(connectors)}"
+        example = '[{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]'
+        allowed = f"a list with at least one connector, such as {example}"
+        mistakes.append(Finding(path, found, allowed, "list the connectors as objects"))
+        return []
+    configured = []
+    for i, connector in enumerate(connectors):
+        if not isinstance(connector, Mapping):
+            found, allowed = f"found {_kind(connector)}", "an object with the key 'kv_connector'"
+            mistakes.append(Finding(f"{path}[{i}]", found, allowed, "list the connectors as objects"))
+        elif not isinstance(connector.get("kv_connector"), str) or not connector["kv_connector"]:
+            found = f"found {show(connector['kv_connector'])}" if "kv_connector" in connector else "is missing"
+            allowed, fix = "the name of a connector class", "name the class of the connector"
+            mistakes.append(Finding(f"{path}[{i}].kv_connector", found, allowed, fix))
+        else:
+            configured.append(connector["kv_connector"])
+    return configured
+
+
+def _options(raw: Any, mistakes: list[Finding]) -> Options:
+    path = f"{PATH}.kvobs"
+    if not isinstance(raw, Mapping):
+        allowed = f"an object with any of: {', '.join(map(repr, _known_options()))}"
+        mistakes.append(Finding(path, f"found {show(raw)}", allowed, _CORRECT))
+        return Options()
+    try:
+        return Options.model_validate(dict(raw))
+    except ValidationError as error:
+        for detail in error.errors():
+            loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part != "[key]"]
+            where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+            if detail["type"] == "extra_forbidden":
+                mistakes.append(unknown("option", where, str(loc[-1]), _known_options(loc), "remove it"))
+            else:
+                problem, allowed = explain(detail["type"], detail["msg"])
+                mistakes.append(Finding(where, f"found {show(detail['input'])}{problem}", allowed, _CORRECT))
+        return Options()
+
+
+def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
+    """Return the exporter that the environment asks for, if any: HOST:PORT."""
+    value = os.environ.get(EXPORTER_VARIABLE, "")
+    if not value:
+        return None
+    host, _, port = value.rpartition(":")
+    try:
+        return ExporterOptions(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+    except ValueError:
+        allowed = "HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9464"
+        mistakes.append(Finding(f"environment variable {EXPORTER_VARIABLE}", f"found {show(value)}", allowed, _UNSET))
+        return None
+
+
+def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
+    """Return the parts of vLLM that the environment leaves in place."""
+    parts = frozenset(part.strip() for part in os.environ.get(STOCK_VARIABLE, "").split(",")) - {""}
+    mistakes += [
+        Finding(f"environment variable {STOCK_VARIABLE}", f"found {show(part)}", ", ".join(STOCK), _UNSET)
+        for part in sorted(parts.difference(STOCK))
+    ]
+    return parts
+
+
+def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Finding]) -> tuple[str, ...]:
+    """Name every child: by its entry in ``names``, otherwise its ``kv_connector``, numbered if repeated."""
+    path = f"{PATH}.kvobs.names"
+    if configured and len(given) > len(configured):
+        allowed = f"at most {len(configured)}, one per connector"
+        mistakes.append(Finding(path, f"found {len(given)} names", allowed, "remove the others"))
+    for i, name in enumerate(given):
+        if name == RESERVED_NAME:
+            mistakes.append(Finding(f"{path}[{i}]", f"found {name!r}, which is reserved", fix="choose another name"))
+        elif not _NAME.fullmatch(name):
+            allowed = "1 to 64 letters, digits and . _ : / + -, beginning with a letter or digit"
+            mistakes.append(Finding(f"{path}[{i}]", f"found {show(name)}", allowed, "choose another name"))
+    names = list(given[: len(configured)])
+    for connector in configured[len(names) :]:
+        candidates = (connector if n == 1 else f"{connector}-{n}" for n in count(1))
+        names.append(next(name for name in candidates if name not in names and name != RESERVED_NAME))
+    for name, times in Counter(names).items():
+        if times > 1:
+            found = f"found {show(name)} for {times} connectors"
+            mistakes.append(Finding(path, found, "a distinct name for each", "choose other names"))
+    return tuple(names)
+
+
+def _any_names(connectors: Any) -> tuple[str, ...]:
+    """Return a name for each entry of ``connectors``, some of which are invalid."""
+    entries = connectors if isinstance(connectors, list | tuple) else ()
+    return tuple(
+        str(entry.get("kv_connector", i)) if isinstance(entry, Mapping) else str(i) for i, entry in enumerate(entries)
+    )
+
+
+def _known_options(loc: Sequence[int | str] = ()) -> list[str]:
+    """Return the valid options at the place of an unknown one."""
+    return list((_NESTED[str(loc[0])] if len(loc) > 1 else Options).model_fields)
+
+
+_NESTED: dict[str, type[BaseModel]] = {
+    "tracing": TracingOptions,
+    "timeline": TimelineOptions,
+    "exporter": ExporterOptions,
+}
+
+
+def explain(kind: str, message: str) -> tuple[str, str]:
+    """Return the problem (beginning with a comma, or empty) and the allowed values of one of pydantic's errors."""
+    if kind in ("model_type", "mapping_type", "dict_type"):
+        return "", "an object"
+    before, should_be, allowed = message.removeprefix("Value error, ").partition("Input should be ")
+    return (f", {before}" if before else ""), allowed if should_be else ""
+
+
+def _kind(value: Any) -> str:
+    """Describe a value at a child's place by its type only if it may hold credentials."""
+    return (
+        f"a value of type {type(value).__name__}"
+        if isinstance(value, Mapping | list | tuple) and value
+        else show(value)
+    )

@@ -1,0 +1,388 @@
+"""The table of kvobs's metrics: name, kind, help, labels and their closed sets of values, bucket bounds.
+
+The recorder counts by slot, payloads carry slots, the API server exports them: all three read this table. All metrics
+also have vLLM's own labels (``model_name``, ``engine``), and those of a child the label ``connector``, the child's
+name. Durations are nanoseconds inside kvobs and in payloads, seconds in Prometheus.
+"""
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+from kvobs.schema.signal_types import OPEN, Kind, Scope, Signal
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Hook, Side
+
+__all__ = ["OPEN", "SIGNALS", "Kind", "Scope", "Signal"]
+
+
+def is_timed(hook: Hook) -> bool:
+    """Return whether calls of this hook are timed: all but properties and hooks of the configuration."""
+    return hook.side is not Side.CONFIG and not hook.is_property
+
+
+OTHER = "other"
+OTHER_VALUE = "_OTHER"  # OpenTelemetry's name for further values of an open set
+
+
+def hook_label(name: str) -> str:
+    """Return the value of the label ``hook``: the hook's own name, or "other" for hooks called once or on demand."""
+    return OTHER if HOOKS[name].cadence is Cadence.ONCE else name
+
+
+DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
+_MODES = ("sync", "async")
+_TRANSFERS = ("load", "save")
+_HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
+
+# Steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
+_SLOW = (30, 31, 32, 33)
+# 66 us, 1 ms, and on: there is one such histogram per hook.
+_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])
+# 1 ms to 17 s, in steps of two.
+_TRANSFER_BOUNDS = tuple(range(20, 35))
+# 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
+_STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
+_DELAY_BOUNDS = (*range(20, 30, 2), *_SLOW)
+_SKEW_BOUNDS, _COPY_BOUNDS = tuple(range(18, 34, 2)), tuple(range(18, 28, 2))
+
+CALL_DURATION = Signal(
+    "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
+)
+CALL_ERRORS = Signal(
+    "kvobs_call_errors_total",
+    "Exceptions raised by the connector, by hook and exception class.",
+    {"hook": OPEN, "error_type": OPEN},
+)
+SLOW_CALLS = Signal(
+    "kvobs_slow_calls_total", "Calls into the connector that took longer than slow_call_ms.", {"hook": _HOOKS}
+)
+LOOKUPS = Signal(
+    "kvobs_lookups_total",
+    "Lookups by outcome; an outcome is counted once per request, however often vLLM repeats the lookup.",
+    {"outcome": ("hit", "miss", "pending", "timeout")},
+)
+LOOKUP_DELAY = Signal(
+    "kvobs_lookup_delay_seconds",
+    "Time from the connector's first 'not yet' for a request to its answer.",
+    kind=Kind.HISTOGRAM,
+    bounds=_DELAY_BOUNDS,
+)
+OFFERED_TOKENS = Signal(
+    "kvobs_offered_tokens_total", "Tokens offered by the connector, counted once per request (tokens)."
+)
+ADMITTED_TOKENS = Signal(
+    "kvobs_admitted_tokens_total",
+    "Tokens that vLLM decided to load from the connector; counted again after a preemption (tokens).",
+)
+UNUSED_HIT_TOKENS = Signal(
+    "kvobs_unused_hit_tokens_total",
+    "Tokens offered and not loaded (tokens), by reason: other_chosen, beyond the chosen connector's offer; "
+    "below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, the request "
+    "ended before; aborted, it ended during the load.",
+    {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
+)
+UNUSED_OFFERS = Signal(
+    "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
+)
+LOAD_DECISIONS = Signal(
+    "kvobs_load_decisions_total",
+    "Decisions of load_policy fastest, by the connector that loads, or would have loaded if computing were slower.",
+    {"reason": ("predicted_fastest", "explored", "unknown", "computing_is_faster", "handed_over")},
+)
+LOADS = Signal(
+    "kvobs_loads_total",
+    "Finished loads, by mode and outcome; a preempted request may load again.",
+    {"mode": _MODES, "outcome": ("ok", "failed", "aborted")},
+)
+LOAD_DURATION = Signal(
+    "kvobs_load_duration_seconds",
+    "Duration of successful loads: async from allocation to the last rank's receipt, sync on the slowest rank.",
+    {"mode": _MODES},
+    Kind.HISTOGRAM,
+    _TRANSFER_BOUNDS,
+)
+LOAD_RESUME_DELAY = Signal(
+    "kvobs_load_resume_delay_seconds",
+    "Time from the end of an async load on all ranks to the step that schedules its request.",
+    kind=Kind.HISTOGRAM,
+    bounds=_DELAY_BOUNDS,
+)
+LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
+LOAD_BYTES = Signal(
+    "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
+)
+PREFILL_SAVED = Signal(
+    "kvobs_prefill_saved_seconds_total",
+    "Estimated time of computing the loaded tokens, for loads with an estimate.",
+)
+LOAD_WAITED = Signal(
+    "kvobs_load_waited_seconds_total",
+    "Time that requests waited for loads with an estimate: async from allocation to resumption, sync within the step.",
+)
+LOADS_SLOWER = Signal(
+    "kvobs_loads_slower_than_computing_total",
+    "Loads with an estimate that requests waited for longer than computing would have taken.",
+)
+LOAD_STALL = Signal(
+    "kvobs_load_stall_seconds",
+    "Time a step's forward waited for loads: wait_for_layer_load, plus start_load_kv if a sync load is due.",
+    kind=Kind.HISTOGRAM,
+    bounds=_STALL_BOUNDS,
+)
+RECOMPUTED_TOKENS = Signal(
+    "kvobs_recomputed_tokens_total",
+    "Tokens of failed loads; recomputed unless kv_load_failure_policy is fail (tokens).",
+)
+FAILED_SYNC_LOADS = Signal(
+    "kvobs_failed_sync_loads_total",
+    "Failed synchronous loads: other connectors may have saved the unfilled blocks in the same step.",
+)
+SAVES = Signal(
+    "kvobs_saves_total",
+    "Promised saves that have ended, by outcome; ok: reported by the connector, which does not say that they were "
+    "stored; abandoned: not reported by a connector in quarantine.",
+    {"outcome": ("ok", "abandoned")},
+)
+SAVE_HOLD = Signal(
+    "kvobs_save_hold_seconds",
+    "Time from a request's end to the completion of its promised save, during which its blocks are held.",
+    kind=Kind.HISTOGRAM,
+    bounds=_TRANSFER_BOUNDS,
+)
+SAVE_STALL = Signal(
+    "kvobs_save_stall_seconds",
+    "Time a step spent in save_kv_layer and wait_for_save.",
+    kind=Kind.HISTOGRAM,
+    bounds=_STALL_BOUNDS,
+)
+IN_FLIGHT = Signal(
+    "kvobs_in_flight",
+    "Lookups that requests wait for, loads and promised saves in progress.",
+    {"kind": ("lookup", *_TRANSFERS)},
+    Kind.GAUGE,
+)
+OLDEST_IN_FLIGHT = Signal(
+    "kvobs_oldest_in_flight_timestamp_seconds",
+    "Start of the oldest lookup, load or save in progress, as Unix time; a lookup's is its first 'not yet'; else NaN.",
+    {"kind": ("lookup", *_TRANSFERS)},
+    Kind.GAUGE,
+)
+HELD_TOKENS = Signal(
+    "kvobs_held_tokens",
+    "Tokens whose KV cache blocks are held by loads and promised saves in progress (tokens).",
+    {"kind": _TRANSFERS},
+    Kind.GAUGE,
+)
+RANK_SKEW = Signal(
+    "kvobs_rank_skew_seconds",
+    "Time that the slowest rank took longer than the quickest for a load or promised save, each by its own clock.",
+    {"kind": _TRANSFERS},
+    Kind.HISTOGRAM,
+    _SKEW_BOUNDS,
+)
+SLOWEST_RANK = Signal(
+    "kvobs_slowest_rank_total", "Loads and promised saves for which this rank took longest.", {"rank": OPEN}
+)
+STUCK_TRANSFERS = Signal(
+    "kvobs_stuck_transfers_total",
+    "Loads and promised saves that this rank did not report within stuck_after_s of another rank.",
+    {"rank": OPEN},
+)
+STRAY_REPORTS = Signal(
+    "kvobs_stray_reports_total",
+    "Reports about a load or save that the connector does not own; they are ignored.",
+    {"kind": ("load", "failure", "save")},
+)
+QUARANTINED = Signal(
+    "kvobs_quarantined",
+    "1 while the connector is in quarantine; only connectors in the option isolate have it.",
+    kind=Kind.GAUGE,
+)
+QUARANTINES = Signal(
+    "kvobs_quarantines_total",
+    "Quarantines begun after a failure or a slow call; most are shorter than a scrape interval.",
+)
+BLOCK_COPY_DURATION = Signal(
+    "kvobs_block_copy_duration_seconds",
+    "Duration of block copies between the KV cache and the connector's host buffer.",
+    {"direction": DIRECTIONS},
+    Kind.HISTOGRAM,
+    _COPY_BOUNDS,
+)
+BLOCK_COPY_BYTES = Signal(
+    "kvobs_block_copy_bytes_total",
+    "Bytes of block copies between the KV cache and the connector's host buffer, over all ranks (bytes).",
+    {"direction": DIRECTIONS},
+)
+CONNECTOR_INFO = Signal(
+    "kvobs_connector_info",
+    "Configuration of the connector; always 1.",
+    dict.fromkeys(("index", "class", "role", "load_policy", "failure_policy"), OPEN),
+    Kind.GAUGE,
+)
+STEP_SECONDS = Signal(
+    "kvobs_step_seconds_total",
+    "Duration of steps with an estimate; steps with a sync load or an encoder's input have none.",
+    {"kind": ("prefill", "decode")},
+    scope=Scope.PROCESS,
+)
+STEP_ESTIMATE_ERROR = Signal(
+    "kvobs_step_estimate_error_seconds_total",
+    "Sum of absolute differences between observed and estimated step times.",
+    {"kind": ("prefill", "decode")},
+    scope=Scope.PROCESS,
+)
+BUILD_INFO = Signal(
+    "kvobs_build_info",
+    "Versions of kvobs and vLLM; always 1.",
+    dict.fromkeys(("version", "vllm_version"), OPEN),
+    Kind.GAUGE,
+    scope=Scope.PROCESS,
+)
+Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version"]
+INTERNAL_ERRORS = Signal(
+    "kvobs_internal_errors_total",
+    "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
+    {"where": get_args(Where)},
+    scope=Scope.PROCESS,
+)
+SELF_SECONDS = Signal(
+    "kvobs_self_seconds_total",
+    "Time spent in kvobs's telemetry; recording calls is estimated as their number times a cost measured once.",
+    {"where": ("record", "flush", "merge", "apply", "cut")},
+    scope=Scope.PROCESS,
+)
+SPANS_DROPPED = Signal(
+    "kvobs_spans_dropped_total",
+    "Spans lost: above 64 per flush or 200 per second, queue full, rejected by the collector, or malformed.",
+    {"where": ("flush", "rate", "queue", "export", "malformed")},
+    scope=Scope.PROCESS,
+)
+MALFORMED_CONTEXTS = Signal(
+    "kvobs_malformed_contexts_total",
+    "Requests with a malformed trace context in their headers or in kv_transfer_params.kvobs.",
+    {"source": ("headers", "params")},
+    scope=Scope.PROCESS,
+)
+REQUEST_LOG_DROPPED = Signal(
+    "kvobs_request_log_dropped_total",
+    "Lines of the request log that were dropped because it could not be written.",
+    scope=Scope.PROCESS,
+)
+
+ENGINE_UP = Signal(
+    "kvobs_engine_up",
+    "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+LAST_PAYLOAD = Signal(
+    "kvobs_last_payload_timestamp_seconds",
+    "Time of the engine's last numbers, as Unix time; an idle engine sends none. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+CALL_IN_PROGRESS = Signal(
+    "kvobs_call_in_progress_timestamp_seconds",
+    "Start of a call into a connector that has lasted over a second in EngineCore, as Unix time. Of the exporter only.",
+    {"connector": OPEN, "hook": OPEN},
+    Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+SPANS_QUEUED = Signal(
+    "kvobs_spans_queued",
+    "Spans that wait in the exporter for the collector. Of the exporter only.",
+    kind=Kind.GAUGE,
+    scope=Scope.EXPORTER,
+)
+
+SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()) if isinstance(signal, Signal))
+"""All metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One combination of a signal's label values, and its position in the slot table.
+
+    A histogram has a slot for each bucket, for the overflow above the last bound, and for the sum.
+    """
+
+    signal: Signal
+    values: tuple[str, ...]
+    first: int
+
+    @property
+    def width(self) -> int:
+        """Return its number of slots."""
+        return self.signal.sum_offset + 1 if self.signal.kind is Kind.HISTOGRAM else 1
+
+
+def _series(scope: Scope) -> tuple[Series, ...]:
+    table: list[Series] = []
+    first = 0
+    for signal in SIGNALS:
+        if signal.scope is scope and not signal.is_open:
+            for values in product(*signal.labels.values()):
+                table.append(Series(signal, values, first))
+                first += table[-1].width
+    return tuple(table)
+
+
+SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
+# In a payload the process's slots come first, then those of each child in the order of the configuration.
+PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
+
+_BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
+
+# Peers with the same digest have the same slot table.
+TABLE_DIGEST: int = zlib.crc32(
+    repr([(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]).encode()
+)
+
+
+def slot(signal: Signal, *values: str) -> int:
+    """Return the first slot of ``signal`` with these label values; KeyError if the table has no such series."""
+    return _BY_VALUES[(signal.name, *values)].first
+
+
+def find(signal: Signal, *values: str) -> Series | None:
+    """Return the series of ``signal`` with these label values, if there is one."""
+    return _BY_VALUES.get((signal.name, *values))
+
+
+def place(child: int, slot: int) -> int:
+    """Return the payload's slot for a slot of the child at this position; with slot 0, the first of the child's."""
+    return PROCESS_WIDTH + child * CHILD_WIDTH + slot
+
+
+LABEL = "connector"
+VLLM_LABELS = ("model_name", "engine")
+SERIES_AT_MOST = 256
+"""Series of an open signal per engine and child: further ones are merged, with OTHER_VALUE as every label."""
+
+
+def labelnames(signal: Signal) -> list[str]:
+    """Return the names of all labels of a metric, in the order of their values."""
+    return [*VLLM_LABELS, *([LABEL] if signal.scope is Scope.CHILD else []), *signal.labels]
+
+
+def of_child(child: int, counts: Mapping[int, int]) -> dict[int, int]:
+    """Return the counts of the child at this position, by the child's own slots."""
+    first, end = place(child, 0), place(child + 1, 0)
+    return {slot - first: n for slot, n in counts.items() if first <= slot < end}
+
+
+_FIRSTS = {scope: [series.first for series in table] for scope, table in SERIES.items()}
+
+
+def locate(slot: int) -> tuple[Series, int, int]:
+    """Return a payload slot's series, its index within the series, and the child's position (-1: none)."""
+    scope, child = Scope.PROCESS, -1
+    if slot >= PROCESS_WIDTH:
+        scope = Scope.CHILD
+        child, slot = divmod(slot - PROCESS_WIDTH, CHILD_WIDTH)
+    series = SERIES[scope][bisect_right(_FIRSTS[scope], slot) - 1]
+    return series, slot - series.first, child

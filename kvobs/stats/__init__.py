@@ -1,1 +1,0 @@
-"""Carry the numbers from the workers to the exporter: how payloads merge, and become objects again."""

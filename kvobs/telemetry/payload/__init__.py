@@ -1,0 +1,1 @@
+"""The numbers on their way: the form on the wire, merging, rebuilding."""

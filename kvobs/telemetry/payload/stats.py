@@ -1,0 +1,323 @@
+"""The stats payload from workers over the scheduler to the API server, and its conversion back into objects.
+
+``MultiKVConnectorStats.data`` maps a child's name to that child's own stats, and ``kvobs`` to kvobs's own numbers (see
+``payload``). The API server gets only this dict, which therefore names the classes of the children's stats. Input of a
+peer never raises here: what can't be rebuilt keeps its raw values.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kvobs import faults
+from kvobs.log import once
+from kvobs.schema import signals
+from kvobs.schema.config import RESERVED_NAME
+from kvobs.telemetry.payload.payload import KvobsStats, as_dict
+from kvobs.telemetry.payload.summary import summarize
+from kvobs.vllm_api import versions
+
+_MERGE = signals.slot(signals.SELF_SECONDS, "merge")
+_ENTRIES_AT_MOST = 1_000  # children: names come from the peer
+
+
+class RawStats(KVConnectorStats):
+    """Stats of a child of unknown class: numbers are summed, anything else keeps its last value."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> RawStats:
+        _add(self.data, as_dict(other))
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return {key: value for key, value in self.data.items() if isinstance(value, int | float)}
+
+
+class _Merging:
+    """Time spent on merging in this process, until it is added to outgoing numbers."""
+
+    owed_ns = 0
+
+    @faults.contained("merge")
+    def spend(self, own: Any, ns: int) -> None:
+        self.owed_ns += ns
+        if isinstance(own, KvobsStats) and not own.is_bare:
+            own.spend(_MERGE, self.owed_ns)
+            self.owed_ns = 0
+
+
+_merging = _Merging()
+
+
+class MultiKVConnectorStats(stock.MultiKVConnectorStats):
+    """The stats of all children, by name, and kvobs's own under ``kvobs``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the payload as plain builtins, without stats that can't be converted."""
+        begin = perf_counter_ns()
+        payload = {}
+        data = _by_class(self.data) if _is_for_rust() else self.data
+        for name, stats in data.items():
+            try:
+                payload[name] = as_dict(stats)
+            except Exception:
+                faults.contain("merge")
+        _merging.spend(self.data.get(RESERVED_NAME), perf_counter_ns() - begin)
+        return payload
+
+    def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
+        """Merge ``other`` into this; it is neither changed nor kept."""
+        for name, theirs in other.data.items() if isinstance(other.data, Mapping) else ():
+            try:
+                self._merge(name, theirs)
+            except Exception:
+                faults.contain("merge")
+        return self
+
+    def _merge(self, name: str, theirs: KVConnectorStats) -> None:
+        mine = self.data.get(name)
+        if mine is None:
+            if len(self.data) < _ENTRIES_AT_MOST or name == RESERVED_NAME:
+                self.data[name] = copy.deepcopy(theirs)
+        elif name == RESERVED_NAME:
+            mine.aggregate(theirs)
+        else:
+            self.data[name] = _merged(name, mine, theirs)
+
+    def reset(self) -> None:
+        for stats in self.data.values():
+            stats.reset()
+
+    def reduce(self) -> dict[str, Any]:
+        """Return name -> key -> number, as vLLM's class does: the child's own summary plus kvobs's counts."""
+        own = self.data.get(RESERVED_NAME)
+        reduced = {name: _reduced(name, stats) for name, stats in self.data.items() if name != RESERVED_NAME}
+        counted: dict[str, dict[str, int | float]] = {}
+        try:
+            counted = summarize(list(own.children), own.taken()) if isinstance(own, KvobsStats) else {}
+        except Exception:
+            faults.contain("summarize")
+        for name, numbers in counted.items():
+            mine = reduced.setdefault(name, {})
+            mine |= {f"{RESERVED_NAME}_{key}" if key in mine else key: n for key, n in numbers.items()}
+        return {name: numbers for name, numbers in reduced.items() if numbers}
+
+    def is_empty(self) -> bool:
+        return all(_is_empty(name, stats) for name, stats in self.data.items())
+
+    def __getitem__(self, name: str) -> KVConnectorStats:
+        stats: KVConnectorStats = self.data[name]
+        return stats
+
+    def __setitem__(self, name: str, stats: KVConnectorStats) -> None:
+        self.data[name] = stats
+
+
+_is_for_rust = cache(versions.has_rust_frontend)
+
+
+def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStats]:
+    """Return the connectors' stats as vLLM's own class has them, by class name: vLLM's Rust front end reads no others.
+
+    The Rust front end would not read kvobs's own.
+    """
+    own = data.get(RESERVED_NAME)
+    paths = own.children if isinstance(own, KvobsStats) else {}
+    by_class: dict[str, KVConnectorStats] = {}
+    for name, stats in data.items():
+        if name == RESERVED_NAME:
+            continue
+        class_name = paths.get(name, name).rpartition(":")[2].rpartition(".")[2]
+        mine = by_class.get(class_name)
+        by_class[class_name] = copy.deepcopy(stats) if mine is None else _merged(class_name, mine, stats)
+    return by_class
+
+
+def has_content(stats: KVConnectorStats | None) -> bool:
+    """Return whether it contains kvobs's own numbers."""
+    own = stats.data.get(RESERVED_NAME) if stats is not None else None
+    return own is not None and not own.is_empty()
+
+
+def own_stats(stats: KVConnectorStats | None, name: str, path: str) -> KVConnectorStats | None:
+    """Return a child's own stats; None if there are none, or its class at ``path`` can't build them."""
+    own = stats.data.get(name) if stats is not None else None
+    if stats is None or own is None or (isinstance(own, KVConnectorStats) and not isinstance(own, RawStats)):
+        return own
+    built = _rebuild_child(name, path, as_dict(own))  # raw, as its class could not merge those of two ranks
+    if built is None or isinstance(built, RawStats):
+        return None
+    stats.data[name] = built
+    return built
+
+
+def with_own_stats(
+    stats: KVConnectorStats | None, name: str, own: KVConnectorStats | None, classes: Mapping[str, str]
+) -> KVConnectorStats:
+    """Return the stats of all children with those of one replaced, or removed (None).
+
+    ``classes`` are the paths of the children's classes, by name.
+    """
+    stats = MultiKVConnectorStats() if stats is None else stats
+    if own is None:
+        stats.data.pop(name, None)
+    else:
+        stats.data.setdefault(RESERVED_NAME, KvobsStats.bare(classes))
+        stats.data[name] = own
+    return stats
+
+
+def rebuild(data: Any) -> MultiKVConnectorStats:
+    """Build stats from whatever a peer sent: objects, dicts, ``{"data": ...}`` wrappers, or a mixture; never raise."""
+    if isinstance(data, KVConnectorStats):
+        data = data.data
+    rebuilt: dict[str, KVConnectorStats] = {}
+    try:
+        entries = data if isinstance(data, Mapping) else {}
+        own = entries.get(RESERVED_NAME)
+        ours = KvobsStats.read(own) if own is not None else KvobsStats()
+        for name, value in entries.items():
+            if name == RESERVED_NAME:
+                rebuilt[name] = ours
+            elif isinstance(value, KVConnectorStats):
+                rebuilt[name] = value
+            elif len(rebuilt) < _ENTRIES_AT_MOST:
+                stats = _rebuild_child(name, ours.children.get(name), as_dict(value))
+                if stats is not None:
+                    rebuilt[name] = stats
+    except Exception:
+        faults.contain("rebuild")
+    return MultiKVConnectorStats(data=rebuilt)
+
+
+def class_path(connector_class: type) -> str:
+    """Return "module:Class", by which ``rebuild`` finds a child's class."""
+    return f"{connector_class.__module__}:{connector_class.__qualname__}"
+
+
+def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConnectorStats | None:
+    """Return the stats object that the child's class builds; None if it has none, as in vLLM's class."""
+    connector_class = _class_at(path) if path else _registered(name)
+    if connector_class is not None:
+        try:
+            stats = connector_class.build_kv_connector_stats(data=data)
+            if stats is None or isinstance(stats, KVConnectorStats):
+                return stats
+        except Exception:
+            once(
+                f"rebuild:{name}",
+                logging.ERROR,
+                "the stats of connector %r can't be rebuilt by its class; their raw values are kept",
+                name,
+                exc_info=True,
+            )
+    return RawStats(data=data)
+
+
+_found: dict[str, type[KVConnectorBase_V1]] = {}
+_FOUND_AT_MOST = 64
+
+
+def _class_at(path: str) -> Any:
+    """Find a connector's class among imported modules: a payload must not cause an import.
+
+    The API server imports the configured connectors when it creates their metrics, before the first payload.
+    """
+    if (known := _found.get(path)) is not None:
+        return known
+    module, _, name = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    if isinstance(found, type) and issubclass(found, KVConnectorBase_V1):
+        if len(_found) < _FOUND_AT_MOST:
+            _found[path] = found
+        return found
+    once(
+        f"class:{path}",
+        logging.ERROR,
+        "%.200r is not a connector imported in this process: its stats can't be rebuilt, their raw values are kept",
+        path,
+    )
+    return None
+
+
+@lru_cache(maxsize=64)
+def _registered(name: str) -> Any:
+    """Find the class of an older payload's entry, which has only the class name."""
+    try:
+        return KVConnectorFactory.get_connector_class_by_name(name)
+    except Exception:
+        once(
+            f"registered:{name}",
+            logging.INFO,
+            "no connector is registered as %r; the raw values of its stats are kept",
+            name,
+        )
+        return None
+
+
+def _is_empty(name: str, stats: KVConnectorStats) -> bool:
+    """Return whether a child's stats are empty by its own rule; False if that fails."""
+    try:
+        return stats.is_empty()
+    except Exception:
+        once(f"empty:{name}", logging.ERROR, "the stats of connector %r can't be read", name, exc_info=True)
+        return False
+
+
+def _reduced(name: str, stats: KVConnectorStats) -> dict[str, Any]:
+    """Return a child's own summary; empty if that fails."""
+    try:
+        return dict(stats.reduce())
+    except Exception:
+        once(f"reduce:{name}", logging.ERROR, "the stats of connector %r can't be summarized", name, exc_info=True)
+        return {}
+
+
+def _merged(name: str, mine: KVConnectorStats, theirs: KVConnectorStats) -> KVConnectorStats:
+    try:
+        return mine.aggregate(theirs)
+    except Exception:
+        once(
+            f"aggregate:{name}",
+            logging.ERROR,
+            "the stats of connector %r can't be merged by its class; their raw values are kept",
+            name,
+            exc_info=True,
+        )
+        return RawStats(data=copy.deepcopy(as_dict(mine))).aggregate(RawStats(data=as_dict(theirs)))
+
+
+def _add(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        mine = into.get(key)
+        if isinstance(mine, dict) and isinstance(value, Mapping):
+            _add(mine, value)
+        elif _is_number(mine) and _is_number(value):
+            into[key] = mine + value
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

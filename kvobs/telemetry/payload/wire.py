@@ -1,0 +1,167 @@
+"""The wire form of kvobs's own numbers, from the workers to the process that exports them.
+
+::
+
+    {"v": 4, "table": digest of the slot table,
+     "children": {name: "module:Class"},               # in the order of the configuration; not in lines
+     "counts": [gap, n, gap, n, ...],                  # how much was added, by the gaps between slots
+     "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
+     "gauges": {slot: value},                          # the last one counts
+     "spans": [[record, ...], ...]}                    # see spans.Record; a group is exported whole, or not at all
+
+The gaps of a whole list add up to 0, so that two lists merge by concatenation. A count of any size is sent in digits
+below ``BASE``: the second digit, in units of ``BASE``, ``SLOTS`` slots after the first, and so on. Only plain builtins,
+safe for pickle, msgpack and, as a line for the exporter, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from math import nan
+from typing import Any
+
+from kvobs.schema.signals import OLDEST_IN_FLIGHT, TABLE_DIGEST, Signal, place
+from kvobs.telemetry.recording.taken import Taken, nothing
+
+VERSION = 4
+BASE = 2**53  # a sum below it is exact as a float, and msgpack takes it
+# Limits of a peer's input: anything beyond is malformed, and must not determine memory use.
+DIGITS = 16  # the largest count is a finite float
+SLOTS = place(1_000, 0)
+ROWS = 4_096
+LABEL = 128  # characters
+
+
+def is_ours(data: Mapping[str, Any]) -> bool:
+    """Return whether this process can read the numbers."""
+    return data.get("v") == VERSION and data.get("table") == TABLE_DIGEST
+
+
+def read(data: Mapping[str, Any]) -> Taken:
+    """Return the numbers of a payload; none if another version of kvobs wrote them.
+
+    Raises:
+        ValueError: some of them are malformed; then all are refused.
+    """
+    if not is_ours(data):
+        return nothing()
+    counts, rows, gauges = (data.get(part, none) for part, none in (("counts", []), ("opened", []), ("gauges", {})))
+    return Taken(unpacked(counts), _checked_rows(rows), _checked_gauges(gauges), spans(data))
+
+
+def spans(data: Mapping[str, Any]) -> list[Any]:
+    """Return the groups of span records; none if another version of kvobs wrote them."""
+    groups = data.get("spans") if is_ours(data) else None
+    return [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
+
+
+def empty() -> dict[str, Any]:
+    """Return the parts of a payload without numbers."""
+    return {"counts": [], "opened": [], "gauges": {}, "spans": []}
+
+
+def message(taken: Taken) -> dict[str, Any]:
+    """Return a payload with these numbers."""
+    return {
+        "v": VERSION,
+        "table": TABLE_DIGEST,
+        "counts": packed(taken.counts),
+        "opened": taken.opened,
+        "gauges": taken.gauges,
+        "spans": list(taken.spans),
+    }
+
+
+def gauge_value(signal: Signal, value: int) -> float:
+    """Return a payload's gauge in Prometheus's unit; a time that is not set is NaN."""
+    return nan if signal is OLDEST_IN_FLIGHT and not value else value * signal.unit
+
+
+# Lines, between EngineCore and the exporter
+
+
+def to_line(message: Mapping[str, Any]) -> bytes:
+    """Return a message as one line of JSON; the slots of gauges, which JSON does not take as keys, as pairs."""
+    if isinstance(gauges := message.get("gauges"), Mapping):
+        message = {**message, "gauges": list(gauges.items())}
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """Return the message of a line; ValueError if it is none."""
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is an object, found {type(message).__name__}")
+    if isinstance(gauges := message.get("gauges"), list):
+        try:
+            message["gauges"] = dict(gauges)
+        except TypeError as error:
+            raise ValueError(f"gauges are pairs: {error}") from None
+    return message
+
+
+def packed(counts: Mapping[int, int]) -> list[int]:
+    """Return counts by the gaps between their slots."""
+    if max(counts.values(), default=0) >= BASE:  # a value that msgpack rejects would end the engine
+        counts = dict(digit for slot, n in counts.items() for digit in _digits(slot, n))
+    pairs: list[int] = []
+    last = 0
+    for slot in sorted(counts):
+        if counts[slot] > 0:
+            pairs += (slot - last, counts[slot])
+            last = slot
+    return [*pairs, -last, 0] if last else pairs
+
+
+def _digits(slot: int, n: int) -> Iterator[tuple[int, int]]:
+    while n > 0:
+        yield slot, n % BASE
+        slot, n = slot + SLOTS, n // BASE
+
+
+def unpacked(pairs: Any) -> dict[int, int]:
+    """Return the sums of packed counts.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    if not isinstance(pairs, list) or not {int}.issuperset(map(type, pairs)) or len(pairs) % 2:
+        raise ValueError("a payload's counts are pairs of whole numbers")
+    counts: dict[int, int] = {}
+    for slot, n in zip(accumulate(pairs[::2]), pairs[1::2], strict=True):
+        if 0 < n < BASE and 0 <= slot < SLOTS:
+            counts[slot] = counts.get(slot, 0) + n
+        elif 0 < n < BASE and 0 <= slot < SLOTS * DIGITS:
+            digit, first = divmod(slot, SLOTS)
+            counts[first] = counts.get(first, 0) + n * BASE**digit
+        elif n:
+            raise ValueError(f"a payload's count {n} of slot {slot} is out of range")
+    return counts
+
+
+def _checked_gauges(gauges: Any) -> dict[int, int]:
+    if not isinstance(gauges, dict) or not all(
+        type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n < 2**63 for slot, n in gauges.items()
+    ):
+        raise ValueError("a payload's gauges are whole numbers by slot")
+    return dict(gauges)
+
+
+def _checked_rows(rows: Any) -> list[list[Any]]:
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise ValueError("a payload's rows are lists of a signal, a child, label values and a number")
+    return rows[:ROWS]
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, list) or len(row) < len(("signal", "child", "n")):
+        return False
+    signal, child, *values, n = row
+    return (
+        type(child) is int
+        and type(n) is int
+        and child >= 0 <= n < BASE**DIGITS
+        and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
+    )

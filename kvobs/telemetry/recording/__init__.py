@@ -1,0 +1,1 @@
+"""Time and count the calls into connectors."""

@@ -1,0 +1,321 @@
+"""Time and count every call into a child, and detect slow and failed calls: the hot path.
+
+``take`` returns the increments since the last call, so that receivers only add. An error in here is contained: it never
+reaches the child, the caller, or vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter_ns
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvobs import faults
+from kvobs.log import once
+from kvobs.schema import signals
+from kvobs.schema.signals import CALL_DURATION, Signal, place
+from kvobs.telemetry.recording.call_event import CallEvent, Tracer
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.timeline.flight import Flight
+from kvobs.vllm_api.hooks import HOOKS, Cadence
+
+Call = Callable[..., Any]
+Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns
+
+# Calls of one hook of a child by duration: an item for each bucket of CALL_DURATION, then the sum in ns.
+Tally = list[int]
+SUM = CALL_DURATION.sum_offset
+# The bucket of a duration, by the number of its bits: bounds are powers of two.
+BUCKET = [bisect_left(CALL_DURATION.bounds, bits) for bits in range(65)]
+
+# A wall clock that never jumps: its offset is fixed once, at start.
+WALL_OFFSET = time.time_ns() - perf_counter_ns()
+
+NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
+
+ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_VALUE
+_NAME_AT_MOST = 64
+
+
+def wall_ns() -> int:
+    """Return the time in ns since the epoch, monotonic within this process."""
+    return perf_counter_ns() + WALL_OFFSET
+
+
+class Recorder:
+    """The numbers of one process.
+
+    Args:
+        children: number of children.
+        slow_ns: a longer call is counted as slow; hooks called once or on demand are exempt.
+        names: the children's names, for the log.
+        journal: holds the span records that are sent with the numbers.
+        tracer: receives slow and failed calls, or all of them.
+        flight: records the calls as they begin and end.
+    """
+
+    def __init__(
+        self,
+        children: int,
+        slow_ns: int = NEVER,
+        names: tuple[str, ...] = (),
+        *,
+        journal: Journal | None = None,
+        tracer: Tracer | None = None,
+        flight: Flight | None = None,
+    ) -> None:
+        self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
+        self._opened: dict[tuple[str | int, ...], int] = {}
+        self._gauges: dict[int, int] = {}
+        self._changed_gauges: dict[int, int] = {}
+        # Tallies are cumulative: a call may be counted by another thread while they are read.
+        self._tallies: dict[tuple[int, str], tuple[int, Tally, Tally]] = {}  # first slot, now, when last taken
+        self._slow_ns = slow_ns
+        self._journal = journal if journal is not None else Journal()
+        self._tracer = tracer
+        self._flight = flight
+        self._names = names or tuple(map(str, range(children)))
+
+    # Counting
+
+    def count(self, child: int, slot: int, n: int = 1) -> None:
+        """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
+        try:
+            self._add(place(child, slot), n)
+        except Exception:
+            faults.contain("record")
+
+    def count_own(self, slot: int, n: int) -> None:
+        """Add ``n`` to a slot of this process."""
+        try:
+            self._add(slot, n)
+        except Exception:
+            faults.contain("record")
+
+    def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
+        """Add a duration to a histogram of this child."""
+        try:
+            first = _first(child, signal, *values)
+            ns = max(0, ns)
+            self._add(first + signal.bucket(ns), 1)
+            self._add(first + signal.sum_offset, ns)
+        except Exception:
+            faults.contain("record")
+
+    def observe_all(self, child: int, signal: Signal, durations: Durations, *values: str) -> None:
+        """Add many durations to a histogram of this child."""
+        try:
+            first = _first(child, signal, *values)
+            for bucket, n in enumerate(_bucketed(signal, durations)):
+                self._add(first + bucket, n)
+            self._add(first + signal.sum_offset, int(durations.sum()))
+        except Exception:
+            faults.contain("record")
+
+    def count_open(self, child: int, signal: Signal, *values: str) -> None:
+        """Add 1 to a series whose label values are known at run time only."""
+        try:
+            key: tuple[str | int, ...] = (signal.name, child, *values)
+            self._opened[key] = self._opened.get(key, 0) + 1
+        except Exception:
+            faults.contain("record")
+
+    def set_gauge(self, child: int, slot: int, value: int) -> None:
+        """Set a gauge of this child; it is sent if it differs from the value sent before."""
+        try:
+            at = place(child, slot)
+            if self._gauges.get(at, 0) != value:
+                self._gauges[at] = self._changed_gauges[at] = value
+        except Exception:
+            faults.contain("record")
+
+    def _add(self, slot: int, n: int) -> None:
+        if n:
+            self._counts[slot] = self._counts.get(slot, 0) + n
+
+    # Calls
+
+    def tally(self, child: int, hook: str) -> Tally:
+        """Return the tally of this hook's calls into this child."""
+        label = signals.hook_label(hook)
+        if (child, label) not in self._tallies:
+            self._tallies[child, label] = (_first(child, CALL_DURATION, label), [0] * (SUM + 1), [0] * (SUM + 1))
+        return self._tallies[child, label][1]
+
+    @property
+    def traces_all(self) -> bool:
+        return self._tracer is not None and self._tracer.traces_all
+
+    def slow_ns(self, hook: str) -> int:
+        """Return the duration above which a call of this hook is slow."""
+        return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
+
+    def timed(self, child: int, hook: str, call: Call) -> Call:
+        """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
+        tally = self.tally(child, hook)
+        noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter_ns()
+            try:
+                answer = call(*args, **kwargs)
+            except BaseException as error:
+                self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
+                raise
+            try:
+                spent = perf_counter_ns() - start
+                tally[BUCKET[(spent - 1).bit_length()]] += 1
+                tally[SUM] += spent
+                if spent > noticed_ns:
+                    self.notice(child, hook, start, spent, *args[:1])
+            except Exception:
+                faults.contain("record")
+            return answer
+
+        return recorded if self._flight is None else self._flight.noted(child, hook, recorded)
+
+    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> None:
+        """Count a call that may be slow, and pass it to the tracer; ``start`` is this process's monotonic time."""
+        is_slow = spent > self.slow_ns(hook)
+        if is_slow:
+            self.slow(child, hook, spent)
+        if self._tracer is not None:
+            self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
+
+    def add_call(self, child: int, hook: str, spent: int) -> None:
+        """Count a call that took ``spent`` ns."""
+        tally = self.tally(child, hook)
+        tally[BUCKET[(spent - 1).bit_length()]] += 1
+        tally[SUM] += spent
+        if spent > self.slow_ns(hook):
+            self.slow(child, hook, spent)
+
+    def add_calls(self, child: int, hook: str, durations: Durations) -> None:
+        """Count many calls."""
+        tally = self.tally(child, hook)
+        for bucket, n in enumerate(_bucketed(CALL_DURATION, durations)):
+            tally[bucket] += n
+        tally[SUM] += int(durations.sum())
+        slowest, limit = int(durations.max(initial=0)), self.slow_ns(hook)
+        if slowest > limit:
+            self.slow(child, hook, slowest, int((durations > limit).sum()))
+
+    def slow(self, child: int, hook: str, spent: int, n: int = 1) -> None:
+        """Count ``n`` slow calls, the slowest of which took ``spent`` ns; log the first of this hook."""
+        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)), n)
+        once(
+            f"slow:{child}:{hook}",
+            logging.WARNING,
+            "connector %r: %s took %.0f ms, more than slow_call_ms (%g). Further slow calls are only counted "
+            "(kvobs_slow_calls_total)",
+            self._names[child],
+            hook,
+            spent / 1e6,
+            self.slow_ns(hook) / 1e6,
+        )
+
+    def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+        """Count a call that ended with an exception."""
+        try:
+            self.add_call(child, hook, spent)
+            self.count_error(child, hook, start, spent, error, *subject)
+        except Exception:
+            faults.contain("record")
+
+    def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+        """Count the exception only, and pass it to the tracer."""
+        try:
+            kind = type(error).__qualname__[:_NAME_AT_MOST]
+            label = signals.hook_label(hook)
+            key = (signals.CALL_ERRORS.name, child, label, kind)
+            known = [other for other in self._opened if other[0] == signals.CALL_ERRORS.name]
+            if key not in known and len(known) >= ERROR_TYPES_AT_MOST:
+                kind = signals.OTHER_VALUE
+            self.count_open(child, signals.CALL_ERRORS, label, kind)
+            if self._tracer is not None:
+                is_slow = spent > self.slow_ns(hook)
+                self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, kind, *subject))
+        except Exception:
+            faults.contain("record")
+
+    # Sending
+
+    def take(self) -> Taken:
+        """Return the increments since the last call."""
+        begin = perf_counter_ns()
+        spans, dropped = self._journal.take()
+        self._add(_DROPPED, dropped)
+        for source, n in self._journal.take_malformed().items():
+            self._add(_MALFORMED[source], n)
+        self._add(_RECORD, int(self._read_tallies() * cost_of_recording()))
+        counts, self._counts = self._counts, {}
+        opened = [[*key, n] for key, n in self._opened.items() if n]
+        self._opened = dict.fromkeys(self._opened, 0)
+        gauges, self._changed_gauges = self._changed_gauges, {}
+        self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
+        return Taken(counts, opened, gauges, spans)
+
+    def _read_tallies(self) -> int:
+        """Add the growth of the tallies; return the number of calls."""
+        calls = 0
+        for first, now, taken in self._tallies.values():
+            for i, n in enumerate(now):
+                if n != taken[i]:
+                    self._add(first + i, n - taken[i])
+                    calls += n - taken[i] if i != SUM else 0
+                    taken[i] = n
+        return calls
+
+
+_RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
+_MALFORMED = {
+    source: signals.slot(signals.MALFORMED_CONTEXTS, source) for source in signals.MALFORMED_CONTEXTS.labels["source"]
+}
+
+
+def _first(child: int, signal: Signal, *values: str) -> int:
+    return place(child, signals.slot(signal, *values))
+
+
+def _bucketed(signal: Signal, durations: Durations) -> list[int]:
+    """Return how many of the durations fall into each bucket of a histogram, and above the last bound."""
+    bounds = _bounds_ns(signal)
+    if durations.max(initial=0) <= bounds[0]:  # as most; the search takes six times as long
+        return [len(durations), *[0] * len(bounds)]
+    counts: list[int] = np.bincount(np.searchsorted(bounds, durations), minlength=len(bounds) + 1).tolist()
+    return counts
+
+
+@cache
+def _bounds_ns(signal: Signal) -> Durations:
+    return np.left_shift(1, signal.bounds, dtype=np.int64)
+
+
+@cache
+def cost_of_recording(calls: int = 200, rounds: int = 5) -> float:
+    """Measure once the overhead of timing a call, in ns."""
+
+    def nothing() -> None:
+        """Do nothing: a stand-in for a child's hook."""
+
+    recorded = Recorder(1).timed(0, "wait_for_save", nothing)
+
+    def shortest(call: Call) -> int:
+        times = []
+        for _ in range(rounds):
+            begin = perf_counter_ns()
+            for _ in range(calls):
+                call()
+            times.append(perf_counter_ns() - begin)
+        return min(times)
+
+    return max(0, shortest(recorded) - shortest(nothing)) / calls

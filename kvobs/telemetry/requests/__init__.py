@@ -1,0 +1,1 @@
+"""Follow single requests: traces, reports, the request log."""

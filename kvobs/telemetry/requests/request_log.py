@@ -1,0 +1,168 @@
+"""Write finished requests as JSON lines to a file or to stderr: by a thread, never within a step.
+
+Nothing that happens to the file reaches the engine. While a write blocks, lines wait; what does not fit, and what can't
+be written, is dropped and counted. The file is opened to append, and anew when it was renamed or removed, as by
+logrotate. Each line is one write, so that engines may share a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from io import FileIO, TextIOWrapper
+from logging.handlers import QueueListener, WatchedFileHandler
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from kvobs.faults import contained
+from kvobs.log import line, log, once
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.vllm_api.proc import cores_of_parent
+
+STDERR = "stderr"
+WAITING_AT_MOST = 4096  # lines
+EVERY_S = 0.1  # between looks at what waits; vLLM may kill an engine that it ends
+CLOSING_S = 1.0
+_DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
+
+Shutdown = Callable[[], None]
+
+
+class Whole(FileIO):
+    """A file without a buffer; the rest of a line for which there was no space comes before the next line."""
+
+    _rest = b""
+
+    def write(self, data: Any, /) -> int:
+        lines = self._rest + data
+        written = super().write(lines)
+        if written is None:  # it was not ours to make it wait
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self._rest = lines[written:]
+        return len(data)
+
+
+class _Lines(logging.Handler):
+    """Writes mappings as JSON; the lines that can't be written are counted."""
+
+    output = STDERR
+    lost = 0
+
+    def createLock(self) -> None:  # noqa: N802 - the base class's name
+        """Have no lock: one thread writes, and what ends the process must not wait for it."""
+        self.lock = None
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(record.msg)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        self.lost += 1
+        error = sys.exception()
+        once(
+            f"request_log:{error}",
+            logging.WARNING,
+            "the request log %s can't be written: %s. Serving is not affected; until it can be, lines are dropped "
+            "(kvobs_request_log_dropped_total)",
+            line(self.output),
+            line(error),
+        )
+
+
+class LogFile(_Lines, WatchedFileHandler):
+    """A file, or a named pipe, by its path."""
+
+    def __init__(self, path: str) -> None:
+        self.output = path
+        super().__init__(path, delay=True)
+
+    def _open(self) -> TextIOWrapper:
+        file = Whole(self.baseFilename, "a", opener=partial(os.open, mode=0o640))
+        return TextIOWrapper(file, write_through=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it
+            self.handleError(record)
+
+
+class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
+    """This process's standard error, without what vLLM puts before each of its own lines."""
+
+    def __init__(self) -> None:
+        super().__init__(TextIOWrapper(Whole(2, "w", closefd=False), write_through=True))
+
+
+class _Writer(QueueListener):
+    """Hands the lines on, ten times a second."""
+
+    queue: SimpleQueue[Any]
+
+    def dequeue(self, block: bool) -> logging.LogRecord:
+        while self.queue.empty():
+            with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
+                os.sched_setaffinity(0, cores_of_parent())
+            time.sleep(EVERY_S)
+        return super().dequeue(block)
+
+
+class RequestLog:
+    """Writes the lines.
+
+    Args:
+        handler: where they go.
+        recorder: counts dropped lines.
+    """
+
+    def __init__(self, handler: LogFile | Stderr, recorder: Recorder) -> None:
+        self._handler = handler
+        self._recorder = recorder
+        self._counted = 0  # of those that the handler has lost
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._writer: _Writer | None = _Writer(self._queue, handler)
+        self._writer.start()
+
+    def put(self, fields: Mapping[str, Any]) -> None:
+        """Hand over the fields of a line, which the caller must not change any more; this never waits."""
+        lost = self._handler.lost
+        dropped, self._counted = lost - self._counted, lost
+        if self._queue.qsize() < WAITING_AT_MOST:
+            self._queue.put(logging.makeLogRecord({"msg": fields}))
+        else:
+            dropped += 1
+        self._recorder.count_own(_DROPPED, dropped)
+
+    @contained("flush")
+    def close(self) -> None:
+        """Write what waits; for a second at most."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        waiting = self._queue.qsize()
+        ending = Thread(target=writer.stop, daemon=True)
+        ending.start()
+        ending.join(CLOSING_S)
+        if not ending.is_alive():
+            self._handler.close()
+        elif waiting:
+            log.warning("%d lines of the request log %s were not written", waiting, self._handler.output)
+
+    def ended_by(self, shutdown: Shutdown) -> Shutdown:
+        """Return vLLM's hook ``shutdown`` with the end of this log after it."""
+
+        def shut_down() -> None:
+            try:
+                shutdown()
+            finally:
+                self.close()
+
+        return shut_down

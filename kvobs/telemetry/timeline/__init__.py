@@ -1,0 +1,1 @@
+"""Keep the latest calls in a ring of shared memory."""

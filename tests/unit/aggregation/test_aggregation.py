@@ -1,0 +1,383 @@
+"""Workers' outputs, combined: against a model, and what is wrong in vLLM's own class, which must fail here."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvobs import faults
+from kvobs.aggregation import aggregator, rank_tally
+from kvobs.aggregation.aggregator import KVOutputAggregator
+from kvobs.state.transfers import Stuck
+from tests.support.stock import wrong_in_stock
+from tests.support.tally_model import RANKS, REQUESTS, Noted
+from tests.support.worker_outputs import (
+    STUCK_AFTER,
+    Clock,
+    Counts,
+    Events,
+    Meta,
+    OtherCounts,
+    build,
+    result,
+    said,
+    silent,
+)
+
+
+def memory_of(aggregator: Any) -> int:
+    """Count the requests that an aggregator remembers, kvobs's or stock's."""
+    if isinstance(aggregator, KVOutputAggregator):
+        return len(aggregator._loads) + len(aggregator._saves) + len(aggregator._failures)
+    counts = (aggregator._recv_remaining_count, aggregator._send_remaining_count, aggregator._failed_recving_pending)
+    return sum(map(len, counts))
+
+
+# Against a model
+
+ids = st.sets(st.sampled_from(REQUESTS))
+one: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict, finished_sending=ids, finished_recving=ids, failed_recving=ids,
+    expected_finished_count=st.sampled_from([0, 0, 0, 1, 2, 3, 4]), invalid_block_ids=st.sets(st.integers(0, 9)),
+)  # fmt: skip
+step = st.fixed_dictionaries(
+    {
+        "outputs": st.lists(st.none() | one, min_size=RANKS, max_size=RANKS),
+        "salvaged": st.lists(one, max_size=1),
+        "rank": st.integers(0, RANKS - 1),
+        "wait": st.integers(0, 7),
+    }
+)
+
+
+class Model:
+    """The aggregator, request by request; twelve steps of at most seven seconds: nothing is old enough to forget."""
+
+    def __init__(self) -> None:
+        self.expected = RANKS
+        self.strangers = RANKS
+        self.noted = {kind: {request: Noted() for request in REQUESTS} for kind in ("load", "save")}
+        self.failed: dict[str, set[int]] = {}
+        self.done: dict[str, set[str]] = {"load": set(), "save": set()}
+        self.invalid: set[int] = set()
+        self.opened: dict[tuple[str, str], float] = {}
+        self.found: set[tuple[str, str]] = set()
+
+    def take_in(self, spoken: list[tuple[int, dict[str, Any]]]) -> None:
+        """Take in what is said in one step, by (reporter, fields); up to each change of what is expected at once."""
+        while spoken:
+            first = spoken[0][1]["expected_finished_count"]
+            self.expected = first or self.expected
+            same = 1
+            while same < len(spoken) and spoken[same][1]["expected_finished_count"] in (0, self.expected):
+                same += 1
+            part, spoken = spoken[:same], spoken[same:]
+            for kind, field in (("load", "finished_recving"), ("save", "finished_sending")):
+                for request in REQUESTS:
+                    reporters: list[object] = [who for who, fields in part if request in fields[field]]
+                    if self.noted[kind][request].count(reporters, self.expected):
+                        self.done[kind].add(request)
+                        self.close(kind, request)
+            for who, fields in part:
+                self.invalid |= fields["invalid_block_ids"]
+                for request in fields["failed_recving"]:
+                    self.failed.setdefault(request, set()).add(who)
+
+    def close(self, kind: str, request: str) -> None:
+        self.opened.pop((kind, request), None)
+        self.found.discard((kind, request))
+
+    def note_time(self, now: float) -> set[tuple[str, str]]:
+        """Return (kind, request) of what is found to be stuck at this time."""
+        is_open = {
+            (kind, r) for kind, requests in self.noted.items() for r, noted in requests.items() if noted.recorded
+        }
+        is_open |= {("failure", request) for request in self.failed}
+        self.opened = {key: self.opened.get(key, now) for key in is_open}
+        self.found &= is_open
+        stuck = {key for key, at in self.opened.items() if now - at >= STUCK_AFTER} - self.found
+        self.found |= stuck
+        return {key for key in stuck if key[0] != "failure" or ("load", key[1]) not in is_open}
+
+
+@settings(max_examples=300)
+@given(st.lists(step, max_size=12))
+def test_the_scheduler_gets_what_the_model_predicts(steps: list[dict[str, Any]]) -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(RANKS, stuck_after_s=STUCK_AFTER, on_stuck=stuck.append, clock=clock)
+    model = Model()
+    salvaged: list[tuple[int, dict[str, Any]]] = []
+    for each in steps:
+        clock.now += each["wait"]
+        aggregator.ft_defer_kv_connector_outputs([None, *(KVConnectorOutput(**fields) for fields in each["salvaged"])])
+        for fields in each["salvaged"]:
+            salvaged.append((model.strangers, fields))
+            model.strangers += 1
+        outputs = [None if fields is None else said(**fields) for fields in each["outputs"]]
+        answer = aggregator.aggregate(outputs, each["rank"])
+        if not any(outputs):
+            assert answer is None
+            continue
+        model.take_in(salvaged + [(rank, fields) for rank, fields in enumerate(each["outputs"]) if fields is not None])
+        salvaged = []
+        found = model.note_time(clock.now)
+        assert sorted((noted.kind, noted.request) for noted in stuck) == sorted(found)
+        stuck.clear()
+        assert answer is outputs[each["rank"]]
+        if answer is None:
+            continue
+        failed = model.failed.keys() & model.done["load"]
+        assert answer.kv_connector_output == KVConnectorOutput(
+            finished_sending=model.done["save"] or None,
+            finished_recving=model.done["load"] or None,
+            failed_recving=failed,
+            invalid_block_ids=model.invalid,
+            expected_finished_count=model.expected,
+        )
+        for request in failed:
+            del model.failed[request]
+            model.close("failure", request)
+        model.done, model.invalid = {"load": set(), "save": set()}, set()
+
+
+# What is wrong in stock
+
+
+@wrong_in_stock(AssertionError, "a request that only some ranks report stays for ever")
+def test_what_some_ranks_never_report_is_forgotten(router: str) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, clock=clock) if router == "kvobs" else build(router, 2)
+    result(aggregator, said(finished_recving={"r"}, finished_sending={"s"}), said())
+    assert memory_of(aggregator) == 2
+    for clock.now in (61, 601):
+        result(aggregator, said(), said())
+    assert memory_of(aggregator) == 0
+
+
+@wrong_in_stock(AssertionError, "a failure whose load never completes stays for ever")
+def test_a_failure_without_a_receipt_is_forgotten(router: str) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, clock=clock) if router == "kvobs" else build(router, 2)
+    result(aggregator, said(failed_recving={"r"}), said())
+    assert memory_of(aggregator) == 1
+    for clock.now in (61, 601):
+        result(aggregator, said(), said())
+    assert memory_of(aggregator) == 0
+
+
+@wrong_in_stock(AssertionError, "drops what the others say when the output rank has nothing")
+def test_what_comes_while_the_output_rank_has_nothing_is_passed_on_in_the_next_step(router: str) -> None:
+    aggregator = build(router, 2)
+    assert (
+        aggregator.aggregate([None, said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})]) is None
+    )
+    noted = result(aggregator, said(finished_recving={"r"}), said())
+    assert (noted.finished_recving, noted.failed_recving, noted.invalid_block_ids) == ({"r"}, {"r"}, {7})
+
+
+@wrong_in_stock(AssertionError, "finished again with each further rank: the scheduler asserts")
+def test_a_load_that_one_report_completes_is_finished_once(router: str) -> None:
+    aggregator = build(router, 1)
+    finished = [
+        result(aggregator, *(said(finished_recving={"r"} if rank == speaking else None) for rank in range(3)))
+        for speaking in range(3)
+    ]
+    assert [noted.finished_recving for noted in finished] == [{"r"}, None, None]
+
+
+@wrong_in_stock(AssertionError, "a rank that reports twice stands for two")
+def test_a_rank_counts_once(router: str) -> None:
+    aggregator = build(router, 2)
+    for _ in range(2):
+        assert result(aggregator, said(finished_sending={"r"}), said()).finished_sending is None
+    assert result(aggregator, said(), said(finished_sending={"r"})).finished_sending == {"r"}
+
+
+@wrong_in_stock(AssertionError, "the result's stats are also a worker's")
+def test_the_results_stats_are_nobody_elses(router: str) -> None:
+    outputs = [said(kv_connector_stats=Counts(data={"n": [rank]})) for rank in range(3)]
+    noted = result(build(router, 3), *outputs, rank=2)
+    assert noted.kv_connector_stats.data == {"n": [0, 1, 2]}
+    for output in outputs[:2]:
+        assert output.kv_connector_output.kv_connector_stats is not noted.kv_connector_stats
+
+
+@wrong_in_stock(AssertionError, "stats of different types end the engine")
+@pytest.mark.usefixtures("in_production")
+def test_stats_that_do_not_merge_cost_only_themselves(router: str) -> None:
+    outputs = [
+        said(kv_connector_stats=Counts(data={"n": [0]})),
+        said(kv_connector_stats=OtherCounts(data={}), finished_sending={"r"}),
+        said(kv_connector_stats=Counts(data={})),  # a KeyError
+        said(kv_connector_stats=Counts(data={"n": [3]})),
+    ]
+    noted = result(build(router, 1), *outputs)
+    assert noted.kv_connector_stats.data == {"n": [0, 3]}
+    assert noted.finished_sending == {"r"}
+    assert faults.take() == {"merge": 2}
+
+
+# What is not a matter of requests
+
+
+def test_metadata_is_merged_by_its_own_rule_over_ranks_and_steps() -> None:
+    aggregator = KVOutputAggregator(3)
+    assert aggregator.aggregate([None, said(kv_connector_worker_meta=Meta(1)), None]) is None
+    noted = result(aggregator, said(kv_connector_worker_meta=Meta(0)), None, said(kv_connector_worker_meta=Meta(2)))
+    assert noted.kv_connector_worker_meta.ranks == (1, 0, 2)
+
+
+def test_metadata_that_does_not_merge_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        KVOutputAggregator(2).aggregate([said(kv_connector_worker_meta=Meta(0)), said(kv_connector_worker_meta="?")])
+
+
+def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([None, said(kv_cache_events=Events("a", "b"))]) is None
+    assert aggregator.aggregate([None, said(kv_cache_events=Events("c"))]) is None
+    noted = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
+    assert noted.kv_cache_events.get_number_of_workers() == 2
+    assert sorted(noted.kv_cache_events.of_all.get_common_events()) == ["a", "c"]
+    assert result(aggregator, said(), said()).kv_cache_events is None
+
+
+def test_events_of_different_types_are_an_error_that_names_both() -> None:
+    outputs = [said(kv_cache_events=Events()), said(kv_cache_events=SimpleNamespace())]
+    with pytest.raises(TypeError, match=r"a SimpleNamespace, of another a Events"):
+        KVOutputAggregator(2).aggregate(outputs)
+
+
+def test_salvaged_outputs_join_the_next_step_without_their_events() -> None:
+    aggregator = KVOutputAggregator(2)
+    salvaged = KVConnectorOutput(
+        finished_recving={"r"}, kv_cache_events=Events("a"), kv_connector_stats=Counts(data={"n": [1]})
+    )
+    aggregator.ft_defer_kv_connector_outputs([None, salvaged])
+    assert aggregator.aggregate([None, None]) is None
+    noted = result(aggregator, said(finished_recving={"r"}), said(kv_cache_events=Events("b")))
+    assert noted.finished_recving == {"r"}
+    assert noted.kv_connector_stats.data == {"n": [1]}
+    assert noted.kv_cache_events.get_all_events() == ["b"]
+    assert result(aggregator, said(), said()).finished_recving is None
+
+
+def test_a_worker_may_say_how_many_reports_complete_what_comes_later() -> None:
+    aggregator = KVOutputAggregator(2)
+    noted = result(aggregator, said(finished_recving={"r"}), said(finished_recving={"q"}, expected_finished_count=1))
+    assert (noted.finished_recving, noted.expected_finished_count) == ({"q"}, 1)
+    assert result(aggregator, said(), said(finished_recving={"r"})).finished_recving == {"r"}
+
+
+def test_ranks_without_an_output_are_no_fault() -> None:
+    assert result(KVOutputAggregator(1), None, silent(), rank=1) == KVConnectorOutput(expected_finished_count=1)
+
+
+# Stuck
+
+
+def test_stuck_rounds_are_reported_once_with_the_ranks_that_are_missing() -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
+    result(aggregator, said(finished_recving={"r"}, failed_recving={"f"}), said(finished_sending={"s"}), said())
+    clock.now = 30
+    result(aggregator, said(finished_recving={"later"}), said(), said(expected_finished_count=1))
+    for clock.now in (59, 60, 61):
+        result(aggregator, said(), said(), said())
+    assert stuck == [Stuck("load", "r", (1, 2)), Stuck("save", "s", (0, 2)), Stuck("failure", "f", (1, 2))]
+    assert result(aggregator, said(), *[said(finished_recving={"r"})] * 2).finished_recving == {"r"}
+    clock.now = 90
+    result(aggregator, said(), said(), said())
+    assert stuck[3:] == [Stuck("load", "later", (1, 2))]
+
+
+def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(2, on_stuck=stuck.append, clock=clock)
+    result(aggregator, said(failed_recving={"r"}), said())
+    clock.now = 50
+    result(aggregator, said(finished_recving={"r"}), said())
+    for clock.now in (115, 605):
+        result(aggregator, said(), said())
+    noted = result(aggregator, said(), said(finished_recving={"r"}))
+    assert noted.failed_recving == noted.finished_recving == {"r"}
+    assert [noted.kind for noted in stuck] == ["load"], "the load is what is stuck"
+
+
+@pytest.mark.parametrize(("reporters", "missing"), [((0,), (1, 2)), ((1,), (0, 2)), ((2,), (0, 1)), ((0, 2), (1,))])
+def test_a_failure_without_a_receipt_names_the_ranks_that_did_not_report_it(
+    reporters: tuple[int, ...], missing: tuple[int, ...]
+) -> None:
+    clock, stuck = Clock(), list[Stuck]()
+    aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
+    result(aggregator, *(said(failed_recving={"f"}) if rank in reporters else said() for rank in range(3)))
+    clock.now = 60
+    result(aggregator, said(), said(), said())
+    assert stuck == [Stuck("failure", "f", missing)]
+
+
+def test_failures_without_a_receipt_are_bounded_but_those_of_open_loads_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_tally, "MOST", 5)
+    aggregator = KVOutputAggregator(2)
+    result(aggregator, said(finished_recving={"r"}, failed_recving={"r"}), said())
+    for i in range(20):
+        result(aggregator, said(failed_recving={f"f{i}"}), said())
+    assert memory_of(aggregator) == 6
+    assert result(aggregator, said(), said(finished_recving={"r"})).failed_recving == {"r"}
+
+
+def test_without_a_callback_stuck_rounds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    aggregator = KVOutputAggregator(3, clock=clock)
+    result(aggregator, said(finished_sending={"r"}), said(), said())
+    clock.now = 60
+    result(aggregator, said(), said(), said())
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "the save of request 'r' is stuck: not reported by rank 1, 2"
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_callback_that_raises_is_contained() -> None:
+    def fail(_: Stuck) -> None:
+        raise RuntimeError("mine")
+
+    clock = Clock()
+    aggregator = KVOutputAggregator(2, on_stuck=fail, clock=clock)
+    result(aggregator, said(finished_sending={"r", "q"}), said())
+    clock.now = 60
+    assert result(aggregator, said(), said(finished_sending={"r"})).finished_sending == {"r"}
+    assert faults.take() == {"record": 1}
+
+
+@pytest.mark.parametrize("expected", [0, -1, 1.5, None])
+def test_an_expected_number_that_is_none_is_refused(expected: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected_finished_count is .*, must be"):
+        KVOutputAggregator(expected)
+
+
+@pytest.mark.parametrize("router", ["kvobs", "stock"])
+def test_what_is_missing_can_be_looked_up_inside(router: str) -> None:
+    aggregator = build(router, 3)
+    result(aggregator, said(finished_sending={"s"}, finished_recving={"r"}), said(finished_recving={"r"}), silent())
+    assert dict(aggregator._send_remaining_count) == {"s": 2}
+    assert dict(aggregator._recv_remaining_count) == {"r": 1}
+    assert len(aggregator._send_remaining_count) == 1
+
+
+def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregator, "_MISSING_FIELDS", {"failed_recving"})
+    monkeypatch.setattr(aggregator, "KVConnectorOutput", dict)
+    assert "failed_recving" not in result(KVOutputAggregator(1), said(failed_recving={"r"}))
+
+
+def test_what_the_scheduler_gets_can_be_pickled() -> None:
+    noted = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
+    assert pickle.loads(pickle.dumps(noted)) == noted

@@ -1,0 +1,421 @@
+"""EngineCore's side of the exporter: nothing waits for it or is lost with it; it ends with its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.demo.server import claim_port, parse_metrics
+from kvobs.export import feed as module
+from kvobs.export.feed import Feed
+from kvobs.schema import signals
+from kvobs.schema.signals import LOOKUPS, place, slot
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken
+from kvobs.testing import Rig, Script
+from tests.support.contexts import no_otel_variables, record
+from tests.support.payloads import CONNECTORS, engine
+
+pytestmark = pytest.mark.timeout(120)
+
+HIT = place(0, slot(LOOKUPS, "hit"))
+HITS = ("kvobs_lookups_total", "connector", "one", "outcome", "hit")
+CHILDREN = dict.fromkeys(CONNECTORS, "m:C")
+WAIT_S = 30.0
+
+
+def payload(n: int = 1, spans: int = 0) -> KvobsStats:
+    return KvobsStats.of(CHILDREN, Taken({HIT: n}, [], {}, [[record()] for _ in range(spans)]))
+
+
+def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if found := condition():
+                return found
+        except (OSError, HTTPException):
+            pass
+        time.sleep(0.05)
+    return condition()
+
+
+def value_in(page: str, name: str, *labels: str) -> float:
+    wanted = dict(zip(labels[::2], labels[1::2], strict=True)).items()
+    return sum(s.value for s in parse_metrics(page) if s.name == name and wanted <= s.labels.items())
+
+
+class Fed:
+    """An engine without vLLM: a feed, and a look at what its exporter serves."""
+
+    def __init__(self, **more: Any) -> None:
+        self.port = claim_port(0)
+        self.feed = Feed(engine(port=self.port, pid=os.getpid(), **more))
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            return answer.read().decode()
+
+    def value(self, name: str, *labels: str) -> float:
+        return value_in(self.get("/metrics"), name, *labels)
+
+    def hits(self) -> float:
+        return self.value(*HITS)
+
+    @property
+    def pid(self) -> int:
+        def known() -> int | None:
+            return self.feed._exporter.pid if self.feed._exporter is not None else None
+
+        found: int = eventually(known)
+        assert found
+        return found
+
+    def counts(self, hits: float) -> bool:
+        return bool(eventually(lambda: self.hits() == hits))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
+    no_otel_variables(monkeypatch)
+    made = Fed(linger_s=0)
+    yield made
+    made.feed.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_payloads_add_up_and_the_engine_is_alive(fed: Fed) -> None:
+    for _ in range(10):
+        fed.feed.put(payload())
+    assert fed.counts(10)
+    state = json.loads(fed.get("/healthz"))
+    assert (state["engine"], state["engine_pid"]) == ("alive", os.getpid())
+    assert fed.value("kvobs_engine_up") == 1
+    assert time.time() - 60 < fed.value("kvobs_last_payload_timestamp_seconds") <= time.time()
+    assert fed.value("kvobs_spans_queued") == 0
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fed.get("/")
+
+
+@pytest.mark.parametrize("unit", [1, 2**60])
+def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed, unit: int) -> None:
+    """Nanoseconds of a hundred loads in flight are above 2**53, where floats are no longer exact, after 25 hours."""
+    fed.feed.put(payload(5 * unit))
+    assert fed.counts(5 * unit)
+    first = fed.pid
+    os.kill(first, signal.SIGKILL)
+    fed.feed.put(payload(2 * unit))
+    assert eventually(lambda: fed.pid != first)
+    fed.feed.put(payload(unit))
+    seen: list[float] = []
+
+    def all_are_there() -> bool:
+        seen.append(fed.hits())
+        return seen[-1] == 8 * unit
+
+    assert eventually(all_are_there)
+    assert min(seen) >= 5 * unit
+
+
+def test_a_scrape_at_once_after_a_restart_has_all_that_was_counted_before(fed: Fed) -> None:
+    fed.feed.put(payload(5))
+    assert fed.counts(5)
+    pid = fed.pid
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: is_gone(pid))
+    fed.feed.put(payload(2))
+    page = eventually(lambda: fed.get("/metrics"))
+    assert value_in(page, *HITS) == 7
+
+
+def test_nothing_waits_for_an_exporter_that_stands_still_and_nothing_is_lost_but_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr(module, "SPANS_WAITING", 50)
+    fed = Fed(linger_s=0)
+    try:
+        fed.feed.put(payload())
+        assert fed.counts(1)
+        os.kill(fed.pid, signal.SIGSTOP)
+        slowest = 0.0
+        for _ in range(5_000):
+            begin = time.perf_counter()
+            fed.feed.put(payload(1, spans=1))
+            slowest = max(slowest, time.perf_counter() - begin)
+        assert eventually(fed.feed._queue.empty), "the thread goes on taking payloads in"
+        os.kill(fed.pid, signal.SIGCONT)
+        assert fed.counts(5_001)
+        assert eventually(lambda: fed.value("kvobs_spans_dropped_total", "where", "queue") > 0)
+    finally:
+        fed.feed.close()
+
+
+def test_after_an_engine_that_ended_well_the_last_numbers_are_served_to_one_more_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_otel_variables(monkeypatch)
+    fed = Fed(linger_s=60)
+    fed.feed.put(payload())
+    assert eventually(lambda: fed.get("/healthz"))
+    assert fed.value("kvobs_engine_up") == 1
+    pid = fed.pid
+    fed.feed.put(payload())
+    fed.feed.close()
+    time.sleep(1.0)
+    assert not is_gone(pid), "nobody has scraped since"
+    assert (fed.value("kvobs_engine_up"), fed.hits()) == (0, 2)
+    assert eventually(lambda: is_gone(pid), 10)
+
+
+def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
+    fed.feed.put(payload())
+    assert eventually(lambda: fed.get("/healthz"))
+    pid = fed.pid
+    fed.feed.close()
+    assert eventually(lambda: is_gone(pid), 10)
+
+
+ENGINE = """
+import os, time
+from kvobs.export.feed import Feed
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken
+from kvobs.testing import Rig, Script
+from tests.support.payloads import engine
+from tests.unit.export.test_feed import payload
+feed = Feed(engine(port={port}, pid=os.getpid(), linger_s=3.0))
+feed.put(payload(7))
+while feed._exporter is None or feed._exporter.pid is None:
+    time.sleep(0.01)
+print(feed._exporter.pid, flush=True)
+if {forks} and (child := os.fork()):
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while_and_then_it_ends() -> None:
+    port = claim_port(0)
+    fed = object.__new__(Fed)
+    fed.port = port
+    killed = subprocess.Popen(
+        [sys.executable, "-c", ENGINE.format(port=port, forks=False)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert killed.stdout is not None
+        pid = int(killed.stdout.readline())
+        assert fed.counts(7)
+        assert not is_gone(pid)
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert eventually(lambda: fed.value("kvobs_engine_up") == 0)
+    assert fed.hits() == 7
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        fed.get("/healthz")
+    begin = time.monotonic()
+    assert eventually(lambda: is_gone(pid), 10)
+    assert time.monotonic() - begin < 3 + 5
+
+
+def test_an_engine_that_was_killed_is_gone_even_if_a_child_that_it_forked_keeps_its_socket() -> None:
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    script = ENGINE.format(port=fed.port, forks=True)
+    killed = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert killed.stdout is not None
+        exporter, child = (int(killed.stdout.readline()) for _ in range(2))
+        assert fed.counts(7)
+    finally:
+        killed.kill()
+        killed.wait()
+    try:
+        assert eventually(lambda: fed.value("kvobs_engine_up") == 0, 10)
+        assert fed.hits() == 7
+        assert eventually(lambda: is_gone(exporter), 15), "a new engine needs its port"
+        assert not is_gone(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        killed.communicate()
+
+
+def test_a_full_disk_costs_log_lines_only() -> None:
+    """What the exporter logs goes to the engine's stderr, which may be a file that can't grow any more."""
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    with socket.socket() as taken, open("/dev/full", "w") as full:
+        taken.bind(("127.0.0.1", fed.port))
+        taken.listen()
+        script = ENGINE.format(port=fed.port, forks=False)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        time.sleep(1.0)  # it logs that the port is taken
+    try:
+        assert fed.counts(7)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_port_that_is_taken_costs_the_metrics_until_it_is_free_and_names_who_has_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    no_otel_variables(monkeypatch)
+    port = claim_port(0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        monkeypatch.setattr(sys.modules[__name__], "claim_port", lambda _: port)
+        fed = Fed(linger_s=0)
+        fed.feed.put(payload(3))
+        lines: list[str] = []
+
+        def logged() -> str:
+            lines.append(capfd.readouterr().err)
+            return "".join(lines)
+
+        assert eventually(lambda: "can't listen" in logged())
+        assert f"127.0.0.1:{port}" in logged()
+        assert f"held by pid {os.getpid()}" in logged()
+    try:
+        assert fed.counts(3)
+    finally:
+        fed.feed.close()
+    assert logged().count("can't listen") == 1
+
+
+def test_what_the_exporter_counts_itself_outlives_it(fed: Fed) -> None:
+    fed.feed.put(payload())
+    assert fed.counts(1)
+
+    def applied() -> float:
+        fed.feed.put(payload())
+        return fed.value("kvobs_self_seconds_total", "where", "apply")
+
+    before = eventually(applied)
+    assert before > 0
+    os.kill(fed.pid, signal.SIGKILL)
+    assert eventually(lambda: fed.value("kvobs_self_seconds_total", "where", "apply") >= before)
+
+
+def test_an_exporter_that_can_not_start_costs_nothing_but_the_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(module, "BACK_OFF_S", (0.05, 0.1))
+    fed = Fed()
+    fed.feed.put(payload())
+    assert eventually(lambda: "exporter can't be started" in caplog.text)
+    time.sleep(1.5)
+    assert caplog.text.count("exporter can't be started") == 2, "it does not fill the log"
+    fed.feed.close()
+    assert not fed.feed._thread.is_alive()
+
+
+def test_vllms_shutdown_ends_the_exporter_after_the_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    fed = object.__new__(Feed)
+    monkeypatch.setattr(Feed, "close", lambda _, is_well: order.append(is_well))
+    fed.ended_by(lambda: order.append("connectors"), order.append)()
+    assert order == ["connectors", fed, True]
+    with pytest.raises(ZeroDivisionError):
+        fed.ended_by(lambda: 1 / 0, order.append)()  # type: ignore[arg-type]
+    assert order[3:] == [fed, True]
+
+    def end(error: BaseException) -> None:
+        try:
+            raise error
+        finally:
+            fed.ended_by(lambda: None, lambda _: None)()
+
+    with pytest.raises(RuntimeError):
+        end(RuntimeError())
+    assert order[5:] == [False], "an error is ending the engine"
+    with pytest.raises(SystemExit):
+        end(SystemExit())
+    assert order[6:] == [True], "SIGTERM is a good end"
+
+
+def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr("kvobs.routing.scheduler.wall_ns", lambda: 10**18)
+    fed = object.__new__(Fed)
+    fed.port = claim_port(0)
+    rig = Rig("kvobs", a, b, kvobs={"names": list(CONNECTORS), "exporter": {"port": fed.port}})
+    lookups = ("kvobs_lookups_total", "connector", CONNECTORS[0])
+    try:
+        rig.add("flushed")
+        rig.step()
+        rig.step()
+        assert eventually(lambda: fed.get("/healthz"))
+        assert fed.value(*lookups) <= 1, "one scrape, so that it waits for another one"
+        for i in range(5):
+            rig.add(f"late-{i}")
+        rig.step()
+        assert not a.called("shutdown")
+    finally:
+        rig.connector.shutdown()
+    time.sleep(1.0)  # it reads to the end of the engine
+    page = fed.get("/metrics")
+    assert value_in(page, *lookups) == 6
+    calls = value_in(page, "kvobs_call_duration_seconds_count", *lookups[1:], "hook", "other")
+    assert calls >= len(a.called("shutdown")) > 0, "the end is counted, too"
+
+
+def test_the_exporter_finds_kvobs_and_pythons_own_modules_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert module._environment(Path("/src/kvobs"))["PYTHONPATH"] == "/src:/theirs"
+    assert module._environment(Path("/usr/lib/python3/dist-packages/kvobs"))["PYTHONPATH"] == "/theirs"
+    monkeypatch.delenv("PYTHONPATH")
+    assert module._environment(Path("/src/kvobs"))["PYTHONPATH"] == "/src"
+    assert "PYTHONPATH" not in module._environment(Path("/venv/lib/site-packages/kvobs"))
+
+
+def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
+    """vLLM kills the children of an engine that it ends."""
+    with open(f"/proc/{fed.pid}/stat") as file:
+        assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid()
+
+
+def test_slots_of_the_feed_are_in_the_table() -> None:
+    assert signals.locate(module._DROPPED)[0].values == ("queue",)
+
+
+def test_a_call_that_lasts_is_shown_while_it_is_in_progress(fed: Fed) -> None:
+    """The engine's thread is this one, which is in the call while another one scrapes."""
+    scraped: list[float] = []
+
+    def lookup() -> None:
+        labels = ("connector", CONNECTORS[1], "hook", "get_num_new_matched_tokens")
+        scraped.append(eventually(lambda: fed.value("kvobs_call_in_progress_timestamp_seconds", *labels)))
+
+    begin = time.time()
+    Recorder(2).timed(1, "get_num_new_matched_tokens", lookup)()
+    assert scraped == [pytest.approx(begin, abs=0.5)]
+    assert eventually(lambda: "kvobs_call_in_progress_timestamp_seconds{" not in fed.get("/metrics"))

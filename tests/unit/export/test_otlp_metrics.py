@@ -1,0 +1,225 @@
+"""What is sent by OTLP is what is scraped: the same series, totals or differences, exemplars and buckets."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http
+from opentelemetry.sdk.metrics import Counter, Histogram
+from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricExporter, MetricExportResult, MetricsData
+
+from kvobs.export import process
+from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_metric_exporter
+from kvobs.export.totals import Totals
+from kvobs.schema import signals, spans
+from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
+from kvobs.telemetry.recording.taken import Taken
+from tests.support.contexts import no_otel_variables, record
+from tests.support.payloads import engine, numbers
+
+DELTA, CUMULATIVE = AggregationTemporality.DELTA, AggregationTemporality.CUMULATIVE
+HIT = place(0, slot(LOOKUPS, "hit"))
+Sent = dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[float, tuple[int, ...]]]
+
+
+class Kept(MetricExporter):
+    """Keeps what is sent, or does not take it."""
+
+    def __init__(self, temporality: AggregationTemporality = CUMULATIVE) -> None:
+        super().__init__({Counter: temporality, Histogram: temporality})
+        self.sent: list[MetricsData] = []
+        self.takes = True
+        self.is_shut = threading.Event()
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **kwargs: Any) -> MetricExportResult:
+        encode_metrics(metrics_data)  # what can't be encoded would be lost
+        if self.takes:
+            self.sent.append(metrics_data)
+        return MetricExportResult.SUCCESS if self.takes else MetricExportResult.FAILURE
+
+    def force_flush(self, timeout_millis: float = 0) -> bool:
+        return True
+
+    def shutdown(self, timeout_millis: float = 0, **kwargs: Any) -> None:
+        self.is_shut.set()
+
+    def points(self, of: int = -1) -> Sent:
+        found: Sent = {}
+        for resource in self.sent[of].resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points:
+                        value = float(point.sum if hasattr(point, "sum") else point.value)
+                        key = (metric.name, tuple(sorted((point.attributes or {}).items())))
+                        found[key] = (value, tuple(getattr(point, "bucket_counts", ())))
+        return found
+
+
+def push(totals: Totals, exporter: MetricExporter) -> MetricsPush:
+    return MetricsPush(totals, lambda: None, 5, exporter)
+
+
+def scraped(totals: Totals) -> Sent:
+    return {
+        (s.name, tuple(sorted(zip(labelnames(s), p.labels, strict=True)))): (float(p.value), tuple(p.buckets))
+        for s, points in totals.series()
+        for p in points
+        if math.isfinite(p.value)
+    }
+
+
+@given(st.lists(numbers(), max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_totals_are_those_of_a_scrape(parts: list[Taken]) -> None:
+    totals, kept = Totals(engine()), Kept()
+    pushing = push(totals, kept)
+    for part in parts:
+        totals.add(part)
+        pushing.send()
+        assert kept.points() == scraped(totals)
+
+
+@given(st.lists(st.tuples(numbers(), st.booleans()), max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Taken, bool]]) -> None:
+    totals, kept = Totals(engine()), Kept(DELTA)
+    pushing = push(totals, kept)
+    for part, takes in [*parts, (Taken({}, [], {}), True)]:
+        totals.add(part)
+        kept.takes = takes
+        pushing.send()
+    sums: Sent = {}
+    for i in range(len(kept.sent)):
+        for key, (value, buckets) in kept.points(i).items():
+            old, counts = sums.get(key, (0.0, (0,) * len(buckets)))
+            sums[key] = (old + value, tuple(a + b for a, b in zip(counts, buckets, strict=True)))
+    gauges = {s.name for s in signals.SIGNALS if s.kind is Kind.GAUGE}
+    for key, (value, buckets) in scraped(totals).items():
+        if key[0] not in gauges:
+            assert sums[key][1] == buckets
+            assert sums[key][0] == pytest.approx(value, rel=1e-9)
+
+
+def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
+    totals, kept = Totals(engine()), Kept()
+    first = place(0, slot(LOAD_DURATION, "async"))
+    totals.add(Taken({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
+    push(totals, kept).send()
+    (resource,) = kept.sent[0].resource_metrics
+    (scope,) = resource.scope_metrics
+    metrics = {metric.name: metric for metric in scope.metrics}
+    assert scope.scope.name == "kvobs"
+    assert {name: metrics[name].unit for name in ("kvobs_load_duration_seconds", "kvobs_load_bytes_total")} == {
+        "kvobs_load_duration_seconds": "s",
+        "kvobs_load_bytes_total": "By",
+    }
+    assert metrics["kvobs_lookups_total"].unit == ""
+    assert metrics["kvobs_lookups_total"].data.is_monotonic  # type: ignore[union-attr]
+    (point,) = metrics["kvobs_load_duration_seconds"].data.data_points
+    assert list(point.explicit_bounds) == LOAD_DURATION.buckets  # type: ignore[union-attr]
+    assert point.start_time_unix_nano <= point.time_unix_nano
+    assert set(metrics) <= {signal.name for signal in signals.SIGNALS}
+
+
+def test_a_metric_without_a_value_is_not_sent() -> None:
+    """The age of the oldest load while there is none: in OTLP a metric without points has no kind."""
+    totals, kept = Totals(engine()), Kept()
+    oldest = slot(signals.OLDEST_IN_FLIGHT, "load")
+    for began_ns, is_sent in ((0, False), (10**18, True), (0, False)):
+        totals.add(Taken({}, [], {place(0, oldest): began_ns}))
+        push(totals, kept).send()
+        metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
+        assert all(metric.data.data_points for metric in metrics)
+        assert (signals.OLDEST_IN_FLIGHT.name in {metric.name for metric in metrics}) is is_sent
+
+
+def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
+    totals, kept = Totals(engine()), Kept(DELTA)
+    pushing = push(totals, kept)
+    totals.add(Taken({HIT: 100}, [], {}))
+    pushing.take_as_sent()
+    totals.add(Taken({HIT: 2}, [], {}))
+    pushing.send()
+    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [2]
+
+
+def test_an_exemplar_is_sent_once_where_differences_are() -> None:
+    totals, kept = Totals(engine()), Kept(DELTA)
+    pushing = push(totals, kept)
+    first = place(0, slot(LOAD_DURATION, "async"))
+    one = record(observed_ns=2_000_000, attributes={spans.CONNECTOR: "one", spans.MODE: "async"})
+    for is_marked in (True, False):
+        totals.add(Taken({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
+        if is_marked:
+            totals.mark(one, 5.0)
+        pushing.send()
+    found = []
+    for data in kept.sent:
+        metrics = {m.name: m for m in data.resource_metrics[0].scope_metrics[0].metrics}
+        found.append([e for p in metrics[LOAD_DURATION.name].data.data_points for e in p.exemplars])
+    assert [len(exemplars) for exemplars in found] == [1, 0]
+    assert found[0][0].trace_id == int(one.trace_id, 16)
+    assert (found[0][0].value, found[0][0].time_unix_nano) == (0.002, 5 * 10**9)
+
+
+def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch)
+    totals, kept = Totals(engine()), Kept()
+    pushing = push(totals, kept)
+    pushing.start()
+    totals.add(Taken({HIT: 3}, [], {}))
+    pushing.close()
+    assert kept.is_shut.is_set()
+    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("", 60), ("5000", 5), ("0.5", 0.0005), ("-1", 60), ("x", 60), ("inf", 60)]
+)
+def test_the_interval_is_that_of_the_environment(value: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, **{INTERVAL: value})
+    assert interval_s() == seconds
+
+
+def test_a_disabled_sdk_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, OTEL_SDK_DISABLED="True")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert process.Exporter(ours, engine(otlp_metrics=True))._push is None
+        no_otel_variables(monkeypatch)
+        made = process.Exporter(ours, engine(otlp_metrics=True))._push
+        assert made is not None
+        made._exporter.shutdown()
+
+
+def test_a_mistake_in_the_environment_costs_otlp_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_METRICS_PROTOCOL="smoke")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert process.Exporter(ours, engine(otlp_metrics=True))._push is None
+    assert "'smoke', allowed: 'grpc', 'http/protobuf'" in caplog.text
+
+
+def test_protocol_and_temporality_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta")
+    exporter = make_metric_exporter()
+    assert isinstance(exporter, Grpc)
+    assert (exporter._preferred_temporality or {})[Histogram] is DELTA
+    exporter.shutdown()
+    no_otel_variables(
+        monkeypatch, OTEL_EXPORTER_OTLP_PROTOCOL="grpc", OTEL_EXPORTER_OTLP_METRICS_PROTOCOL="http/protobuf"
+    )
+    assert isinstance(make_metric_exporter(), Http)
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_PROTOCOL="smoke")
+    with pytest.raises(ValueError, match="'smoke', allowed: 'grpc', 'http/protobuf'"):
+        make_metric_exporter()

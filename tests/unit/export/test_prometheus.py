@@ -1,0 +1,372 @@
+"""One set of series for each child, whatever its metrics do; nothing is raised into the API server."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import vllm
+from hypothesis import given
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.utils import floatToGoString
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.v1.metrics import ray_wrappers
+
+import kvobs
+from kvobs import faults
+from kvobs.export import prometheus
+from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.schema import signals
+from kvobs.schema.signals import (
+    CHILD_WIDTH,
+    LOOKUPS,
+    OPEN,
+    PROCESS_WIDTH,
+    SIGNALS,
+    TABLE_DIGEST,
+    Kind,
+    Scope,
+    Signal,
+    slot,
+)
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.wire import VERSION
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.testing import engine_config, transfer_config
+from tests.support.front import LABELS, Front, metered, own
+
+HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+ONE = {"one": "m:C"}
+
+
+def test_counts_become_counters_of_the_right_child_and_engine() -> None:
+    front = Front(metered("a"), metered("b"), engines=2, names=["one", "two"])
+    both = {"one": "m:C", "two": "m:C"}
+    front.metrics.observe({"kvobs": own({HIT: 2, HIT + CHILD_WIDTH: 3}, both)}, 0)
+    front.metrics.observe({"kvobs": own({HIT: 10}, both)}, 1)
+    front.metrics.observe({"kvobs": own({HIT: 1}, both)}, 0)
+    assert front.value("kvobs_lookups_total", "one", outcome="hit") == 3
+    assert front.value("kvobs_lookups_total", "two", outcome="hit") == 3
+    assert front.value("kvobs_lookups_total", "one", outcome="hit", engine="1") == 10
+
+
+def test_what_is_configured_and_running_is_said_before_anything_happens() -> None:
+    front = Front(metered("a"), metered("b", "OtherMeteredConnector"), names=["one", "two"], load_policy="longest")
+    sent = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
+    assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **sent) == 1
+    assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **sent) == 1
+    assert front.value("kvobs_build_info", None, version=kvobs.__version__, vllm_version=vllm.__version__) == 1
+
+
+class Noting(KVConnectorPromMetrics):
+    """A child's metrics that keep what they are given."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self.noted = (transfer_stats_data, engine_idx)
+
+
+@pytest.mark.parametrize(
+    "cls", [stock.MultiKVConnectorPromMetrics, MultiKVConnectorPromMetrics], ids=["stock", "kvobs"]
+)
+def test_made_as_vllms_class_is_it_observes_the_childrens_parts(cls: Any) -> None:
+    registry = CollectorRegistry()
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config, values = engine_config(transfer_config("kvobs", [metered("a")])), {0: ["tiny", "0"]}
+    child = Noting(config, types, list(LABELS), {0: ["tiny", "0"]})
+    metrics = cls(config, types, list(LABELS), values, {"one": child})
+    assert isinstance(metrics, stock.MultiKVConnectorPromMetrics)
+    metrics.observe({"one": {"n": 1}}, 0)
+    assert child.noted == ({"n": 1}, 0)
+    if cls is MultiKVConnectorPromMetrics:
+        metrics.observe({"one": {"n": 2}, "kvobs": own({HIT: 1}, ONE), "stranger": {}}, 0)
+        assert child.noted == ({"n": 2}, 0)
+    assert list(registry.collect()) == []
+
+
+def test_other_series_appear_when_first_used() -> None:
+    front = Front(metered("a"))
+    families = [f for f in front.registry.collect() if f.name.startswith("kvobs") and not f.name.endswith("_info")]
+    assert [sample for family in families for sample in family.samples] == []
+
+
+@given(st.lists(st.tuples(st.sampled_from([s for s in SIGNALS if s.bounds]), st.integers(0, 2**36)), max_size=20))
+def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
+    """Of prometheus_client, and of a class that takes single observations only."""
+    recorder = Recorder(1)
+    expected = CollectorRegistry()
+    families = {
+        s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, registry=expected)
+        for s in {s for s, _ in seen}
+    }
+    for signal, ns in seen:
+        values = [v[0] for v in signal.labels.values()]
+        recorder.observe(0, signal, ns, *values)
+        (families[signal.name].labels(*values) if values else families[signal.name]).observe(ns / 1e9)
+    payload = own(recorder.take().counts, ONE)
+    for front in (Front(metered("a"), names=["one"]), one_by_one()):
+        front.metrics.observe({"kvobs": payload})
+        for signal, _ in seen:
+            labels = {label: values[0] for label, values in signal.labels.items()}
+            for bound in [*map(floatToGoString, signal.buckets), "+Inf"]:
+                assert front.value(f"{signal.name}_bucket", "one", le=bound, **labels) == (
+                    expected.get_sample_value(f"{signal.name}_bucket", {"le": bound, **labels})
+                )
+            assert front.value(f"{signal.name}_sum", "one", **labels) == pytest.approx(
+                expected.get_sample_value(f"{signal.name}_sum", labels), rel=1e-4, abs=1e-7
+            )
+
+
+class OneByOne:
+    """A histogram class without buckets of prometheus_client's kind, as Ray's."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def labels(self, *values: Any) -> OneByOne:
+        return OneByOne(self.real.labels(*values))
+
+    def observe(self, value: float) -> None:
+        self.real.observe(value)
+
+
+def one_by_one() -> Front:
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
+    front = Front(
+        metered("a"),
+        names=["one"],
+        types={
+            **types,
+            Histogram: lambda *args, **kwargs: OneByOne(partial(Histogram, registry=registry)(*args, **kwargs)),
+        },
+    )
+    front.registry = registry
+    return front
+
+
+def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
+    front = Front(metered("a"), names=["one"])
+    open_loads = PROCESS_WIDTH + slot(signals.IN_FLIGHT, "load")
+    oldest = PROCESS_WIDTH + slot(signals.OLDEST_IN_FLIGHT, "load")
+    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 2, oldest: 1_700_000_000_500_000_000})})
+    assert front.value("kvobs_in_flight", "one", kind="load") == 2
+    assert front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") == 1_700_000_000.5
+    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 0, oldest: 0})})
+    assert front.value("kvobs_in_flight", "one", kind="load") == 0
+    assert math.isnan(front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") or 0)
+
+
+def test_open_sets_of_labels_become_counters() -> None:
+    front = Front(metered("a"), names=["one"])
+    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", "OSError", 2], ["kvobs_slowest_rank_total", 0, "3", 4]]
+    front.metrics.observe({"kvobs": own({}, ONE, opened=rows)})
+    assert front.value("kvobs_call_errors_total", "one", hook="save_kv_layer", error_type="OSError") == 2
+    assert front.value("kvobs_slowest_rank_total", "one", rank="3") == 4
+
+
+def test_every_series_of_the_table_is_exposed() -> None:
+    front = Front(metered("a"), names=["one"])
+    counts = {
+        place: 1
+        for place in range(PROCESS_WIDTH + CHILD_WIDTH)
+        if signals.locate(place)[0].signal.kind is not Kind.GAUGE
+    }
+    gauges = {place: 1 for place in range(PROCESS_WIDTH + CHILD_WIDTH) if place not in counts}
+    rows = [
+        [s.name, 0, *("x" for _ in s.labels), 1]
+        for s in SIGNALS
+        if OPEN in s.labels.values() and s.kind is Kind.COUNTER
+    ]
+    front.metrics.observe({"kvobs": own(counts, ONE, gauges, rows)})
+    samples = [s for family in front.registry.collect() for s in family.samples if not s.name.endswith("_created")]
+    exposed = {s.name.removesuffix("_count") for s in samples}
+    ours = [signal for signal in SIGNALS if signal.scope is not Scope.EXPORTER]
+    assert exposed >= {signal.name for signal in ours}
+    for signal in ours:
+        of_signal = [s for s in samples if s.name in (signal.name, f"{signal.name}_count")]
+        assert len(of_signal) == math.prod(len(values) or 1 for values in signal.labels.values()), signal.name
+        for sample in of_signal:
+            assert set(sample.labels) - set(LABELS) - {"connector"} == set(signal.labels)
+            assert ("connector" in sample.labels) is (signal.scope is Scope.CHILD)
+
+
+def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
+    front = Front(metered("a"), names=["one"])
+    faults._counts["rebuild"] += 2
+    front.metrics.observe({})
+    assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2
+    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
+
+
+def test_the_time_of_the_engines_telemetry_is_counted_in_seconds() -> None:
+    front = Front(metered("a"), names=["one"])
+    front.metrics.observe({"kvobs": own({slot(signals.SELF_SECONDS, "record"): 2_500_000_000}, ONE)})
+    assert front.value("kvobs_self_seconds_total", None, where="record") == 2.5
+
+
+def test_the_time_of_each_payload_is_counted_whether_it_has_numbers_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front(metered("a"), names=["one"])
+    times = [0, 5, 9, 100, 103, 110]  # begin, applied, cut
+    monkeypatch.setattr(prometheus, "perf_counter_ns", lambda: times.pop(0))
+    front.metrics.observe({"kvobs": own({}, ONE)})
+    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    for where, ns in (("apply", 8), ("cut", 11)):
+        assert front.value("kvobs_self_seconds_total", None, where=where) == pytest.approx(ns / 1e9, rel=1e-9)
+
+
+def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine() -> None:
+    front = Front(metered("a"), names=["one"], engines=2)
+    front.metrics._drop_spans("export", 3)
+    front.metrics._drop_spans("queue", 2)
+    assert front.value("kvobs_spans_dropped_total", None, where="export") == 3
+    assert front.value("kvobs_spans_dropped_total", None, where="queue") == 2
+    assert front.value("kvobs_spans_dropped_total", None, where="export", engine="1") is None
+
+
+@pytest.mark.usefixtures("in_production")
+def test_spans_that_can_not_be_counted_as_lost_are_an_internal_error() -> None:
+    front = Front(metered("a"), names=["one"])
+    front.metrics._own.clear()
+    front.metrics._drop_spans("export", 3)
+    assert faults.take() == {"cut": 1}
+
+
+def test_a_payload_without_numbers_costs_no_metric_anything_until_one_with_numbers_comes() -> None:
+    front = Front(metered("a"), names=["one"])
+    bare = {"kvobs": own({}, ONE), "one": {"n": 1}}
+    for _ in range(3):
+        front.metrics.observe(bare)
+    assert front.value("scripted_things_total", "one") == 3
+    assert front.value("kvobs_self_seconds_total", None, where="apply") is None
+    spent = front.metrics._spent[0]["apply"]
+    assert spent > 0
+    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > spent / 1e9
+    faults._counts["rebuild"] += 2
+    front.metrics.observe(bare)
+    assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2, "faults do not wait"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
+def test_childrens_own_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
+    front = Front(metered("a"), metered("b"), names=["one", "two"])
+    front.metrics.observe({name: {"data": {"n": n}} if wrapped else {"n": n} for name, n in (("one", 1), ("two", 5))})
+    assert front.value("scripted_things_total", "one") == 1
+    assert front.value("scripted_things_total", "two") == 5
+
+
+def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    front = Front(metered("a", "UnmeterableConnector"), metered("b"), names=["one", "two"])
+    front.metrics.observe({"one": {"n": 1}, "two": {"n": 2}})
+    assert front.value("scripted_things_total", "two") == 2
+    assert "'one' can't define its own metrics" in caplog.text
+
+
+SENT = {"v": VERSION, "table": TABLE_DIGEST, "children": ONE}
+
+
+@pytest.mark.usefixtures("in_production")
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"one": {"wrong": 1}},
+        {"one": None},
+        {"kvobs": None},
+        {"kvobs": {"v": 1, "children": {}, "counts": ["x"]}},
+        {"kvobs": {**SENT, "counts": [10**9, 1]}},
+        {"kvobs": {**SENT, "counts": [HIT, -5]}},
+        {"kvobs": {**SENT, "gauges": {HIT: 5}}},
+        {"kvobs": {**SENT, "opened": [["nothing", 0, 1]]}},
+        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 9, "0", 1]]}},
+        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 0, 1]]}},
+        {"stranger": {"n": 1}},
+    ],
+    ids=str,
+)
+def test_a_bad_payload_is_contained(bad: dict[str, Any]) -> None:
+    front = Front(metered("a"), names=["one"])
+    front.metrics.observe(bad)
+    front.metrics.observe({"one": {"n": 1}, "kvobs": own({HIT: 1}, ONE)})
+    assert front.value("scripted_things_total", "one") == 1
+    assert front.value("kvobs_lookups_total", "one", outcome="hit") == 1
+
+
+def test_another_versions_numbers_are_refused_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    front = Front(metered("a"), names=["one"])
+    for _ in range(2):
+        front.metrics.observe({"kvobs": {"v": 1, "table": 1, "children": {"one": "m:C"}, "counts": [0, 1]}})
+    assert caplog.text.count("a different version of kvobs") == 1
+    assert front.value("kvobs_lookups_total", "one", outcome="hit") is None
+    assert front.value("kvobs_internal_errors_total", None, where="version") == 2
+
+
+@pytest.mark.usefixtures("in_production")
+def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("kvobs"):
+            raise ValueError("Duplicated timeseries")
+        return partial(Counter, registry=registry)(name, *args, **kwargs)
+
+    registry = CollectorRegistry()
+    front = Front(metered("a"), names=["one"], types=dict.fromkeys((Counter, Gauge, Histogram), refuse))
+    front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, ONE)})
+    front.registry = registry
+    assert front.value("scripted_things_total", "one") == 3
+
+
+class RayMetrics:
+    """Stands for ``ray.util.metrics``: the signatures are those of Ray 2.60, and what is observed is kept."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, float, dict[str, str]]] = []
+        self.boundaries: dict[str, list[float]] = {}
+
+    def _metric(self, name: str, tag_keys: tuple[str, ...]) -> Any:
+        def report(value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == set(tag_keys)
+            assert all(isinstance(tag, str) for tag in tags.values())
+            self.sent.append((name, value, tags))
+
+        return SimpleNamespace(_tag_keys=tag_keys, inc=report, set=report, observe=report)
+
+    def Counter(self, name: str, description: str = "", tag_keys: tuple[str, ...] = ()) -> Any:  # noqa: N802
+        return self._metric(name, tag_keys)
+
+    Gauge = Counter
+
+    def Histogram(  # noqa: N802
+        self, name: str, description: str = "", boundaries: list[float] | None = None, tag_keys: tuple[str, ...] = ()
+    ) -> Any:
+        self.boundaries[name] = boundaries or []
+        return self._metric(name, tag_keys)
+
+
+def test_vllms_classes_in_front_of_ray_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = RayMetrics()
+    monkeypatch.setattr(ray_wrappers, "ray_metrics", ray)
+    monkeypatch.setattr(ray_wrappers, "ray_serve", None)
+    of = ray_wrappers.RayKVConnectorProm
+    types = {Counter: of._counter_cls, Gauge: of._gauge_cls, Histogram: of._histogram_cls}
+    front = Front(metered("a"), names=["one"], types=types)
+    recorder = Recorder(1)
+    for ns in (2_000_000, 3_000_000):
+        recorder.observe(0, signals.LOAD_DURATION, ns, "async")
+    recorder.count(0, slot(LOOKUPS, "hit"), 3)
+    recorder.set_gauge(0, slot(signals.IN_FLIGHT, "load"), 2)
+    front.metrics.observe({"kvobs": KvobsStats.of(ONE, recorder.take()).to_dict(), "one": {"n": 4}})
+
+    def sent(name: str) -> list[float]:
+        return [value for other, value, tags in ray.sent if other == name and tags["connector"] == "one"]
+
+    assert sent("kvobs_lookups_total") == [3]
+    assert sent("kvobs_in_flight") == [2]
+    assert sent("scripted_things") == [4]
+    assert sum(sent("kvobs_load_duration_seconds")) == pytest.approx(0.005)
+    assert [0.001048576 < seconds <= 0.004194304 for seconds in sent("kvobs_load_duration_seconds")] == [True, True]
+    assert ray.boundaries["kvobs_load_duration_seconds"] == signals.LOAD_DURATION.buckets
+    assert faults.take() == {}

@@ -1,0 +1,267 @@
+"""Records become spans with the ids and times they have; what a collector does costs spans, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
+
+import kvobs
+from kvobs.export.span_export import RESERVED, SPANS_PER_SECOND, make_exporter
+from kvobs.schema import spans
+from kvobs.schema.spans import Reason, Record
+from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, no_otel_variables, record
+from tests.support.cutters import MODEL, Cutter, Hanging, Make
+from tests.support.span_records import records
+
+# --- a span
+
+
+def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
+    mine = cutter()
+    attributes = {"kv_transfer.connector": "disk", "kv_transfer.tokens": 64, "kv_transfer.rank_skew": 0.5}
+    made = record(parent_id="3" * 16, attributes=attributes, links=(UNSAMPLED.traceparent, "nonsense"))
+    assert mine.cut([made], engine=7) == 1
+    (span,) = mine.sent()
+    assert (span.name, span.start_time, span.end_time) == ("kv.load disk", 1_000, 3_000)
+    assert (span.context.trace_id, span.context.span_id) == (int("1" * 32, 16), int("2" * 16, 16))
+    assert span.context.trace_flags.sampled
+    assert span.parent is not None
+    assert (span.parent.trace_id, span.parent.span_id) == (int("1" * 32, 16), int("3" * 16, 16))
+    assert span.attributes == {
+        **attributes,
+        **MODEL,
+        "kv_transfer.engine": 7,
+        "kv_transfer.sampling.reason": "parent",
+    }
+    assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [
+        (int(UNSAMPLED.trace_id, 16), int(UNSAMPLED.span_id, 16))
+    ]
+    assert (span.status.status_code, span.events) == (StatusCode.UNSET, ())
+    assert span.instrumentation_scope is not None
+    assert (span.instrumentation_scope.name, span.instrumentation_scope.version) == ("kvobs", kvobs.__version__)
+
+
+def test_a_span_without_a_parent_is_a_root_and_one_with_an_error_has_its_status(cutter: Make) -> None:
+    mine = cutter()
+    mine.cut([record(attributes={spans.ERROR_TYPE: "OSError"}, reason="error")])
+    (span,) = mine.sent()
+    assert span.parent is None
+    assert span.status.status_code is StatusCode.ERROR
+    assert (span.attributes or {})["kv_transfer.sampling.reason"] == "error"
+
+
+@given(records)
+def test_the_real_encoder_takes_every_record_over_the_wire_as_it_is(lasting: Cutter, made: Record) -> None:
+    lasting.again()
+    assert lasting.cut([msgspec.msgpack.decode(msgspec.msgpack.encode(made))]) == 1
+    (sent,) = encode_spans(lasting.sent()).resource_spans[0].scope_spans[0].spans
+    assert (sent.trace_id.hex(), sent.span_id.hex(), sent.parent_span_id.hex()) == made[1:4]
+    assert (sent.start_time_unix_nano, sent.end_time_unix_nano, sent.name) == (made.start_ns, made.end_ns, made.title)
+    assert {attribute.key for attribute in sent.attributes} == {
+        *made.attributes,
+        *MODEL,
+        "kv_transfer.engine",
+        "kv_transfer.sampling.reason",
+    }
+    assert [link.trace_id.hex() for link in sent.links] == [SAMPLED.trace_id] * len(made.links)
+    assert bool(sent.status.code) is (spans.ERROR_TYPE in made.attributes)
+
+
+def test_kvobs_is_the_same_service_as_vllm(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a provider of vLLM's, the environment says which one it is."""
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    mine = cutter()
+    mine.cut([record()])
+    assert mine.sent()[0].resource.attributes["service.name"] == "mine"
+    resource = Resource({"service.name": "vllm-server", "vllm.process_id": "1"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    mine = cutter()
+    mine.cut([record()])
+    assert mine.sent()[0].resource is resource
+
+
+def test_the_global_provider_is_left_alone(cutter: Make) -> None:
+    before = trace.get_tracer_provider()
+    cutter().cut([record()])
+    assert trace.get_tracer_provider() is before
+
+
+# --- what is not exported
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.none() | json_values), max_size=6))
+def test_a_group_is_exported_whole_or_counted_as_malformed(lasting: Cutter, plan: list[tuple[int, Any]]) -> None:
+    """The plan: of each group, how many good records it has, and what else is in there."""
+    lasting.again()
+    groups = [[record()] * good + ([] if bad is None else [bad]) for good, bad in plan]
+    whole = sum(good for good, bad in plan if bad is None)
+    assert lasting.cut(*groups) == whole == len(lasting.sent())
+    broken = sum(map(len, groups)) - whole
+    assert lasting.lost == ({"malformed": broken} if broken else {})
+
+
+@pytest.mark.parametrize(("is_urgent", "passed"), [(False, SPANS_PER_SECOND - RESERVED), (True, SPANS_PER_SECOND)])
+def test_so_many_spans_pass_a_second_of_which_some_are_kept_for_the_slow_and_failed(
+    is_urgent: bool, passed: int, cutter: Make
+) -> None:
+    mine = cutter()
+    one = [record(reason=Reason.SLOW if is_urgent else Reason.LEVEL)]
+    assert mine.cut(*[one] * 500) == passed
+    assert mine.lost == {"rate": 500 - passed}
+    mine.now += 0.125
+    assert mine.cut(*[one] * 500) == SPANS_PER_SECOND // 8
+    mine.now += 3600
+    assert mine.cut(*[one] * 500) == passed, "what was not used is not saved up"
+    assert len(mine.sent()) == 2 * passed + SPANS_PER_SECOND // 8
+
+
+def test_when_others_are_held_back_slow_and_failed_ones_pass(cutter: Make) -> None:
+    mine = cutter()
+    mine.cut(*[[record()]] * 500)
+    assert mine.cut([record()]) == 0
+    assert mine.cut(*[[record(), record(reason=Reason.ERROR)]] * 100) == RESERVED
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 2), st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=8)), max_size=10
+    )
+)
+def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_counted(
+    lasting: Cutter, plan: list[tuple[float, list[tuple[int, bool]]]]
+) -> None:
+    """The plan: how long to wait, and the sizes of groups that come then, and whether they are urgent."""
+    lasting.again()
+    begin, passed, sent = lasting.now, 0, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lasting.cutter, "_processor", SimpleNamespace(on_end=lambda span: None))
+        patch.setattr(lasting.cutter, "_handed_on", -(10**9))
+        for wait_s, groups in plan:
+            lasting.now += wait_s
+            for size, is_urgent in groups:
+                passed += lasting.cut([record(reason=Reason.SLOW if is_urgent else Reason.PARENT)] * size)
+                sent += size
+            assert passed <= SPANS_PER_SECOND * (1 + lasting.now - begin) + 1
+    assert passed + lasting.lost.get("rate", 0) == sent
+
+
+def test_a_full_queue_loses_new_spans_and_takes_them_again_when_it_is_empty(
+    cutter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, n in (("OTEL_BSP_MAX_QUEUE_SIZE", 10), ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 4)):
+        monkeypatch.setenv(name, str(n))
+    hanging = Hanging()
+    mine = Cutter(hanging)
+    assert mine.cut(*[[record()]] * 15) == 10
+    assert mine.lost == {"queue": 5}
+    assert hanging.is_called.wait(10)
+    mine.now += 1
+    assert mine.cut([record()]) == 0, "what is being sent is not sent yet"
+    hanging.may_go.set()
+    mine.send()
+    assert mine.cut(*[[record()] * 5] * 2) == 10
+    assert mine.cut([record(reason=Reason.SLOW)]) == 0
+    mine.cutter.close()
+    assert mine.lost == {"queue": 7}
+
+
+# --- the exporter, as the environment says
+
+ENDPOINT = "http://collector:4317"
+TRACES_PROTOCOL, PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "expected"),
+    [
+        (ENDPOINT, {}, Grpc),
+        (ENDPOINT, {TRACES_PROTOCOL: "grpc"}, Grpc),
+        (ENDPOINT, {TRACES_PROTOCOL: "http/protobuf"}, Http),
+        (ENDPOINT, {PROTOCOL: "http/protobuf"}, Grpc),  # vLLM does not read it
+        (ENDPOINT, {PROTOCOL: "nonsense"}, Grpc),
+        (None, {}, Grpc),
+        (None, {PROTOCOL: "http/protobuf"}, Http),
+        (None, {PROTOCOL: "grpc", TRACES_PROTOCOL: "http/protobuf"}, Http),
+        (None, {PROTOCOL: "http/protobuf", TRACES_PROTOCOL: "grpc"}, Grpc),
+        (None, {PROTOCOL: "http/protobuf", TRACES_PROTOCOL: ""}, Http),
+    ],
+)
+def test_the_protocol_is_vllms_or_else_the_environments(
+    endpoint: str | None, variables: dict[str, str], expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT="http://elsewhere:4318/v1/traces", **variables)
+    exporter: Any = make_exporter(endpoint)
+    assert ("collector:4317" if endpoint else "elsewhere:4318") in exporter._endpoint
+    exporter.shutdown()
+    assert type(exporter) is expected
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINT, None])
+def test_a_protocol_that_is_none_is_named(endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, **{TRACES_PROTOCOL: "http/json"})
+    with pytest.raises(ValueError, match="'http/json', allowed: 'grpc', 'http/protobuf'"):
+        make_exporter(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "insecure"),
+    [
+        ("http://c:1", {}, True),
+        ("grpc://c:1", {}, True),
+        ("c:1", {}, True),
+        ("https://c:1", {}, False),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1"}, True),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://c:1"}, False),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:1"}, False),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:1", "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true"}, True),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:1"}, True),
+    ],
+)
+def test_text_is_plain_where_vllms_own_is_or_the_environment_asks_for_it(
+    endpoint: str | None, variables: dict[str, str], insecure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_otel_variables(monkeypatch, **variables)
+    exporter: Any = make_exporter(endpoint)
+    assert (exporter._insecure, exporter._endpoint) == (insecure, "c:1")
+    exporter.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("variables", "queue", "batch"),
+    [
+        ({}, 2048, 512),
+        ({"QUEUE_SIZE": "100"}, 100, 100),
+        ({"QUEUE_SIZE": "4096", "EXPORT_BATCH_SIZE": "1024"}, 4096, 1024),
+        ({"QUEUE_SIZE": "100", "EXPORT_BATCH_SIZE": "512"}, 100, 100),
+        ({"QUEUE_SIZE": "0", "EXPORT_BATCH_SIZE": "-1"}, 2048, 512),
+        ({"QUEUE_SIZE": "many", "EXPORT_BATCH_SIZE": "1.5"}, 2048, 512),
+        ({"QUEUE_SIZE": "", "EXPORT_BATCH_SIZE": " "}, 2048, 512),
+    ],
+    ids=str,
+)
+def test_the_queue_is_as_the_environment_says(
+    variables: dict[str, str], queue: int, batch: int, cutter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_BSP_MAX_{name}", value)
+    mine = cutter().cutter._processor._batch_processor
+    assert (mine._max_queue_size, mine._max_export_batch_size) == (queue, batch)
+    assert mine._schedule_delay_millis == 1000
+
+
+def test_the_delay_is_as_the_environment_says(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "250")
+    assert cutter().cutter._processor._batch_processor._schedule_delay_millis == 250

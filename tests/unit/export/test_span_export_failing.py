@@ -1,0 +1,174 @@
+"""An exporter or collector that fails or hangs costs spans that are counted; a process ends in time."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from kvobs.export import span_export
+from kvobs.export.span_export import make_exporter
+from tests.support.contexts import record
+from tests.support.cutters import Cutter, Hanging, Make
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+# --- exporters that fail
+
+
+class Failing(SpanExporter):
+    """Fails as ordered, with a reason for every batch."""
+
+    def __init__(self, failure: Exception | SpanExportResult) -> None:
+        self.failure = failure
+        self.is_shut_down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        logging.getLogger("urllib3.connectionpool").warning("retrying")
+        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").error("no route to collector")
+        if isinstance(self.failure, Exception):
+            raise self.failure
+        return self.failure
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [(SpanExportResult.FAILURE, "no route to collector"), (OSError("unplugged"), "OSError: unplugged")],
+    ids=str,
+)
+def test_a_failing_exporter_costs_spans_that_are_counted_and_one_line_in_the_log(
+    failure: Any, reason: str, cutter: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = Failing(failure)
+    mine = cutter(exporter)
+    for batch in range(3):
+        assert mine.cut([record()] * 2) == 2
+        mine.send()
+        assert mine.lost == {"export": 2 * (batch + 1)}
+    assert [line.getMessage() for line in caplog.records] == [
+        f"spans can't be exported: {reason}. Serving is not affected; further losses are only counted "
+        "(kvobs_spans_dropped_total)"
+    ]
+    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").error("from vLLM's own exporter")
+    assert caplog.records[-1].getMessage() == "from vLLM's own exporter"
+    mine.cutter.close()
+    assert exporter.is_shut_down
+
+
+def test_an_exporter_that_fails_and_says_nothing_is_reported_all_the_same(
+    cutter: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Failing):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return SpanExportResult.FAILURE
+
+    monkeypatch.setattr(span_export, "_muted", threading.local())
+    mine = cutter(Silent(SpanExportResult.FAILURE))
+    mine.cut([record()])
+    mine.send()
+    assert "the exporter gives no reason" in caplog.text
+
+
+def test_spans_go_again_when_the_collector_is_back(cutter: Make) -> None:
+    exporter = Failing(OSError("unplugged"))
+    mine = cutter(exporter)
+    mine.cut([record()])
+    mine.send()
+    exporter.failure = SpanExportResult.SUCCESS
+    mine.cut([record()])
+    mine.send()
+    assert mine.lost == {"export": 1}
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(("protocol", "path"), [("grpc", ""), ("http/protobuf", "/v1/traces")])
+def test_the_real_exporters_without_a_collector_log_one_line(
+    protocol: str, path: str, cutter: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
+    mine = cutter(make_exporter(f"http://127.0.0.1:{closed_port()}{path}"))
+    for _ in range(2):
+        mine.cut([record()])
+        mine.send()
+    assert mine.lost == {"export": 2}
+    (line,) = [line for line in caplog.records if line.levelno >= logging.WARNING]
+    assert line.getMessage().startswith("spans can't be exported: ")
+    assert "gives no reason" not in line.getMessage()
+
+
+# --- the end
+
+
+def test_what_is_left_is_sent_at_the_end(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = cutter()
+    mine.cut([record()] * 3)
+    mine.cutter.close()
+    assert len(mine.memory.get_finished_spans()) == 3
+
+
+def test_a_collector_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_export, "CLOSING_S", 0.3)
+    hanging = Hanging()
+    mine = Cutter(hanging)
+    mine.cut([record()])
+    begin = time.monotonic()
+    mine.cutter.close()
+    assert 0.25 <= time.monotonic() - begin < 3
+    assert hanging.is_called.is_set()
+    hanging.may_go.set()
+
+
+def test_closing_is_registered_once_and_no_more_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    mine = Cutter()
+    assert registered == [mine.cutter.close]
+    mine.cutter.close()
+    assert registered == []
+
+
+HANGS = """
+import time
+from opentelemetry.sdk.trace.export import SpanExporter
+from kvobs.exporting import span_export
+from kvobs.schema.spans import Record
+
+class Hanging(SpanExporter):
+    def export(self, spans):
+        time.sleep(1000)
+
+    def shutdown(self):
+        time.sleep(1000)
+
+span_export.CLOSING_S = 0.5
+cutter = span_export.SpanCutter(Hanging(), {}, print)
+assert cutter.cut([[Record("kv.lookup", "1" * 32, "2" * 16, "", 1, 2, "slow", {})]], 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "cutter.close()"], ids=["by itself", "closed before"])
+def test_a_process_whose_collector_hangs_ends(how: str) -> None:
+    command = [sys.executable, "-c", HANGS + how]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,177 @@
+"""The totals of an engine: what is added is there, and nothing that is not this engine's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.export.totals import Point, Totals
+from kvobs.schema import signals, spans
+from kvobs.schema.signals import SERIES_AT_MOST, SIGNALS, Scope, Signal, labelnames, place, slot
+from kvobs.telemetry.recording.taken import Taken, nothing
+from tests.support.contexts import record
+from tests.support.payloads import CONNECTORS, engine, numbers
+
+HIT = slot(signals.LOOKUPS, "hit")
+TWO_MS = 2_000_000
+
+
+def points(totals: Totals, signal: Signal) -> list[Point]:
+    return dict(totals.series())[signal]
+
+
+def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
+    found = [point.value for point in points(totals, signal) if point.labels == ("tiny", "0", *labels)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def added(parts: Iterable[Taken]) -> Totals:
+    totals = Totals(engine())
+    for part in parts:
+        totals.add(part)
+    return totals
+
+
+@given(st.lists(numbers(), max_size=4), st.randoms(use_true_random=False))
+def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken], random: object) -> None:
+    parts = [part._replace(gauges={}) for part in parts]
+    shuffled = list(parts)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = ({s: sorted(p) for s, p in added(some).series()} for some in (parts, shuffled))
+    assert one == other
+
+
+def test_each_metric_has_its_labels_and_its_place() -> None:
+    totals = added(
+        [Taken({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
+    )
+    assert value(totals, signals.LOOKUPS, "one", "hit") == 2
+    assert value(totals, signals.LOOKUPS, "two", "hit") == 3
+    assert value(totals, signals.SELF_SECONDS, "flush") == 0.5
+    assert [signal for signal, _ in totals.series()] == list(SIGNALS)
+    for signal, found in totals.series():
+        assert {len(point.labels) for point in found} <= {len(labelnames(signal))}
+
+
+ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"counts": {place(2, HIT): 1}},
+        {"counts": {-1: 1}},
+        {"counts": {place(1, HIT): -5}},
+        {"counts": {place(0, IN_FLIGHT): 1}},
+        {"gauges": {place(2, IN_FLIGHT): 1}},
+        {"gauges": {place(0, IN_FLIGHT): -1}},
+        {"gauges": {place(0, HIT): 7}},
+        {"opened": [[ERROR, 2, "a", "b", 1]]},
+        {"opened": [[ERROR, -1, "a", "b", 1]]},
+        {"opened": [[ERROR, 0, "a", "b", -1]]},
+        {"opened": [[ERROR, 0, "a", 1]]},
+        {"opened": [["unknown", 0, 1]]},
+        {"opened": [["kvobs_lookups_total", 0, "hit", 1]]},
+        {"opened": [["kvobs_connector_info", 0, *"abcde", 1]]},
+        {"opened": [["kvobs_call_in_progress_timestamp_seconds", 0, "one", "wait_for_save", 1]]},
+    ],
+    ids=str,
+)
+def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
+    totals = added([Taken({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
+    before = list(totals.series())
+    right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
+    counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
+    with pytest.raises(ValueError, match="of no connector of one, two|gauge|negative|no series has the row"):
+        totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
+    assert list(totals.series()) == before
+
+
+def test_open_series_are_limited() -> None:
+    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", f"E{i}", 1] for i in range(SERIES_AT_MOST + 9)]
+    totals = added([Taken({}, rows, {}), Taken({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})])
+    found = points(totals, signals.CALL_ERRORS)
+    assert len(found) == SERIES_AT_MOST + 2
+    assert value(totals, signals.CALL_ERRORS, "one", "_OTHER", "_OTHER") == 9
+    assert value(totals, signals.CALL_ERRORS, "one", "save_kv_layer", "E0") == 2
+    assert value(totals, signals.CALL_ERRORS, "two", "h", "E") == 1
+
+
+def test_a_gauge_has_its_last_value_and_no_transfer_is_no_time() -> None:
+    load, oldest = slot(signals.IN_FLIGHT, "load"), slot(signals.OLDEST_IN_FLIGHT, "load")
+    totals = added(
+        [Taken({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Taken({}, [], {place(0, load): 1})]
+    )
+    assert value(totals, signals.IN_FLIGHT, "one", "load") == 1
+    assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == 5
+    totals.add(Taken({}, [], {place(0, oldest): 0}))
+    assert math.isnan(value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") or 0.0)
+
+
+def test_a_span_marks_the_bucket_of_its_duration() -> None:
+    totals = Totals(engine())
+    load = record(
+        name="kv.load",
+        observed_ns=TWO_MS,
+        attributes={spans.CONNECTOR: "one", spans.MODE: "async", spans.OUTCOME: "ok"},
+    )
+    totals.mark(load, 12.0)
+    assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
+    first = place(0, slot(signals.LOAD_DURATION, "async"))
+    bucket = signals.LOAD_DURATION.bucket(TWO_MS)
+    totals.add(Taken({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
+    (point,) = points(totals, signals.LOAD_DURATION)
+    assert dict(point.marks) == {bucket: (TWO_MS * 1e-9, 12.0, load.trace_id, load.span_id)}
+    assert point.value == TWO_MS * 1e-9
+    assert sum(point.buckets) == point.buckets[bucket] == 1
+    totals.mark(load._replace(attributes={**load.attributes, spans.CONNECTOR: "nobody"}), 13.0)
+    totals.mark(load._replace(observed_ns=0), 13.0)
+    assert points(totals, signals.LOAD_DURATION) == [point]
+
+
+def test_the_engine_and_its_connectors_are_there_from_the_start() -> None:
+    totals = Totals(engine(index=2))
+    found = points(totals, signals.CONNECTOR_INFO)
+    assert [point.labels for point in found] == [
+        ("tiny", "2", name, str(i), "MeteredConnector", "kv_both", "first", "recompute")
+        for i, name in enumerate(CONNECTORS)
+    ]
+    assert [point.value for point in points(totals, signals.BUILD_INFO)] == [1]
+
+
+def test_the_exporters_own_gauges_are_set_there() -> None:
+    totals = Totals(engine())
+    totals.set_own(signals.ENGINE_UP, 1)
+    assert value(totals, signals.ENGINE_UP) == 1
+    totals.add(nothing())
+    assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        None,
+        [0, "no_hook", 5],
+        [99, "wait_for_save", 5],
+        [-1, "wait_for_save", 5],
+        [0, "wait_for_save", -5],
+        ["0", "wait_for_save"],
+        7,
+        {},
+    ],
+)
+def test_a_call_in_progress_is_shown_until_it_is_over(call: Any) -> None:
+    """Whatever else comes is no call."""
+    totals = Totals(engine())
+    totals.set_call([1, "get_num_new_matched_tokens", 5_000_000_000])
+    (point,) = points(totals, signals.CALL_IN_PROGRESS)
+    assert point.labels == ("tiny", "0", CONNECTORS[1], "get_num_new_matched_tokens")
+    assert point.value == pytest.approx(5)
+    totals.set_call(call)
+    assert points(totals, signals.CALL_IN_PROGRESS) == []

@@ -1,0 +1,249 @@
+"""An engine with a known cost function: its steps are mixed, its prefills chunked, and what they cost is found."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvobs.prediction.compute_cost import ComputeCost, Errors
+
+BUDGET = 2048
+
+
+class Cost(NamedTuple):
+    """Seconds: of a step, a prefill's token and pair, a decode's token, a token of its context."""
+
+    fixed: float
+    token: float
+    pair: float
+    decode: float
+    context: float
+
+    def of(self, tokens: int, pairs: float, decodes: float, context: float) -> float:
+        return self.fixed + tokens * self.token + pairs * self.pair + decodes * self.decode + context * self.context
+
+
+class Roofline(NamedTuple):
+    """A step reads the weights, and computes meanwhile: it takes as long as the longer of both, and its pairs."""
+
+    weights: float
+    token: float
+    pair: float
+
+    def of(self, tokens: int, pairs: float, decodes: float, context: float) -> float:
+        return max(self.weights, (tokens + decodes) * self.token) + pairs * self.pair + context * 0
+
+
+KNEE = Roofline(12e-3, 40e-6, 1.3e-9)  # at 300 tokens
+GPU = Cost(8e-3, 40e-6, 1.3e-9, 30e-6, 39e-9)
+CPU = Cost(3e-3, 25e-6, 4e-9, 200e-6, 20e-9)
+ALIKE = Cost(5e-3, 20e-6, 5e-9, 20e-6, 5e-9)  # one price for all tokens, and for all that they attend to
+
+
+class Rig:
+    """An engine whose steps take what its cost function says, with noise; some take much longer."""
+
+    def __init__(self, cost: Cost | Roofline, seed: int, decodes: int = 16, noise: float = 0.04) -> None:
+        self.cost, self.noise, self.decodes, self.factor = cost, noise, decodes, 1.0
+        self.estimate = ComputeCost(BUDGET)
+        self.dice = random.Random(seed)
+        self.running = self.rest = self.at = self.steps = 0
+
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    def _step(self) -> None:
+        dice = self.dice
+        if dice.random() < 0.1:
+            self.running = dice.randint(0, 2 * self.decodes)
+        decodes = self.running = max(0, min(4 * self.decodes, self.running + dice.choice((-1, 0, 0, 1))))
+        context = sum(dice.randint(50, 3000) for _ in range(decodes))
+        if not self.rest and dice.random() < 0.35:
+            self.rest = dice.randint(*dice.choice(((1, 64), (1, 64), (1, 64), (64, 600), (600, 4000))))
+            self.at = dice.choice((0, 0, dice.randint(0, 2000)))
+        tokens = min(self.rest, BUDGET - decodes)
+        pairs = tokens * self.at + tokens * (tokens + 1) // 2
+        self.rest, self.at = self.rest - tokens, self.at + tokens
+        took = self.factor * self.cost.of(tokens, pairs, decodes, context) * max(0.3, dice.gauss(1, self.noise))
+        self.steps += 1
+        if self.steps <= 20 or dice.random() < 0.01:
+            took *= dice.uniform(1, 20)  # at first kernels are compiled; later something else runs
+        if tokens or decodes:
+            self.estimate.observe(took, tokens, pairs, decodes, context)
+
+    def truth(self, tokens: int, context: int) -> float:
+        decodes, held = self.estimate._decodes, self.estimate._context
+        seconds, chunk = 0.0, BUDGET - round(decodes)
+        while tokens:
+            part = min(tokens, chunk)
+            pairs = part * context + part * (part + 1) / 2
+            seconds += self.factor * self.cost.of(part, pairs, decodes, held)
+            tokens, context = tokens - part, context + part
+        return seconds
+
+    @property
+    def error(self) -> float:
+        """Return the mean error of predictions, as a share."""
+        asked = [(tokens, context) for tokens in (200, 500, 1000, 1900, 5000) for context in (0, 1000)]
+        predicted = [self.estimate.predict(*prefill) for prefill in asked]
+        return mean(abs((p or 0) / self.truth(*prefill) - 1) for p, prefill in zip(predicted, asked, strict=True))
+
+
+@pytest.mark.parametrize("cost", [GPU, CPU, ALIKE])
+@pytest.mark.parametrize("decodes", [0, 16, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_prefills_are_predicted_within_5_percent_after_500_steps_and_after_a_change(
+    cost: Cost, decodes: int, seed: int
+) -> None:
+    rig = Rig(cost, seed, decodes)
+    rig.step(500)
+    assert rig.error < 0.05
+    rig.factor = 1.8  # throttled, or with a neighbour
+    rig.step(500)
+    assert rig.error < 0.05
+    rig.decodes = 48
+    rig.step(500)
+    assert rig.error < 0.05
+
+
+def test_an_engine_that_only_prefills() -> None:
+    """As the prefill side of a disaggregated deployment: the fixed cost shows there too."""
+    rig = Rig(GPU, 1, decodes=0)
+    rig.step(800)
+    assert not rig.estimate._decode.is_ready
+    assert rig.error < 0.05
+
+
+def test_an_engine_that_only_decodes_knows_no_prefill() -> None:
+    estimate = ComputeCost(BUDGET)
+    for _ in range(100):
+        estimate.observe(0.01, 0, 0, 16, 16_000)
+    assert estimate.predict(1000) is None
+    assert estimate.saved(1000, 0, 1) is None
+
+
+def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
+    estimate = ComputeCost(BUDGET)
+    for n in range(100):
+        tokens = 10 + n % 50
+        estimate.observe(0.01 + tokens * 1e-5, tokens, tokens * tokens // 2, 0, 0)
+    assert estimate.predict(200) is not None
+    assert estimate.predict(1900) is None
+
+
+def test_a_step_of_a_full_budget_is_enough_to_predict_several() -> None:
+    rig = Rig(CPU, 2)
+    rig.step(500)
+    assert rig.estimate.predict(50_000) == pytest.approx(rig.truth(50_000, 0), rel=0.1)
+
+
+def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
+    rig = Rig(GPU, 3)
+    rig.step(600)
+    saved = rig.estimate.saved(1000, 100, 60)
+    assert saved == pytest.approx(rig.truth(1060, 100) - rig.truth(60, 1100), rel=0.05)
+    # Within one step the decodes and the step itself cost the same with and without the load.
+    assert saved == pytest.approx(1000 * GPU.token + (1000 * 100 + 1000 * 1060) * GPU.pair, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+@pytest.mark.parametrize("decodes", [0, 1, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_saves_nothing_where_a_step_takes_as_long_without_its_tokens(
+    noise: float, decodes: int, seed: int
+) -> None:
+    """Below the roofline's knee. Larger loads save what computing their part above it would take."""
+    rig = Rig(KNEE, seed, decodes, noise)
+    rig.step(600)
+    for tokens, rest in [(64, 16), (64, 64), (128, 64), (200, 16)]:
+        assert rig.estimate.saved(tokens, 0, rest) == pytest.approx(0, abs=1e-3 if noise else 2e-4), tokens
+    for tokens, rest in [(512, 64), (900, 16), (1900, 64), (4000, 300)]:
+        real = rig.truth(tokens + rest, 0) - rig.truth(rest, tokens)
+        assert rig.estimate.saved(tokens, 0, rest) == pytest.approx(real, rel=0.15 if noise else 0.05), tokens
+
+
+def test_nothing_is_predicted_of_a_smaller_step_than_any_if_there_was_no_decode_either() -> None:
+    """It may take as long as those, or nearly nothing; one step says it, and so do decodes."""
+    estimate, decoding = ComputeCost(BUDGET), ComputeCost(BUDGET)
+    for n in range(100):
+        step = 100 + n, (100 + n) * (101 + n) // 2
+        for each in (estimate, decoding):
+            each.observe(0.012, *step, 0, 0)
+        decoding.observe(0.012, 0, 0, 1, 100)
+    assert estimate.predict(150) == pytest.approx(0.012, rel=0.01)
+    assert decoding.predict(20) == pytest.approx(0.012, rel=0.01)
+    assert estimate.predict(20) is None
+    assert estimate.saved(100, 0, 20) is None
+    estimate.observe(0.012, 20, 210, 0, 0)
+    assert estimate.predict(20) == pytest.approx(0.012, rel=0.01)
+    assert estimate.saved(100, 0, 20) == pytest.approx(0, abs=1e-4)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 100), st.integers(0, 4096), st.integers(0, 10**8), st.integers(0, 500), st.integers(0, 10**6)
+        ),
+        max_size=60,
+    ),
+    st.integers(1, 10_000),
+    st.integers(0, 100_000),
+    st.integers(0, 1000),
+)
+@settings(max_examples=50)
+def test_predictions_are_never_negative(
+    steps: list[tuple[float, int, int, int, int]], tokens: int, context: int, rest: int
+) -> None:
+    estimate = ComputeCost(BUDGET)
+    for step in steps * 3:
+        estimate.observe(*step)
+    for predicted in (estimate.predict(tokens, context), estimate.saved(tokens, context, rest)):
+        assert predicted is None or 0 <= predicted < float("inf")
+
+
+def test_the_error_is_measured_before_a_step_is_learned() -> None:
+    rig = Rig(GPU, 4, noise=0.0)
+    rig.step(400)
+    for errors in (rig.estimate.prefill_errors, rig.estimate.decode_errors):
+        errors.take()
+    rig.estimate.observe(1.0, 0, 0, 1, 100)  # a hundred times what it should take
+    observed, error = rig.estimate.decode_errors.take()
+    assert observed == 1.0
+    assert error == pytest.approx(0.992, abs=0.01)
+    assert rig.estimate.decode_errors.take() == rig.estimate.prefill_errors.take() == (0, 0)
+
+
+def test_errors_add_up_in_either_direction() -> None:
+    errors = Errors()
+    errors.note(1.0, 3.0)
+    errors.note(3.0, 1.0)
+    assert errors.take() == (4.0, 4.0)
+
+
+@pytest.mark.parametrize("prefills", [1, 2, 5])
+@pytest.mark.parametrize("cost", [GPU, CPU], ids=["GPU", "CPU"])
+def test_prefills_in_one_step_wait_for_each_other(cost: Cost, prefills: int) -> None:
+    """As much longer, on average, as the step takes than it would take with each one alone."""
+    estimate, dice = ComputeCost(BUDGET), random.Random(prefills)
+    for _ in range(400):
+        estimate.observe(cost.of(0, 0, 8, 8000), 0, 0, 8, 8000)
+        sizes = [dice.randint(50, 400) for _ in range(prefills)]
+        pairs = [size * (size + 1) / 2 for size in sizes]
+        seconds = cost.of(sum(sizes), sum(pairs), 8, 8000)
+        estimate.observe(seconds, sum(sizes), int(sum(pairs)), 8, 8000, prefills=prefills)
+    alone = mean(cost.of(225, 225 * 226 / 2, 8, 8000) for _ in range(prefills))
+    together = cost.of(prefills * 225, prefills * 225 * 226 / 2, 8, 8000)
+    assert estimate.crowding == pytest.approx(together / alone, rel=0.15)
+
+
+def test_a_lull_ends_the_crowding() -> None:
+    estimate = ComputeCost(BUDGET)
+    for prefills in [4] * 50 + [1] * 60:
+        estimate.observe(0.05 * prefills, 100 * prefills, 5050 * prefills, 0, 0, prefills=prefills)
+    assert estimate.crowding == pytest.approx(1, abs=0.1)

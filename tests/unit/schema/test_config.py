@@ -1,0 +1,255 @@
+"""Every mistake in the options is named with its JSON path, what was found and what is allowed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.schema.config import ConfigError, read
+from kvobs.schema.findings import Finding
+from kvobs.schema.options import Options, TracingOptions
+
+TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]
+THREE = [*TWO, {"kv_connector": "NixlConnector"}]
+
+
+def mistakes(connectors: Any = TWO, **kvobs: Any) -> tuple[str, ...]:
+    """Return the texts of all mistakes, without their fixes."""
+    with pytest.raises(ConfigError) as error:
+        read({"connectors": connectors, "kvobs": kvobs})
+    assert all(mistake.fix for mistake in error.value.mistakes)
+    return tuple(f"{mistake.path}: {mistake.says}" for mistake in error.value.mistakes)
+
+
+def test_no_options_at_all_are_a_valid_configuration() -> None:
+    assert read({"connectors": TWO}).options == Options(names=(), load_policy="first", lookup_timeout_ms=None)
+
+
+def test_children_are_named_by_their_connector_numbered_when_repeated() -> None:
+    assert read({"connectors": THREE}).names == ("OffloadingConnector", "OffloadingConnector-2", "NixlConnector")
+
+
+def test_given_names_come_first_and_the_rest_keep_theirs() -> None:
+    assert read({"connectors": THREE, "kvobs": {"names": ["cpu"]}}).names == (
+        "cpu",
+        "OffloadingConnector",
+        "NixlConnector",
+    )
+
+
+def test_a_default_name_steps_aside_for_a_given_one() -> None:
+    names = read({"connectors": TWO, "kvobs": {"names": ["OffloadingConnector"]}}).names
+    assert names == ("OffloadingConnector", "OffloadingConnector-2")
+
+
+def test_other_keys_beside_connectors_are_not_ours() -> None:
+    assert read({"connectors": TWO, "somebody_elses": 1}).names
+
+
+@pytest.mark.parametrize(
+    ("timeline", "message"),
+    [
+        ({"dir": "here"}, "kvobs.timeline.dir: found 'here', allowed: an absolute path"),
+        ({"dir": 5}, "kvobs.timeline.dir: found 5, allowed: a valid string"),
+        ({"dir": "/a\0b"}, "kvobs.timeline.dir: found '/a\\x00b', allowed: an absolute path"),
+        ({"path": "/x"}, "kvobs.timeline.path: unknown option, allowed: 'dir'"),
+        ("/x", "kvobs.timeline: found '/x', allowed: an object"),
+    ],
+)
+def test_mistakes_in_the_timeline(timeline: Any, message: str) -> None:
+    assert mistakes(timeline=timeline) == (f"kv_connector_extra_config.{message}",)
+
+
+@pytest.mark.parametrize(
+    ("connectors", "message"),
+    [
+        (None, "kv_connector_extra_config.connectors: found None, allowed: a list with at least one connector"),
+        ([], "kv_connector_extra_config.connectors: found [], allowed: a list with at least one connector"),
+        ("NixlConnector", "kv_connector_extra_config.connectors: found 'NixlConnector', allowed: a list"),
+        (["NixlConnector"], "connectors[0]: found 'NixlConnector', allowed: an object with the key 'kv_connector'"),
+        ([{}], "connectors[0].kv_connector: is missing, allowed: the name of a connector class"),
+        ([{"kv_connector": 7}], "connectors[0].kv_connector: found 7, allowed: the name of a connector class"),
+    ],
+)
+def test_bad_connectors_are_named(connectors: Any, message: str) -> None:
+    (mistake,) = mistakes(connectors)
+    assert message in mistake
+
+
+def test_missing_connectors_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.connectors: is missing"):
+        read({})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"load_polcy": "first"},
+            "kv_connector_extra_config.kvobs.load_polcy: unknown option, "
+            "allowed: 'names', 'load_policy', 'min_tokens', 'wait_for', 'lookup_timeout_ms'",
+        ),
+        (
+            {"load_policy": "best"},
+            "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first', 'longest' or 'fastest'",
+        ),
+        ({"load_policy": 1}, "kvobs.load_policy: found 1, allowed: 'first', 'longest' or 'fastest'"),
+        ({"min_tokens": 16}, "kvobs.min_tokens: found 16, allowed: an object"),
+        ({"min_tokens": {"a": 0}}, "kvobs.min_tokens.a: found 0, allowed: greater than or equal to 1"),
+        ({"min_tokens": {"a": 1.5}}, "kvobs.min_tokens.a: found 1.5, allowed: a valid integer"),
+        ({"min_tokens": {"x": 16}}, "kvobs.min_tokens.x: unknown connector, allowed: "),
+        ({"lookup_timeout_ms": 0}, "kvobs.lookup_timeout_ms: found 0, allowed: greater than 0"),
+        ({"lookup_timeout_ms": -5}, "kvobs.lookup_timeout_ms: found -5, allowed: greater than 0"),
+        ({"lookup_timeout_ms": "5"}, "kvobs.lookup_timeout_ms: found '5', allowed: a valid number"),
+        ({"lookup_timeout_ms": True}, "kvobs.lookup_timeout_ms: found True, allowed: a valid number"),
+        ({"lookup_timeout_ms": float("inf")}, "kvobs.lookup_timeout_ms: found inf, allowed: a finite number"),
+        ({"wait_for": "some"}, "kvobs.wait_for: found 'some', allowed: 'all' or 'earlier'"),
+        (
+            {"wait_for": "earlier", "load_policy": "longest"},
+            "kvobs.wait_for: found 'earlier' with load_policy 'longest', which compares all answers, allowed: 'all'",
+        ),
+        ({"report": "yes"}, "kvobs.report: found 'yes', allowed: true, false or 'always'"),
+        ({"report": 1}, "kvobs.report: found 1, allowed: true, false or 'always'"),
+        ({"report": None}, "kvobs.report: found None, allowed: true, false or 'always'"),
+        ({"request_log": "log"}, "kvobs.request_log: found 'log', allowed: 'stderr', or an absolute path"),
+        ({"request_log": "stdout"}, "kvobs.request_log: found 'stdout', allowed: 'stderr', or an absolute path"),
+        ({"request_log": "/a\0"}, "kvobs.request_log: found '/a\\x00', allowed: 'stderr', or an absolute path"),
+        ({"request_log": True}, "kvobs.request_log: found True, allowed: a valid string"),
+        (
+            {"wait_for": "earlier", "load_policy": "fastest"},
+            "kvobs.wait_for: found 'earlier' with load_policy 'fastest', which compares all answers, allowed: 'all'",
+        ),
+        ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
+        ({"isolate": ["x"]}, "kvobs.isolate[0]: found 'x', allowed: "),
+        ({"reset_after_failed_sync_load": ["x"]}, "kvobs.reset_after_failed_sync_load[0]: found 'x', allowed: "),
+        ({"names": "cpu"}, "kvobs.names: found 'cpu', allowed: a valid tuple"),
+        ({"names": [1]}, "kvobs.names[0]: found 1, allowed: a valid string"),
+        ({"names": ["a", "b", "c"]}, "kvobs.names: found 3 names, allowed: at most 2, one per connector"),
+        ({"names": ["a", "a"]}, "kvobs.names: found 'a' for 2 connectors, allowed: a distinct name for each"),
+        ({"names": [""]}, "kvobs.names[0]: found '', allowed: 1 to 64 letters, digits"),
+        ({"names": ["a b"]}, "kvobs.names[0]: found 'a b', allowed: 1 to 64 letters, digits"),
+        ({"names": ["x" * 65]}, "kvobs.names[0]: found 'xxx"),
+        ({"names": ["kvobs"]}, "kvobs.names[0]: found 'kvobs', which is reserved"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    (mistake,) = mistakes(**options)
+    assert message in mistake
+
+
+def test_options_that_are_no_object_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.kvobs: found \['names'\], allowed: an object"):
+        read({"connectors": TWO, "kvobs": ["names"]})
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        read({"connectors": [*TWO, {}], "kvobs": {"load_policy": "best", "nmaes": []}})
+    found = error.value.mistakes
+    assert len(found) == 3
+    assert str(error.value).count("\n- ") == 3
+    assert "\n" not in str(ConfigError(found[:1]))
+    assert str(error.value).endswith("Fix: use 'names'.")
+
+
+def test_an_error_keeps_its_mistakes_between_processes() -> None:
+    with pytest.raises(ConfigError) as error:
+        read({"connectors": TWO, "kvobs": {"load_policy": "best"}})
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (again.mistakes, str(again)) == (error.value.mistakes, str(error.value))
+
+
+def test_what_is_found_what_is_allowed_and_the_fix_are_separate() -> None:
+    with pytest.raises(ConfigError) as error:
+        read({"connectors": TWO, "kvobs": {"load_policy": "best"}})
+    (finding,) = error.value.mistakes
+    path = "kv_connector_extra_config.kvobs.load_policy"
+    fix = "use an allowed value, or remove the option"
+    assert finding == Finding(path, "found 'best'", "'first', 'longest' or 'fastest'", fix)
+    assert str(finding) == f"{path}: found 'best', allowed: 'first', 'longest' or 'fastest'. Fix: {fix}."
+
+
+def test_a_long_wrong_value_is_cut() -> None:
+    (mistake,) = mistakes(load_policy="x" * 500)
+    assert len(mistake) < 250
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
+def test_any_value_is_accepted_or_named(value: Any) -> None:
+    for option in Options.model_fields:
+        try:
+            read({"connectors": TWO, "kvobs": {option: value}})
+        except ConfigError as error:
+            assert all(m.path.startswith(f"kv_connector_extra_config.kvobs.{option}") for m in error.mistakes)
+
+
+# --- the environment
+
+
+@pytest.mark.parametrize(
+    ("value", "stock"),
+    [
+        ("", set()),
+        ("aggregator", {"aggregator"}),
+        ("block_copy", {"block_copy"}),
+        (" block_copy, aggregator,", {"aggregator", "block_copy"}),
+    ],
+)
+def test_kvobs_stock_names_the_parts_of_vllm_that_stay(
+    value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOBS_STOCK", value)
+    assert read({"connectors": TWO}).stock == stock
+
+
+def test_what_kvobs_stock_can_not_name_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOBS_STOCK", "agregator,block_copy,all")
+    stock = "environment variable KVOBS_STOCK: found {}, allowed: aggregator, block_copy"
+    assert mistakes() == (stock.format("'agregator'"), stock.format("'all'"))
+
+
+# --- tracing
+
+
+def test_what_is_traced_by_default() -> None:
+    options = read({"connectors": TWO}).options
+    assert options.tracing == TracingOptions(level=None, propagate=False)
+    assert (options.slow_load_ms, options.slow_call_ms) == (1000, 100)
+
+
+@pytest.mark.parametrize("level", ["off", "requests", "calls", None])
+def test_every_level_is_accepted(level: str | None) -> None:
+    options = read({"connectors": TWO, "kvobs": {"tracing": {"level": level, "propagate": True}}}).options
+    assert (options.tracing.level, options.tracing.propagate) == (level, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tracing": {"levle": "off"}},
+            "kv_connector_extra_config.kvobs.tracing.levle: unknown option, allowed: 'level', 'propagate'",
+        ),
+        ({"tracing": {"level": "all"}}, "kvobs.tracing.level: found 'all', allowed: 'off', 'requests' or 'calls'"),
+        ({"tracing": {"level": True}}, "kvobs.tracing.level: found True, allowed: 'off', 'requests' or 'calls'"),
+        ({"tracing": {"propagate": "yes"}}, "kvobs.tracing.propagate: found 'yes', allowed: a valid boolean"),
+        ({"tracing": "calls"}, "kvobs.tracing: found 'calls', allowed: an object"),
+        ({"tracing": None}, "kvobs.tracing: found None, allowed: an object"),
+        ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
+        ({"slow_load_ms": "1"}, "kvobs.slow_load_ms: found '1', allowed: a valid number"),
+        ({"slow_load_ms": None}, "kvobs.slow_load_ms: found None, allowed: a valid number"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_tracing_are_named(options: dict[str, Any], message: str) -> None:
+    (mistake,) = mistakes(**options)
+    assert message in mistake
+
+
+def test_all_mistakes_about_tracing_are_reported_at_once() -> None:
+    found = mistakes(tracing={"level": "all", "x": 1}, slow_call_ms=0)
+    assert len(found) == 3

@@ -1,0 +1,107 @@
+"""The table of metrics is fit for Prometheus, and its slots are one to one with the series."""
+
+import re
+
+import pytest
+
+from kvobs.schema.signals import (
+    CALL_DURATION,
+    CHILD_WIDTH,
+    OPEN,
+    OTHER,
+    PROCESS_WIDTH,
+    SERIES,
+    SIGNALS,
+    Kind,
+    Scope,
+    Signal,
+    hook_label,
+    is_timed,
+    locate,
+    of_child,
+    place,
+    slot,
+)
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
+
+by_name = pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
+SUFFIXES = {Kind.COUNTER: r"_total", Kind.HISTOGRAM: r"_seconds", Kind.GAUGE: r""}
+
+
+def test_names_are_unique() -> None:
+    assert len({signal.name for signal in SIGNALS}) == len(SIGNALS) > 20
+
+
+@by_name
+def test_names_and_help_follow_the_conventions(signal: Signal) -> None:
+    assert re.fullmatch(rf"kvobs_[a-z_]+{SUFFIXES[signal.kind]}", signal.name)
+    assert signal.kind is Kind.COUNTER or not signal.name.endswith("_total")
+    assert signal.help.endswith(".")
+    assert ("tokens)" in signal.help) is ("tokens" in signal.name)
+
+
+@by_name
+def test_label_values_are_closed_sets_of_words_or_marked_as_open(signal: Signal) -> None:
+    for label, values in signal.labels.items():
+        assert re.fullmatch(r"[a-z_]+", label)
+        assert len(set(values)) == len(values)
+        assert values is OPEN or all(re.fullmatch(r"[a-z_][a-z0-9_]*", value) for value in values)
+
+
+@by_name
+def test_bounds_rise_and_belong_to_histograms(signal: Signal) -> None:
+    assert bool(signal.bounds) is (signal.kind is Kind.HISTOGRAM)
+    assert list(signal.bounds) == sorted(set(signal.bounds))
+    assert len(signal.bounds) < 17
+    assert signal.buckets == [2**k / 1e9 for k in signal.bounds]
+
+
+def test_every_timed_hook_has_a_label_value_and_hooks_called_once_share_one() -> None:
+    for hook in filter(is_timed, HOOKS.values()):
+        assert hook_label(hook.name) in CALL_DURATION.labels["hook"]
+        assert hook_label(hook.name) == (OTHER if hook.cadence is Cadence.ONCE else hook.name)
+    assert not [hook for hook in HOOKS.values() if hook.side is Side.CONFIG and is_timed(hook)]
+
+
+@pytest.mark.parametrize("scope", [Scope.PROCESS, Scope.CHILD])
+def test_slots_and_series_are_one_to_one(scope: Scope) -> None:
+    begin = 0 if scope is Scope.PROCESS else PROCESS_WIDTH + 2 * CHILD_WIDTH
+    place = begin
+    for series in SERIES[scope]:
+        assert slot(series.signal, *series.values) == series.first
+        for offset in range(series.width):
+            assert locate(place) == (series, offset, -1 if scope is Scope.PROCESS else 2)
+            place += 1
+    assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CHILD_WIDTH)
+
+
+def test_a_childs_counts_are_found_by_its_own_slots() -> None:
+    edges = {place(child, own): 10 * child + own for child in range(3) for own in (0, CHILD_WIDTH - 1)}
+    assert of_child(1, {0: 1, PROCESS_WIDTH - 1: 1, **edges}) == {0: 10, CHILD_WIDTH - 1: 10 + CHILD_WIDTH - 1}
+    assert all(locate(at)[2] == child for child in range(3) for at in (place(child, 0), place(child, CHILD_WIDTH - 1)))
+
+
+def test_a_histogram_has_a_slot_for_each_bucket_the_rest_and_the_sum() -> None:
+    series = next(s for s in SERIES[Scope.CHILD] if s.signal is CALL_DURATION)
+    assert series.width == len(CALL_DURATION.bounds) + 2
+
+
+def test_metrics_with_open_labels_have_no_slots() -> None:
+    in_table = {series.signal.name for table in SERIES.values() for series in table}
+    in_payloads = [signal for signal in SIGNALS if signal.scope is not Scope.EXPORTER]
+    assert in_table == {signal.name for signal in in_payloads if not signal.is_open}
+
+
+def test_series_stay_within_the_budget() -> None:
+    """1,300 for 2 children and 3,000 for 5, with every series of the table in use, and for each hook an error."""
+    children = sum(
+        len(s.signal.bounds) + len(("+Inf", "sum", "count")) if s.signal.kind is Kind.HISTOGRAM else 1
+        for s in SERIES[Scope.CHILD]
+    )
+    # A vLLM calls one of each pair.
+    children -= 2 * (len(CALL_DURATION.bounds) + 3 + 1)  # get_finished or get_transfer_results; the same of finish
+    errors, slowest, stuck, info = len(CALL_DURATION.labels["hook"]), 8, 8, 1
+    per_child = children + errors + slowest + stuck + info
+    process = PROCESS_WIDTH + 1 + sum(signal.scope is Scope.EXPORTER for signal in SIGNALS)
+    assert 2 * per_child + process <= 1300
+    assert 5 * per_child + process <= 3000

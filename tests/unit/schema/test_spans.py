@@ -1,0 +1,131 @@
+"""The table of spans agrees with that of metrics; a record survives every hop, and is read with suspicion."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from kvobs.schema import signals, spans
+from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record, Span
+from tests.support.contexts import SAMPLED, json_values, record
+from tests.support.span_records import records
+
+# --- the table
+
+
+def test_every_attribute_is_in_the_table_and_says_what_it_is() -> None:
+    constants = {
+        value
+        for name, value in vars(spans).items()
+        if name.isupper() and isinstance(value, str) and name != "SCOPE" and not name.startswith("_")
+    }
+    assert constants == set(ATTRIBUTES)
+    assert all(ATTRIBUTES.values())
+    assert len(set(ATTRIBUTES.values())) == len(ATTRIBUTES)
+
+
+@pytest.mark.parametrize("span", SPANS.values(), ids=SPANS)
+def test_a_spans_labels_choose_a_series_of_its_histogram(span: Span) -> None:
+    assert {span.subject, *span.labels} <= {"", *ATTRIBUTES}
+    if span.histogram is None:
+        assert span.labels == ()
+    else:
+        assert [label.removeprefix("kv_transfer.") for label in span.labels] == list(span.histogram.labels)
+        assert span.histogram.kind is signals.Kind.HISTOGRAM
+
+
+def test_a_title_names_the_subject_where_there_is_one() -> None:
+    assert record("kv.load").title == "kv.load disk"
+    assert record("kv.lookup").title == "kv.lookup"
+    assert record("kv.load", attributes={}).title == "kv.load"
+    assert record("kv.call", attributes={spans.HOOK: "wait_for_save"}).title == "kv.call wait_for_save"
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_what_is_slow_or_failed_is_urgent_also_after_the_wire(reason: Reason) -> None:
+    for sent in (reason, str(reason)):
+        assert record(reason=sent).is_urgent is (reason in (Reason.SLOW, Reason.ERROR))
+
+
+# --- over the wire
+
+
+@given(records)
+def test_a_record_survives_every_hop(sent: Record) -> None:
+    assert Record.read(sent) == sent
+    row = msgspec.msgpack.decode(msgspec.msgpack.encode(pickle.loads(pickle.dumps(sent))))
+    read = Record.read(row)
+    assert read is not None
+    assert read._replace(links=tuple(read.links)) == sent
+
+
+@given(json_values | st.lists(json_values, min_size=10, max_size=10))
+def test_nothing_else_is_a_record(row: Any) -> None:
+    assert Record.read(row) is None
+
+
+@given(st.sampled_from(Record._fields), json_values)
+def test_a_row_with_one_field_of_anything_is_read_or_not_and_never_raises(field: str, value: Any) -> None:
+    row = list(record(**{field: value}))
+    read = Record.read(row)
+    if read is not None:
+        assert read == tuple(row)
+        assert str(read.title).startswith(read.name)
+        assert int(read.trace_id, 16)
+        assert read.is_urgent in (True, False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "kv.other"},
+        {"name": ["kv.load"]},
+        {"name": {}},
+        {"reason": "because"},
+        {"reason": []},
+        {"reason": None},
+        {"trace_id": "0" * 32},
+        {"trace_id": "1" * 31},
+        {"trace_id": "A" * 32},
+        {"trace_id": "1" * 32 + "\n"},
+        {"trace_id": int("1" * 32)},
+        {"span_id": ""},
+        {"span_id": "0" * 16},
+        {"span_id": "1" * 32},
+        {"parent_id": "0" * 16},
+        {"parent_id": None},
+        {"start_ns": -1},
+        {"start_ns": 2**63},
+        {"start_ns": True},
+        {"end_ns": 1.5},
+        {"observed_ns": -1},
+        {"observed_ns": None},
+        {"attributes": [["a", 1]]},
+        {"attributes": {1: 1}},
+        {"attributes": {"a": [1]}},
+        {"attributes": {"a": None}},
+        {"attributes": {str(i): i for i in range(65)}},
+        {"links": SAMPLED.traceparent},
+        {"links": None},
+    ],
+    ids=str,
+)
+def test_a_row_with_a_bad_field_is_no_record(changes: dict[str, Any]) -> None:
+    assert Record.read(tuple(record())) == record()
+    assert Record.read(tuple(record(**changes))) is None
+
+
+def test_a_row_of_another_length_is_no_record() -> None:
+    assert Record.read(tuple(record())[:-1]) is None
+    assert Record.read((*record(), 1)) is None
+
+
+def test_attributes_up_to_the_limit_are_read() -> None:
+    most = record(attributes={str(i): math.pi for i in range(64)})
+    assert Record.read(most) == most

@@ -1,0 +1,72 @@
+"""Numbers travel every 100 ms of work, and nothing is left behind when the engine falls idle."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvobs.telemetry.payload.flush_rule import EVERY_NS, FlushRule
+
+
+def test_every_100_ms_of_work() -> None:
+    rule = FlushRule()
+    times = range(0, 10 * EVERY_NS, EVERY_NS // 5)
+    decided = [rule.decide(now, has_forward=True, has_finished=False) for now in times]
+    assert decided == [True, False, False, False, False] * 10
+
+
+@pytest.mark.parametrize(("has_forward", "has_finished"), list(product([False, True], repeat=2)))
+def test_shortly_after_a_flush_only_the_end_of_a_burst_flushes(has_forward: bool, has_finished: bool) -> None:
+    rule = FlushRule()
+    rule.decide(0, has_forward=True, has_finished=False)
+    assert rule.decide(1, has_forward=has_forward, has_finished=has_finished) is (has_finished and not has_forward)
+
+
+@pytest.mark.parametrize("idle", [EVERY_NS // 2, EVERY_NS, 1000 * EVERY_NS])
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_after_the_last_flush_of_a_burst_the_next_one_has_100_ms(idle: int, has_forward: bool) -> None:
+    """A first token does not wait for a flush, however long the engine was idle."""
+    rule = FlushRule()
+    assert rule.decide(0, has_forward=False, has_finished=True)
+    begin = idle
+    assert not rule.decide(begin, has_forward=has_forward, has_finished=False)
+    assert not rule.decide(begin + EVERY_NS - 1, has_forward=True, has_finished=False)
+    assert rule.decide(begin + EVERY_NS, has_forward=True, has_finished=False)
+
+
+def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
+    rule = FlushRule()
+    rule.decide(0, has_forward=True, has_finished=False)
+    rule.decide(1, has_forward=False, has_finished=False)
+    rule.flushed()
+    assert not rule.decide(5 * EVERY_NS, has_forward=True, has_finished=False)
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_steps_longer_than_100_ms_all_flush(reports: bool) -> None:
+    rule = FlushRule()
+    for now in range(0, 10 * EVERY_NS, EVERY_NS + 1):
+        assert rule.decide(now, has_forward=True, has_finished=False)
+        if reports:
+            rule.flushed()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2 * EVERY_NS), st.booleans(), st.booleans(), st.booleans()), max_size=60))
+def test_while_work_goes_on_no_number_waits_for_longer_than_100_ms_and_a_step(
+    steps: list[tuple[int, bool, bool, bool]],
+) -> None:
+    """A number of a step is sent within 100 ms of the next one's begin, or by that step itself, or by the last."""
+    rule = FlushRule()
+    now, oldest = 0, None
+    for waited, has_forward, has_finished, news in steps:
+        now += waited
+        if oldest is None:
+            oldest = now
+        flushed = rule.decide(now, has_forward=has_forward, has_finished=has_finished)
+        assert flushed or now - oldest < EVERY_NS
+        assert flushed or not has_finished or has_forward
+        if flushed or (news and not has_forward):
+            oldest = None
+        if flushed or (news and not has_forward):
+            rule.flushed()

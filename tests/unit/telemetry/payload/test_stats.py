@@ -1,0 +1,429 @@
+"""The payload survives every hop, merges exactly, and nothing that a peer sends makes it raise."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from ast import literal_eval
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+import kvobs
+from kvobs import faults
+from kvobs.children.child import Child
+from kvobs.children.collector import Collector
+from kvobs.schema import signals
+from kvobs.schema.signals import CHILD_WIDTH, LOADS, LOOKUPS, PROCESS_WIDTH, TABLE_DIGEST, slot
+from kvobs.telemetry.payload import stats
+from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, class_path, has_content, rebuild
+from kvobs.telemetry.payload.wire import VERSION
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.recording.taken import Taken
+
+
+class Summed(KVConnectorStats):
+    """A child's stats: {"n": count}."""
+
+    data: dict[str, Any]
+
+    def aggregate(self, other: KVConnectorStats) -> Summed:
+        self.data["n"] = self.data.get("n", 0) + other.data["n"]
+        return self
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data.get("n")
+
+    def reduce(self) -> dict[str, int | float]:
+        return {"n": self.data["n"]}
+
+
+class Unmergeable(Summed):
+    def aggregate(self, other: KVConnectorStats) -> Summed:
+        raise RuntimeError("no")
+
+    def reduce(self) -> dict[str, int | float]:
+        raise RuntimeError("no")
+
+
+class Connector(KVConnectorBase_V1):
+    """A class that is registered nowhere."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return Summed(data=data or {})
+
+
+class Outer:
+    class Inner(Connector):
+        """A class within another."""
+
+
+class BrokenConnector(KVConnectorBase_V1):
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        raise RuntimeError("no")
+
+
+HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+
+
+def own(counts: dict[int, int] | None = None, **children: str) -> KvobsStats:
+    return KvobsStats.of(children, Taken(counts or {}, [], {}))
+
+
+def payload(**children: KVConnectorStats) -> MultiKVConnectorStats:
+    classes = dict.fromkeys(children, class_path(Connector))
+    return MultiKVConnectorStats(data={**children, "kvobs": own({HIT: 1}, **classes)})
+
+
+def over_the_wire(stats: MultiKVConnectorStats) -> MultiKVConnectorStats:
+    """Send it worker -> scheduler -> API server."""
+    arrived = pickle.loads(pickle.dumps(stats)).to_dict()
+    return rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(arrived)))
+
+
+def numbers_of(stats: MultiKVConnectorStats) -> Taken:
+    own = stats["kvobs"]
+    assert isinstance(own, KvobsStats)
+    return own.taken()
+
+
+class Telling:
+    """A child's connector that has stats."""
+
+    def __init__(self, *noted: KVConnectorStats | None) -> None:
+        self.noted = list(noted)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self.noted.pop(0)
+
+
+def collector(*connectors: Any) -> tuple[Collector, Recorder]:
+    recorder = Recorder(len(connectors))
+    return Collector([Child(i, f"c{i}", c, recorder) for i, c in enumerate(connectors)], recorder), recorder
+
+
+def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
+    collects, recorder = collector(Telling(None, Summed(data={"n": 1}), None), Telling(None, None, None))
+    recorder.count(1, slot(LOOKUPS, "hit"), 5)
+    assert collects.collect(is_due=False) is None
+    stats = collects.collect(is_due=False)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert not has_content(stats)
+    assert stats["kvobs"].data["children"] == dict.fromkeys(
+        ("c0", "c1"), "tests.unit.telemetry.payload.test_stats:Telling"
+    )
+    stats = collects.collect(is_due=True)
+    assert has_content(stats)
+    assert stats is not None
+    assert list(stats.data) == ["kvobs"]
+    assert numbers_of(stats).counts[HIT + CHILD_WIDTH] == 5
+
+
+@pytest.mark.usefixtures("in_production")
+def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects, _ = collector(Telling(Summed(data={"n": 1}), None))
+    monkeypatch.setattr(Recorder, "take", lambda self: 1 / 0)
+    stats = collects.collect(is_due=True)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert numbers_of(stats).counts == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
+
+
+def test_a_child_without_stats_is_not_asked() -> None:
+    class Silent:
+        def get_kv_connector_stats(self) -> None:
+            return None
+
+    collects, recorder = collector(Silent())
+    assert collects.collect(is_due=False) is None
+    assert recorder._tallies == {}
+
+
+@pytest.mark.parametrize(
+    "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Summed()], ids=str
+)
+def test_other_stats_are_ignored(stats: Any) -> None:
+    assert not has_content(stats)
+
+
+def test_a_child_of_an_unregistered_class_is_rebuilt_as_what_it_was() -> None:
+    arrived = over_the_wire(payload(a=Summed(data={"n": 2})))
+    assert isinstance(arrived["a"], Summed)
+    assert arrived["a"].data == {"n": 2}
+    assert isinstance(arrived["kvobs"], KvobsStats)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"OffloadingConnector": {"data": {"types": {"x": "counter"}, "data": {"x": {}}}}},  # vLLM 0.11 to 0.29
+        {"OffloadingConnector": {"types": {"x": "counter"}, "data": {"x": {}}}},  # vLLM from 0.30 on
+        {"OffloadingConnector": OffloadingConnectorStats(data={"types": {"x": "counter"}, "data": {"x": {}}})},
+    ],
+    ids=["wrapped", "flat", "object"],
+)
+def test_payloads_without_our_entry_are_rebuilt_by_their_registered_name(wire: dict[str, Any]) -> None:
+    stats = rebuild(wire)
+    assert isinstance(stats["OffloadingConnector"], OffloadingConnectorStats)
+    assert stats["OffloadingConnector"].data == {"types": {"x": "counter"}, "data": {"x": {}}}
+
+
+def test_mixtures_are_rebuilt() -> None:
+    ours = own(b=class_path(Connector))
+    stats = rebuild({"a": Summed(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": ours, "c": {"n": 3}, "d": 7})
+    assert [type(stats[name]) for name in "abcd"] == [Summed, Summed, RawStats, RawStats]
+    assert stats["d"].data == {"value": 7}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "nowhere:Class",
+        "tests.unit.telemetry.payload.test_stats:Nothing",
+        "tests.unit.telemetry.payload.test_stats:BrokenConnector",
+        ":",
+        "",
+    ],
+)
+def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
+    wire = {"a": {"n": 2}, "kvobs": {"v": VERSION, "children": {"a": path}}}
+    stats = rebuild(wire)
+    assert isinstance(stats["a"], RawStats)
+    assert stats["a"].data == {"n": 2}
+
+
+def test_a_child_whose_class_is_within_another_is_rebuilt() -> None:
+    class_of = class_path(Outer.Inner)
+    assert class_of.endswith(":Outer.Inner")
+    stats = rebuild({"a": {"n": 2}, "kvobs": own(a=class_of).data})
+    assert type(stats["a"]) is Summed
+
+
+def test_raw_numbers_are_summed_at_any_depth_and_share_nothing_with_what_was_added() -> None:
+    mine, theirs = RawStats(data={}), RawStats(data={"n": 1, "deep": {"of": {"n": 1}}, "list": [1], "is": True})
+    for _ in range(2):
+        mine.aggregate(theirs)
+    assert mine.data == {"n": 2, "deep": {"of": {"n": 2}}, "list": [1], "is": True}
+    mine.data["deep"]["of"]["n"] = mine.data["list"][0] = 9
+    assert theirs.data == {"n": 1, "deep": {"of": {"n": 1}}, "list": [1], "is": True}
+
+
+class SilentConnector(KVConnectorBase_V1):
+    """Has stats, and nothing to make of them in the API server: the base class's answer is None."""
+
+
+@pytest.mark.parametrize("router", [stock.MultiConnector, kvobs.MultiConnector], ids=["stock", "kvobs"])
+def test_a_child_that_makes_nothing_of_its_stats_is_left_out(router: Any) -> None:
+    wire: dict[str, Any] = {"ExampleConnector": {"n": 2}}
+    if router is kvobs.MultiConnector:
+        wire |= {"a": {"n": 3}, "kvobs": {"v": VERSION, "children": {"a": class_path(SilentConnector)}}}
+    assert set(router.build_kv_connector_stats(wire).data) <= {"kvobs"}
+
+
+def test_no_data_is_an_empty_mapping() -> None:
+    assert rebuild(None).data == {}
+    assert rebuild(None).is_empty()
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+rows = st.lists(anything | st.tuples(st.text(max_size=5), st.integers(), st.text(max_size=5), st.integers()).map(list))
+own_entry = st.fixed_dictionaries(
+    {"v": st.just(VERSION) | anything, "table": st.just(TABLE_DIGEST) | anything},
+    optional={
+        "children": anything | st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
+        "counts": anything | st.lists(st.integers() | anything, max_size=6),
+        "gauges": anything | st.dictionaries(st.integers(), st.integers() | anything, max_size=6),
+        "opened": anything | rows,
+    },
+)
+
+
+@pytest.mark.usefixtures("in_production")
+@given(
+    st.dictionaries(st.text(max_size=5) | st.just("OffloadingConnector"), anything, max_size=3), anything | own_entry
+)
+def test_whatever_a_peer_sends_nothing_is_raised(wire: dict[str, Any], ours: Any) -> None:
+    for data in (wire, {**wire, "kvobs": ours}, ours):
+        stats = rebuild(copy.deepcopy(data))
+        stats.aggregate(rebuild(copy.deepcopy(data)))
+        stats.reduce()
+        stats.is_empty()
+        stats.to_dict()
+    faults.take()
+
+
+def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
+    mine, theirs = payload(), payload(a=Summed(data={"n": 1}))
+    before = copy.deepcopy(theirs.data)
+    mine.aggregate(theirs).aggregate(payload(a=Summed(data={"n": 5})))
+    assert theirs.data == before
+    assert mine["a"].data == {"n": 6}
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_merging_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = payload(a=Summed(data={"n": 1}))
+    monkeypatch.setattr(KvobsStats, "aggregate", lambda *args: 1 / 0)
+    assert mine.aggregate(payload(a=Summed(data={"n": 2}))) is mine
+    assert mine["a"].data == {"n": 3}
+    assert faults.take() == {"merge": 1}
+
+
+@pytest.mark.usefixtures("in_production")
+def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine, theirs = payload(a=Summed(data={"n": 1})), payload(a=Summed(data={"n": 2}))
+    mine["kvobs"].data["counts"] = 7
+    mine.aggregate(theirs)
+    assert isinstance(mine["kvobs"], KvobsStats)
+    assert "connector 'kvobs'" not in caplog.text
+    assert faults.take() == {"merge": 1}
+    assert "kvobs" not in mine.to_dict()
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_rebuilding_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvobsStats, "read", lambda data: 1 / 0)
+    assert rebuild(payload().to_dict()).data == {}
+    assert faults.take() == {"rebuild": 1}
+
+
+def test_what_adding_up_costs_is_counted_where_it_is_done() -> None:
+    mine = payload()
+    mine.aggregate(payload())
+    sent = KvobsStats(data=mine.to_dict()["kvobs"]).taken().counts
+    assert sent[slot(signals.SELF_SECONDS, "merge")] > 0
+    assert sent[HIT] == 2
+
+
+def test_what_steps_without_numbers_cost_goes_out_with_the_next_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_merging", stats._Merging())
+    clock = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(stats, "perf_counter_ns", lambda: next(clock))
+    bare = MultiKVConnectorStats(data={"kvobs": KvobsStats.bare({"one": "m:C"})})
+    assert bare.to_dict()["kvobs"] == bare.to_dict()["kvobs"] == KvobsStats.bare({"one": "m:C"}).data
+    sent = KvobsStats(data=payload().to_dict()["kvobs"]).taken().counts
+    assert sent[slot(signals.SELF_SECONDS, "merge")] == 3 * 1000
+    again = KvobsStats(data=payload().to_dict()["kvobs"]).taken().counts
+    assert again[slot(signals.SELF_SECONDS, "merge")] == 1000
+
+
+def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
+    mine = MultiKVConnectorStats(data={"a": Unmergeable(data={"n": 1})})
+    mine.aggregate(MultiKVConnectorStats(data={"a": Unmergeable(data={"n": 2})}))
+    assert isinstance(mine["a"], RawStats)
+    assert mine["a"].data == {"n": 3}
+
+
+def test_the_log_has_each_childs_own_summary_and_what_was_counted_of_it() -> None:
+    ours = own(
+        {HIT + CHILD_WIDTH: 3, PROCESS_WIDTH + CHILD_WIDTH + slot(LOADS, "async", "failed"): 2},
+        a="m:C",
+        b="m:C",
+        c="m:C",
+    )
+    stats = MultiKVConnectorStats(data={"kvobs": ours, "b": Summed(data={"n": 7}), "c": Unmergeable(data={"n": 1})})
+    assert stats.reduce() == {"b": {"n": 7, "lookups": 3, "hits": 3, "failed_loads": 2}}
+
+
+class Looked(Summed):
+    def reduce(self) -> dict[str, int | float]:
+        return {"lookups": self.data["n"]}
+
+
+def test_a_childs_own_number_keeps_its_name() -> None:
+    stats = payload(a=Looked(data={"n": 7}))
+    assert stats.reduce() == {"a": {"lookups": 7, "kvobs_lookups": 1, "hits": 1}}
+
+
+@pytest.mark.parametrize("cls", [stock.MultiKVConnectorStats, MultiKVConnectorStats], ids=["stock", "kvobs"])
+def test_the_log_line_has_a_dict_of_plain_numbers_for_each_child(cls: Any) -> None:
+    """As readers of stock's line expect it: their pattern is name={metric: number}."""
+    stats = cls(data={"a": Summed(data={"n": 1}), "b": Summed(data={"n": 2})})
+    if cls is MultiKVConnectorStats:
+        stats["kvobs"] = own({HIT + CHILD_WIDTH: 3}, a="m:C", b="m:C")
+    said: list[str] = []
+    logging = KVConnectorLogging(None)
+    logging.transfer_stats_accumulator = stats
+    logging.log(lambda form, *args: said.append(form % args))
+    (line,) = said
+    assert line.startswith("KV Transfer metrics: ")
+    found = dict(re.findall(r"(\w+)=(\{.*?\})", line))
+    assert {name: literal_eval(numbers)["n"] for name, numbers in found.items()} == {"a": 1, "b": 2}
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_summing_up_is_contained() -> None:
+    ours = own({HIT: 1}, a="m:C")
+    ours.data["opened"] = [None]
+    stats = MultiKVConnectorStats(data={"kvobs": ours, "a": Summed(data={"n": 7})})
+    ours.taken = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    assert stats.reduce() == {"a": {"n": 7}}
+    assert faults.take() == {"summarize": 1}
+
+
+def test_reset_and_emptiness_reach_every_part() -> None:
+    stats = payload(a=Summed(data={"n": 1}))
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
+
+
+class Unreadable(Summed):
+    def is_empty(self) -> bool:
+        raise RuntimeError("no")
+
+
+def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM drops empty ones."""
+    assert MultiKVConnectorStats(data={"one": Summed(data={})}).is_empty()
+    assert not MultiKVConnectorStats(data={"one": Summed(data={}), "two": Unreadable(data={})}).is_empty()
+    assert "the stats of connector 'two' can't be read" in caplog.text
+
+
+def test_items_are_read_and_written_by_name() -> None:
+    stats = MultiKVConnectorStats()
+    stats["a"] = Summed(data={"n": 1})
+    assert stats["a"].data == {"n": 1}
+
+
+def test_for_vllms_rust_front_end_the_connectors_have_the_keys_of_vllms_own_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
+    classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
+    data: dict[str, KVConnectorStats] = {"kvobs": KvobsStats.of(classes, Taken({1: 1}, [], {}))}
+    data |= {name: Summed(data={"n": n}) for n, name in enumerate(classes, 1)}
+    sent = MultiKVConnectorStats(data=data)
+    theirs = {"Connector": Summed(data={"n": 3}), "OtherConnector": Summed(data={"n": 3})}
+    assert sent.to_dict() == stock.MultiKVConnectorStats(data=theirs).to_dict()
+    assert sent.to_dict() == sent.to_dict(), "nothing is added up twice"
+    assert data["one"].data == {"n": 1}
+
+
+def test_stats_of_a_connector_whose_class_is_not_named_keep_their_name_for_the_rust_front_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
+    noted = MultiKVConnectorStats(data={"Stranger": Summed(data={"n": 1}), "kvobs": own()})
+    assert noted.to_dict() == {"Stranger": {"n": 1}}

@@ -1,0 +1,376 @@
+"""Every call is timed, counted and let through; what is taken, over any number of takes, adds up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvobs import faults
+from kvobs.schema import signals
+from kvobs.schema.signals import (
+    CALL_DURATION,
+    CHILD_WIDTH,
+    LOAD_DURATION,
+    OTHER_VALUE,
+    PROCESS_WIDTH,
+    Signal,
+    locate,
+    slot,
+)
+from kvobs.telemetry.recording import recorder
+from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.recorder import ERROR_TYPES_AT_MOST, SUM, Recorder, cost_of_recording, wall_ns
+from tests.support.contexts import record
+
+HOOK = "wait_for_save"
+
+
+class Clock:
+    """Shows the times that it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: int) -> None:
+        self.times = list(times)
+        monkeypatch.setattr(recorder, "perf_counter_ns", lambda: self.times.pop(0) if self.times else 0)
+
+
+def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dict[int, int]]:
+    """Return (child, metric, label values) -> which of its slots -> number, kvobs's own cost left out."""
+    found: dict[Any, dict[int, int]] = {}
+    for place, n in counts.items():
+        of, offset, child = locate(place)
+        if of.signal is not signals.SELF_SECONDS:
+            found.setdefault((child, of.signal.name, of.values), {})[offset] = n
+    return found
+
+
+# --- calls
+
+
+def test_a_call_passes_its_arguments_and_its_answer() -> None:
+    call = Recorder(1).timed(0, HOOK, lambda *args, **kwargs: (args, kwargs))
+    assert call(1, two=2) == ((1,), {"two": 2})
+
+
+@given(st.integers(0, 2**40))
+def test_a_calls_duration_falls_into_the_bucket_whose_bound_is_not_below_it(ns: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + ns)
+        mine = Recorder(2)
+        mine.timed(1, HOOK, lambda: None)()
+    bucket = next((i for i, k in enumerate(CALL_DURATION.bounds) if ns <= 2**k), len(CALL_DURATION.bounds))
+    expected = {bucket: 1, len(CALL_DURATION.bounds) + 1: ns}
+    assert series(mine.take().counts) == {
+        (1, CALL_DURATION.name, (HOOK,)): {offset: n for offset, n in expected.items() if n}
+    }
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException) -> None:
+    mine = Recorder(2)
+
+    def fail() -> None:
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            mine.timed(1, HOOK, fail)()
+        assert raised.value is error
+    taken = mine.take()
+    assert taken.opened == [["kvobs_call_errors_total", 1, HOOK, type(error).__name__, 2]]
+    assert series(taken.counts).keys() == {(1, CALL_DURATION.name, (HOOK,))}
+    assert mine.take().opened == []
+
+
+def test_classes_of_errors_without_end_are_counted_under_one_name() -> None:
+    mine = Recorder(1)
+    for i in range(ERROR_TYPES_AT_MOST + 5):
+        mine.failed(0, HOOK, 0, 1, type(f"Error{i}", (Exception,), {})())
+    mine.failed(0, HOOK, 0, 1, type("E" * 1000, (Exception,), {})())
+    opened = mine.take().opened
+    assert len(opened) == ERROR_TYPES_AT_MOST + 1
+    assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_VALUE, 6]
+
+
+def test_a_slow_call_is_counted_and_the_first_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+    call = mine.timed(0, HOOK, lambda: None)
+    for ns in (50_000_000, 50_000_001, 90_000_000):
+        Clock(monkeypatch, 0, ns)
+        call()
+    assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "connector 'disk': wait_for_save took 50 ms, more than slow_call_ms (50). Further slow calls are only counted "
+        "(kvobs_slow_calls_total)"
+    ]
+
+
+def test_hooks_called_once_or_on_demand_share_a_label_and_are_never_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Recorder(1, slow_ns=1)
+    for hook in ("register_kv_caches", "reset_cache"):
+        Clock(monkeypatch, 0, 10**10)
+        mine.timed(0, hook, lambda: None)()
+    assert series(mine.take().counts) == {
+        (0, CALL_DURATION.name, ("other",)): {
+            len(CALL_DURATION.bounds): 2,
+            len(CALL_DURATION.bounds) + 1: 2 * 10**10,
+        }
+    }
+
+
+def test_two_threads_lose_nothing() -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    threads = [threading.Thread(target=lambda: [call() for _ in range(20_000)]) for _ in range(2)]
+    taken: dict[int, int] = {}
+
+    def take() -> None:
+        for place, n in mine.take().counts.items():
+            taken[place] = taken.get(place, 0) + n
+
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        take()
+    take()
+    (found,) = series(taken).values()
+    assert sum(n for offset, n in found.items() if offset <= len(CALL_DURATION.bounds)) == 40_000
+    assert found[len(CALL_DURATION.bounds) + 1] == mine.tally(0, HOOK)[SUM]
+
+
+# --- counters, histograms, gauges
+
+counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
+
+
+@given(st.lists(st.none() | counted))
+def test_differences_add_up_to_the_counts(events: list[tuple[int, int, int] | None]) -> None:
+    """None stands for a take."""
+    mine = Recorder(3)
+    expected: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for event in [*events, None]:
+        if event is None:
+            counts = mine.take().counts
+            assert 0 not in counts.values()
+            for place, n in counts.items():
+                if place >= PROCESS_WIDTH:
+                    taken[place] = taken.get(place, 0) + n
+        else:
+            child, own, n = event
+            mine.count(child, own, n)
+            place = PROCESS_WIDTH + child * CHILD_WIDTH + own
+            expected[place] = expected.get(place, 0) + n
+    assert taken == {place: n for place, n in expected.items() if n}
+    assert [place for place in mine.take().counts if place >= PROCESS_WIDTH] == []
+
+
+histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds])
+
+
+@given(histograms, st.integers(-5, 2**40))
+def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing(signal: Signal, ns: int) -> None:
+    mine = Recorder(1)
+    values = [next(iter(v)) for v in signal.labels.values()]
+    mine.observe(0, signal, ns, *values)
+    (found,) = series(mine.take().counts).values()
+    buckets = {offset: n for offset, n in found.items() if offset <= len(signal.bounds)}
+    bucket = next((i for i, k in enumerate(signal.bounds) if ns <= 2**k), len(signal.bounds))
+    assert buckets == {bucket: 1}
+    assert found.get(len(signal.bounds) + 1, 0) == max(0, ns)
+
+
+def test_a_gauge_is_shipped_when_it_changes() -> None:
+    mine = Recorder(2)
+    place = slot(signals.IN_FLIGHT, "load")
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 3)
+    mine.set_gauge(1, place, 3)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 3}
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 0}
+
+
+# Of any length, and around the lowest bound of CALL_DURATION.
+durations = st.lists(st.integers(0, 2**40), max_size=20) | st.lists(st.integers(2**16 - 2, 2**16 + 1), max_size=5)
+
+
+@given(histograms, durations)
+def test_many_observations_count_as_one_by_one(signal: Signal, spent: list[int]) -> None:
+    values = [next(iter(v)) for v in signal.labels.values()]
+    each, all_at_once = Recorder(1), Recorder(1)
+    for ns in spent:
+        each.observe(0, signal, ns, *values)
+    all_at_once.observe_all(0, signal, np.array(spent, np.int64), *values)
+    assert series(each.take().counts) == series(all_at_once.take().counts)
+
+
+@given(durations, st.integers(1, 2**40))
+def test_many_calls_count_as_one_by_one(spent: list[int], slow_ns: int) -> None:
+    each, all_at_once = Recorder(1, slow_ns), Recorder(1, slow_ns)
+    for ns in spent:
+        each.add_call(0, HOOK, ns)
+    all_at_once.add_calls(0, HOOK, np.array(spent, np.int64))
+    assert series(each.take().counts) == series(all_at_once.take().counts)
+
+
+# --- its own cost and faults
+
+
+def test_what_recording_costs_is_counted() -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    for _ in range(100):
+        call()
+    taken = mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0)
+    assert taken == int(100 * cost_of_recording()) >= 0
+    assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
+
+
+class Broken:
+    """Stands for numbers that can't be kept."""
+
+    def __getitem__(self, item: Any) -> Any:
+        raise RuntimeError("broken")
+
+    __setitem__ = __contains__ = __getitem__
+
+    get = __getitem__
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_recording_is_contained_counted_and_costs_the_call_nothing() -> None:
+    mine = Recorder(1)
+    broken: Any = Broken()
+    call = mine.timed(0, HOOK, lambda: "answer")
+    mine.tally(0, HOOK).clear()
+    assert call() == "answer"
+    mine._counts = mine._opened = mine._gauges = broken
+    mine.count(0, 0)
+    mine.observe(0, LOAD_DURATION, 5, "sync")
+    mine.count_open(0, signals.SLOWEST_RANK, "0")
+    with pytest.raises(KeyError):
+        mine.timed(0, HOOK, {}.__getitem__)("x")
+    assert faults.take()["record"] >= 5
+
+
+def test_the_wall_clock_is_near_the_real_one() -> None:
+    assert abs(wall_ns() - time.time_ns()) < 10**9
+    assert wall_ns() <= wall_ns()
+
+
+# --- who gets the calls
+
+
+class Noting:
+    """Keeps what it is given."""
+
+    step = None
+
+    def __init__(self, traces_all: bool = False) -> None:
+        self.traces_all = traces_all
+        self.noticed: list[CallEvent] = []
+
+    def note(self, noticed: CallEvent) -> None:
+        self.noticed.append(noticed)
+
+    def join_step(self, trace: Any, loads: Any) -> None: ...
+
+
+@given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
+def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int, fails: bool, traces_all: bool) -> None:
+    def child(subject: str) -> None:
+        if fails:
+            raise LookupError(subject)
+
+    tracer = Noting(traces_all)
+    mine = Recorder(2, slow_ns, tracer=tracer)
+    call = mine.timed(1, HOOK, child)
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + spent)
+        with suppress(LookupError):
+            call("request")
+    is_slow = spent > slow_ns
+    expected = CallEvent(
+        1, HOOK, 1000 + recorder.WALL_OFFSET, spent, is_slow, "LookupError" if fails else "", subject="request"
+    )
+    assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
+    slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
+    assert slow == int(is_slow), "what is slow is counted whatever is traced"
+
+
+def test_without_arguments_a_call_is_about_nothing() -> None:
+    tracer = Noting(traces_all=True)
+    mine = Recorder(1, tracer=tracer)
+    mine.timed(0, HOOK, lambda: None)()
+    with pytest.raises(TypeError):
+        mine.timed(0, HOOK, {}.__getitem__)()
+    assert [noticed.subject for noticed in tracer.noticed] == [None, None]
+
+
+def test_classes_of_errors_without_end_reach_the_tracer_under_one_name_too() -> None:
+    tracer = Noting()
+    mine = Recorder(1, tracer=tracer)
+    for i in range(ERROR_TYPES_AT_MOST + 5):
+        mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
+    kinds = [noticed.error for noticed in tracer.noticed]
+    assert len(set(kinds)) == ERROR_TYPES_AT_MOST + 1
+    assert (kinds[-1], max(map(len, kinds))) == (OTHER_VALUE, 64)
+
+
+@pytest.mark.parametrize(
+    ("hook", "limit"), [("start_load_kv", 100), ("register_kv_caches", 2**63), ("reset_cache", 2**63)]
+)
+def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
+    hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = Noting()
+    mine = Recorder(1, 100, ("disk",), tracer=tracer)
+    assert mine.slow_ns(hook) == limit
+    call = mine.timed(0, hook, lambda: None)
+    for ns in (limit, limit + 1):
+        Clock(monkeypatch, 0, min(ns, 2**62))
+        call()
+    is_ever_slow = limit < 2**62
+    assert [noticed.spent_ns for noticed in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
+    assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
+
+
+def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted() -> None:
+    journal = Journal()
+    mine = Recorder(1, journal=journal)
+    assert mine.take().spans == []
+    group = [record()]
+    journal.add(group)
+    journal.drop()
+    journal.note_malformed("params")
+    taken = mine.take()
+    assert taken.spans == [group]
+    assert taken.counts[slot(signals.SPANS_DROPPED, "flush")] == 1
+    assert taken.counts[slot(signals.MALFORMED_CONTEXTS, "params")] == 1
+    again = mine.take()
+    assert again.spans == []
+    assert not {slot(signals.SPANS_DROPPED, "flush"), slot(signals.MALFORMED_CONTEXTS, "params")} & set(again.counts)
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_tracer_that_fails_costs_the_call_nothing() -> None:
+    tracer: Any = Noting(traces_all=True)
+    del tracer.noticed
+    mine = Recorder(1, tracer=tracer)
+    assert mine.timed(0, HOOK, lambda: "answer")() == "answer"
+    with pytest.raises(KeyError, match="x"):
+        mine.timed(0, HOOK, {}.__getitem__)("x")
+    assert faults.take() == {"record": 2}

@@ -1,0 +1,275 @@
+"""The request log has every line once; whatever becomes of its file, nobody waits, and losses are counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvobs.schema import signals
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.requests import request_log
+from kvobs.telemetry.requests.request_log import WAITING_AT_MOST, LogFile, RequestLog, Stderr
+
+DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
+pytestmark = pytest.mark.timeout(60)
+
+Start = Callable[..., RequestLog]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start logs that write every few milliseconds; they end with the test."""
+    monkeypatch.setattr(request_log, "EVERY_S", 0.005)
+    started: list[RequestLog] = []
+
+    def begin(output: LogFile | Stderr | Path, recorder: Recorder | None = None) -> RequestLog:
+        handler = LogFile(str(output)) if isinstance(output, Path) else output
+        started.append(RequestLog(handler, recorder or Recorder(1)))
+        return started[-1]
+
+    yield begin
+    for log in started:
+        log.close()
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.002)
+    return bool(found)
+
+
+def put(log: RequestLog, *numbers: int, **more: Any) -> None:
+    for n in numbers:
+        log.put({"n": n, **more})
+
+
+def numbers(path: Path) -> list[int]:
+    """Return the numbers of a file's lines, all of which must be whole."""
+    return [json.loads(line)["n"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Stuck(Stderr):
+    """Never comes back from a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+        self.has_begun = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.has_begun.set()
+        self.is_over.wait(30)
+
+
+# --- a file
+
+
+def test_lines_are_appended_in_their_order_and_the_last_ones_at_the_end(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"n": -1}\n')
+    log = start(path)
+    put(log, 0, 1)
+    assert eventually(lambda: numbers(path) == [-1, 0, 1])
+    put(log, *range(2, 500))
+    log.close()
+    assert numbers(path) == list(range(-1, 500))
+
+
+def test_a_new_file_is_the_users_and_the_groups(start: Start, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        log = start(tmp_path / "log")
+        put(log, 0)
+        log.close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o640
+
+
+def test_after_a_rename_lines_go_to_the_new_file(start: Start, tmp_path: Path) -> None:
+    """As logrotate does it by default; no signal is needed."""
+    path, old = tmp_path / "log", tmp_path / "log.1"
+    log = start(path)
+    put(log, 0, 1)
+    assert eventually(lambda: numbers(path) == [0, 1])
+    path.rename(old)
+    put(log, 2)
+    log.close()
+    assert (numbers(old), numbers(path)) == ([0, 1], [2])
+
+
+def test_a_file_that_is_truncated_goes_on_at_its_begin(start: Start, tmp_path: Path) -> None:
+    """As logrotate does it with copytruncate."""
+    path = tmp_path / "log"
+    log = start(path)
+    put(log, 0)
+    assert eventually(lambda: numbers(path) == [0])
+    os.truncate(path, 0)
+    put(log, 1)
+    log.close()
+    assert path.read_bytes() == b'{"n": 1}\n'
+
+
+def test_without_its_folder_lines_are_lost_and_counted_until_it_is_back(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, recorder = tmp_path / "logs/log", Recorder(1)
+    path.parent.mkdir()
+    log = start(path, recorder)
+    put(log, 0)
+    assert eventually(lambda: numbers(path) == [0])
+    shutil.rmtree(path.parent)
+    put(log, 1, 2)
+    assert eventually(lambda: log._handler.lost == 2)
+    path.parent.mkdir()
+    put(log, 3)
+    assert eventually(lambda: numbers(path) == [3])
+    assert recorder._counts == {DROPPED: 2}
+    assert caplog.text.count(f"the request log {path} can't be written: [Errno 2] No such file or directory") == 1
+
+
+@pytest.mark.parametrize("path", ["/", "/dev/full", "/proc/version"])
+def test_what_cannot_be_written_is_said_once_and_counted(
+    path: str, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(1)
+    log = start(LogFile(path), recorder)
+    put(log, *range(200))
+    assert eventually(lambda: log._handler.lost == 200)
+    put(log, 0)
+    log.close()
+    assert recorder._counts == {DROPPED: 200}
+    assert caplog.text.count("can't be written") == 1
+
+
+def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(start: Start, tmp_path: Path) -> None:
+    path, recorder = tmp_path / "pipe", Recorder(1)
+    os.mkfifo(path)
+    log = start(path, recorder)
+    put(log, *range(WAITING_AT_MOST + 1000), more="x" * 100)
+    dropped = recorder._counts[DROPPED]
+    assert 0 < dropped <= 1000, "some may have been taken out of the queue"
+    with path.open("rb") as reader:
+        lines = [json.loads(reader.readline()) for _ in range(WAITING_AT_MOST + 1000 - dropped)]
+        log.close()
+        assert reader.read() == b""
+    assert [line["n"] for line in lines] == list(range(WAITING_AT_MOST + 1000 - dropped))
+
+
+CUT = """
+import resource, sys, time
+from kvobs.telemetry import request_log
+from kvobs.telemetry.recording.recorder import Recorder
+request_log.EVERY_S = 0.01
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+log = request_log.RequestLog(request_log.LogFile(sys.argv[1]), Recorder(1))
+for n in range(5):
+    log.put({"n": n, "more": "xxxx"})
+while log._handler.lost < 3:
+    time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.put({"n": 5})
+log.close()
+"""
+
+
+def test_a_line_that_was_cut_is_completed(tmp_path: Path) -> None:
+    """As on a full disk, once there is space again."""
+    path = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", CUT, path], check=True, timeout=50)
+    assert numbers(path) == [0, 1, 5]
+
+
+WRITER = """
+import sys
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.requests.request_log import LogFile, RequestLog, Stderr
+log = RequestLog(LogFile(sys.argv[1]) if sys.argv[1] else Stderr(), Recorder(1))
+for n in range(2000):
+    log.put({"n": n, "of": sys.argv[2], "more": "x" * (n % 300)})
+log.close()
+print(log._queue.empty())
+"""
+
+
+def test_engines_may_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, path, str(i)]) for i in range(3)]
+    assert [writer.wait(50) for writer in writers] == [0, 0, 0]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for i in range(3):
+        assert [line["n"] for line in lines if line["of"] == str(i)] == list(range(2000))
+
+
+# --- stderr
+
+
+def test_lines_on_stderr_have_nothing_before_them() -> None:
+    ran = subprocess.run([sys.executable, "-c", WRITER, "", "0"], capture_output=True, timeout=50, check=True)
+    assert [json.loads(line)["n"] for line in ran.stderr.splitlines()] == list(range(2000))
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_output_that_is_full_holds_up_neither_the_engine_nor_its_end(is_named: bool, tmp_path: Path) -> None:
+    """Stderr, or a pipe with a name, that nobody reads any more."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    command = [sys.executable, "-c", WRITER, str(path) if is_named else "", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"False\n", "it did not write all"
+        assert process.wait(20) == 0
+    os.close(reader)
+
+
+# --- waiting
+
+
+def test_handing_over_waits_for_no_write(start: Start) -> None:
+    stuck, recorder = Stuck(), Recorder(1)
+    log = start(stuck, recorder)
+    put(log, 0)
+    assert stuck.has_begun.wait(20)
+    put(log, *range(WAITING_AT_MOST + 7))
+    assert recorder._counts == {DROPPED: 7}
+    stuck.is_over.set()
+
+
+def test_the_end_waits_a_second_at_most(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_log, "CLOSING_S", 0.05)
+    stuck = Stuck()
+    log = start(stuck)
+    put(log, 0)
+    assert stuck.has_begun.wait(20)
+    put(log, 1, 2)
+    log.close()
+    assert "2 lines of the request log stderr were not written" in caplog.text
+    stuck.is_over.set()
+
+
+def test_the_log_ends_after_the_connectors_and_with_an_error_too(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = start(path)
+
+    def shutdown() -> None:
+        put(log, 1)
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        log.ended_by(shutdown)()
+    assert numbers(path) == [1]

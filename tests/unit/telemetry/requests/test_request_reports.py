@@ -1,0 +1,455 @@
+"""Who asks gets a report of the own request, nobody else sees a difference, and the log has a line for each request.
+
+vLLM's real scheduler; what a client sends is what vLLM passes on of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from logging.handlers import QueueListener
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from kvobs.schema.config import read
+from kvobs.state.transfers import Gain, Load, Save
+from kvobs.telemetry import telemetry
+from kvobs.telemetry.requests import request_log, request_reports
+from kvobs.telemetry.requests.request_reports import ENDING_AT_MOST, Reports, asks, into_params
+from kvobs.telemetry.requests.trace_context import of_params
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.contexts import json_values, no_otel_variables, request
+from tests.support.rig import assert_nothing_is_left, child_config
+
+NAMES = ["one", "two"]
+KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
+ASK: dict[str, Any] = {"report": True}
+PROMPT = 4 * BLOCK + 1
+
+
+class Engine:
+    """A rig, what clients get, and the log."""
+
+    def __init__(self, folder: Path, *scripts: Script, **kvobs: Any) -> None:
+        self.path = folder / "log"
+        more = {key: kvobs.pop(key) for key in ("ranks", "lag", "policy") if key in kvobs}
+        self.rig = Rig("kvobs", *scripts, kvobs={"names": NAMES[: len(scripts)], **kvobs}, **more)
+        self.answers: dict[str, Any] = {}
+        finish = self.rig.connector.request_finished_all_groups
+
+        def noting(request: Any, blocks: Any) -> Any:
+            holds, params = finish(request, blocks)
+            self.answers[request.request_id] = msgspec.msgpack.decode(msgspec.msgpack.encode(params))
+            return holds, params
+
+        self.rig.connector.request_finished_all_groups = noting
+
+    def report(self, request: str = "r") -> dict[str, Any]:
+        report: dict[str, Any] = self.answers[request]["kvobs"]["report"]
+        return report
+
+    def lines(self) -> list[dict[str, Any]]:
+        """End the log, and return its lines."""
+        self.rig.connector.shutdown()
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(tmp_path: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(request_log, "CLOSING_S", 60.0)  # the machine may have other things to do
+    made: list[Engine] = []
+
+    def begin(**kvobs: Any) -> Engine:
+        if kvobs.pop("log", False):
+            kvobs["request_log"] = str(tmp_path / "log")
+        made.append(Engine(tmp_path, a, b, **kvobs))
+        return made[-1]
+
+    yield begin
+    for engine in made:
+        assert_nothing_is_left(engine.rig)
+        engine.rig.connector.shutdown()
+
+
+def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) -> None:
+    """Let a request load from the first connector."""
+    engine.rig.add(request, **params)
+    engine.rig.run(2)
+    script.say(0, received=request)
+    engine.rig.run(5)
+
+
+# --- who gets one
+
+
+@pytest.mark.parametrize("option", [False, True, "always"])
+@pytest.mark.parametrize("sent", [{}, {"kvobs": ASK}, {"kvobs": {"report": False}}, {"remote": 1}])
+@pytest.mark.parametrize("own", [None, {}, {"key": 1}])
+def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
+    option: Any, sent: Any, own: Any, make: Make, a: Script
+) -> None:
+    a.offers["r"], a.params = KV, {} if own is None else {"r": own}
+    engine = make(report=option)
+    loaded(engine, a, **sent)
+    found = engine.answers["r"]
+    is_asked = sent.get("kvobs") == ASK
+    if option == "always" or (option and is_asked):
+        report = found.pop("kvobs")["report"]
+        assert report["asked"] is is_asked
+        assert found == (own or {})
+        assert [load["connector"] for load in report["loads"]] == ["one"]
+    else:
+        assert found == own
+    if own is not None:
+        assert own in ({}, {"key": 1}), "the connector's object is left alone"
+
+
+def test_without_the_options_nothing_listens(make: Make) -> None:
+    side = make().rig.connector._side
+    assert side._reports is None
+    assert not any(isinstance(listener, Reports) for listener in side._listener._listeners)
+
+
+def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report=True)
+    engine.rig.add("r")
+    engine.rig.run(2)
+    assert len(engine.rig.connector._side._reports) == 0
+    a.say(0, received="r")
+    engine.rig.run(4)
+
+
+MALFORMED: list[Any] = [
+    3, None, "report", [], ["report"], {}, {"report": 1}, {"report": "true"}, {"report": None}, {"report": [True]},
+    {"report": {}}, {"report": {"asked": 1}}, {"report": {"asked": "true"}}, {"REPORT": True}, {"report": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", MALFORMED, ids=repr)
+def test_what_a_client_makes_up_asks_for_nothing_and_harms_nothing(own: Any, make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report=True, log=True)
+    loaded(engine, a, kvobs=own)
+    assert engine.answers == {"r": None}
+    assert [line["request_id"] for line in engine.lines()] == ["r"]
+
+
+@pytest.mark.parametrize("params", [3, [], "kvobs", ["kvobs"], None, {}])
+def test_params_need_not_be_an_object(params: Any, make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report="always", log=True)
+    request = engine.rig.add("r")
+    request.kv_transfer_params = params
+    engine.rig.run(2)
+    a.say(0, received="r")
+    engine.rig.run(5)
+    assert engine.report()["asked"] is False
+
+
+@given(json_values | st.dictionaries(st.just("kvobs"), json_values | st.dictionaries(st.just("report"), json_values)))
+def test_whatever_is_sent_asks_or_does_not(params: Any) -> None:
+    own = params.get("kvobs") if isinstance(params, dict) else None
+    assert asks(params) is (isinstance(own, dict) and own.get("report") is True)
+
+
+# --- beside a connector's own params, and a trace context
+
+
+def test_a_connectors_own_word_stands() -> None:
+    report = {"asked": True}
+    assert into_params(None, report) == {"kvobs": {"report": report}}
+    assert into_params({}, report) == {"kvobs": {"report": report}}
+    mine = {"remote": 1, "kvobs": {"traceparent": "x"}}
+    assert into_params(mine, report) == {"remote": 1, "kvobs": {"traceparent": "x", "report": report}}
+    assert mine == {"remote": 1, "kvobs": {"traceparent": "x"}}
+    for theirs in ({"kvobs": 3}, {"kvobs": None}, {"kvobs": {"report": 3}}):
+        assert into_params(theirs, report) is theirs
+
+
+def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with_its_params(
+    make: Make, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the trace context, which it reads as without the report."""
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+    b.params["prefill"] = {"remote_block_ids": [1]}
+    prefill = make(report=True)
+    prefill.rig.add("prefill", max_tokens=1, kvobs=ASK)
+    prefill.rig.run(3)
+    handed = prefill.answers["prefill"]
+    assert handed["remote_block_ids"] == [1]
+    assert handed["kvobs"].keys() == {"traceparent", "report"}
+    assert of_params(handed) is not None
+
+    a.offers["decode"] = KV
+    decode = make(report=True)
+    loaded(decode, a, "decode", **handed)
+    assert decode.report("decode")["loads"][0]["outcome"] == "ok"
+    assert decode.report("decode")["asked"] is True
+    assert decode.rig.connector._side._traces._journal.take_malformed() == {}
+
+
+def test_a_prefill_engine_that_always_reports_does_not_ask_for_its_clients(make: Make) -> None:
+    prefill = make(report="always")
+    prefill.rig.add("r", max_tokens=1)
+    prefill.rig.run(3)
+    assert not asks(prefill.answers["r"])
+
+
+def test_a_client_that_asks_has_no_malformed_context(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+    engine = make()
+    engine.rig.add("r", kvobs=ASK)
+    engine.rig.run(3)
+    assert engine.rig.connector._side._traces._journal.take_malformed() == {}
+
+
+# --- what it says
+
+
+def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
+    a.offers["r"], b.offers["r"] = [(None, False), (None, False), KV], (3 * BLOCK, True)
+    b.promises.add("r")
+    engine = make(report=True, log=True)
+    engine.rig.add("r", kvobs=ASK)
+    engine.rig.run(4)
+    a.say(0, received="r")
+    engine.rig.run(5)
+    b.say(0, saved="r")
+    engine.rig.step()
+    report = dict(engine.report())
+    (load,) = report.pop("loads")
+    assert report.pop("lookup_s") > 0
+    assert report == {
+        "asked": True,
+        "prompt_tokens": PROMPT,
+        "local_tokens": 0,
+        "offered_tokens": {"one": 2 * BLOCK, "two": 3 * BLOCK},
+        "lookups": 3,
+        "saves": ["two"],
+    }
+    assert load["waited_s"] >= load["duration_s"] > 0
+    (line,) = engine.lines()
+    about = {key: line.pop(key) for key in ("time", "engine", "pid", "request_id", "finish_reason")}
+    assert about["time"] > 1.7e9
+    assert (about["engine"], about["request_id"], about["finish_reason"]) == (0, "r", "length")
+    assert {"asked": True, **line} == engine.report()
+    load = dict(load)
+    times = {key: load.pop(key) for key in ("duration_s", "waited_s", "saved_s")}
+    assert load == {"connector": "one", "tokens": 2 * BLOCK, "mode": "async", "outcome": "ok"}
+    assert times["saved_s"] is None, "nothing is known yet of what computing costs"
+
+
+def test_once_the_cost_of_computing_is_known_a_load_has_saved_something(
+    make: Make, a: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a.offers["r"] = KV
+    engine = make(report=True)
+    monkeypatch.setattr("kvobs.prediction.compute_cost.ComputeCost.saved", lambda _cost, tokens, *_: tokens / 1000)
+    loaded(engine, a, kvobs=ASK)
+    assert engine.report()["loads"][0]["saved_s"] == 0.032
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_sync_load_in_the_requests_last_step_is_open_in_the_response_and_complete_in_the_log(
+    lag: int, make: Make, a: Script
+) -> None:
+    """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
+    a.offers["r"] = SYNC
+    engine = make(report=True, log=True, lag=lag, ranks=2)
+    engine.rig.add("r", max_tokens=1, kvobs=ASK)
+    engine.rig.run(1 + lag)
+    (load,) = engine.report()["loads"]
+    assert (load["outcome"], load["duration_s"], load["mode"]) == ("open", None, "sync")
+    engine.rig.run(2)
+    (line,) = engine.lines()
+    (load,) = line["loads"]
+    assert load["outcome"] == "ok"
+    assert load["waited_s"] == load["duration_s"] >= 0
+
+
+def test_of_a_failed_load_and_the_one_after_it(make: Make, a: Script, b: Script) -> None:
+    a.offers["r"], b.offers["r"] = KV, (BLOCK, True)
+    engine = make(report=True, log=True)
+    engine.rig.add("r", kvobs=ASK)
+    engine.rig.step()
+    a.say(0, failed="r")
+    engine.rig.run(3)
+    b.say(0, received="r")
+    engine.rig.run(6)
+    first, second = engine.report()["loads"]
+    assert (first["connector"], first["outcome"], first["lost_tokens"]) == ("one", "failed", 2 * BLOCK)
+    assert (second["connector"], second["outcome"], second["tokens"]) == ("two", "ok", BLOCK)
+    assert engine.report()["offered_tokens"] == {"one": 2 * BLOCK, "two": BLOCK}
+    assert len(engine.lines()[0]["loads"]) == 2
+
+
+def test_of_a_load_whose_failure_ends_the_request(make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report="always", log=True, policy="fail")
+    engine.rig.add("r")
+    engine.rig.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    a.say(0, received="r")
+    engine.rig.run(3)
+    (line,) = engine.lines()
+    assert line["finish_reason"] == "error"
+    assert [load["outcome"] for load in line["loads"]] == ["failed"]
+
+
+def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report="always", log=True)
+    engine.rig.add("r")
+    engine.rig.step()
+    engine.rig.abort("r")
+    engine.rig.step()
+    a.say(0, received="r")
+    engine.rig.run(3)
+    (line,) = engine.lines()
+    assert line["finish_reason"] == "abort"
+    assert [(load["outcome"], load["duration_s"]) for load in line["loads"]] == [("aborted", None)]
+
+
+def test_of_a_request_that_is_aborted_before_anybody_was_asked(make: Make) -> None:
+    engine = make(report="always", log=True)
+    engine.rig.add("r")
+    engine.rig.abort("r")
+    engine.rig.step()
+    (line,) = engine.lines()
+    assert (line["finish_reason"], line["prompt_tokens"], line["lookups"]) == ("abort", PROMPT, 0)
+
+
+def test_the_log_has_a_line_for_each_finished_request(make: Make, a: Script) -> None:
+    ids = [f"cmpl-{i}-0-0123abcd" for i in range(10)]
+    engine = make(log=True)
+    a.offers |= dict.fromkeys(ids, SYNC)
+    for name in ids:
+        engine.rig.add(name, max_tokens=1, tokens=BLOCK * 2)
+        engine.rig.run(2)
+    assert set(engine.answers.values()) == {None}
+    assert [line["request_id"] for line in engine.lines()] == ids
+
+
+# --- bounds and faults
+
+
+def test_an_id_in_the_log_is_cut(make: Make) -> None:
+    engine = make(log=True)
+    engine.rig.add("x" * 1000, max_tokens=1)
+    engine.rig.run(3)
+    assert engine.lines()[0]["request_id"] == "x" * 256
+
+
+def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -> None:
+    """The ranks always report a sync load; here one never does."""
+    lines: list[Any] = []
+    reports = Reports(NAMES, lambda _: False, lines.append)
+    names = [str(i) for i in range(ENDING_AT_MOST)]
+    for name in [*names, "more", "more"]:
+        one = request(name)
+        one.get_finished_reason = lambda: "length"
+        reports.looked_up(one, 1, 2)
+        reports.admitted(name, Load(0, 64, False, 1))
+        assert reports.finished(one, None) is None
+        reports.request_ended(name)
+    assert len(reports) == ENDING_AT_MOST
+    assert [line["request_id"] for line in lines] == ["0", "more"]
+    assert lines[0]["loads"][0]["outcome"] == "open"
+
+
+EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
+    "looked_up": lambda reports, one, load, n: reports.looked_up(one, n, n + 1),
+    "allocated": lambda reports, one, load, n: reports.allocated(one.request_id, [(0, n), (1, 64)], n, 0, n),
+    "admitted": lambda reports, one, load, n: reports.admitted(one.request_id, load),
+    "load_ended": lambda reports, one, load, n: reports.load_ended(one.request_id, load),
+    "load_weighed": lambda reports, one, load, n: reports.load_weighed(one.request_id, load, Gain(n, n)),
+    "aborted": lambda reports, one, load, n: reports.aborted(one.request_id, load, by_error=n > 1),
+    "promised": lambda reports, one, load, n: reports.promised(one.request_id, {n % 2: Save()}, {}),
+    "finished": lambda reports, one, load, n: (reports.finished(one, None), reports.request_ended(one.request_id)),
+}
+
+
+@given(
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
+)
+def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothing_is_left(
+    asyncs: list[bool], sequence: list[tuple[str, str, int]]
+) -> None:
+    """Ids come again, and a load may belong to another request than its event says."""
+    lines: list[Any] = []
+    reports = Reports(NAMES, asks, lines.append)
+    loads = [Load(i % 2, 64, is_async, 1) for i, is_async in enumerate(asyncs)]
+    for event, name, n in sequence:
+        one = request(name, params={"kvobs": ASK} if n % 2 else None)
+        one.get_finished_reason = lambda: "stop"
+        answer = EVENTS[event](reports, one, loads[n], n)
+        if event == "finished":
+            assert (answer[0] is not None) is (n % 2 == 1)
+    for name in "pq":
+        reports.request_ended(name)
+        for load in loads:
+            reports.load_weighed(name, load, Gain(1, 1))
+    assert len(reports) == 0
+    assert len(lines) == sum(event == "finished" for event, *_ in sequence)
+    assert json.loads(json.dumps(lines)) == lines
+
+
+def test_of_very_many_live_requests_not_all_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reports, "LIVE_AT_MOST", 3)
+    reports = Reports(NAMES, lambda _: True)
+    for i in range(5):
+        reports.looked_up(request(str(i)), 1, 2)
+    assert len(reports) == 3
+    found = reports.finished(request("4"), None)
+    assert found is not None
+    assert found["kvobs"]["report"]["lookups"] == 0
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_costs_the_report_and_nothing_else(make: Make, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    a.offers["r"], a.params["r"] = KV, {"key": 1}
+    engine = make(report="always", log=True)
+    monkeypatch.setattr(request_reports, "into_params", None)
+    loaded(engine, a)
+    assert engine.answers == {"r": {"key": 1}}
+
+
+@pytest.mark.usefixtures("in_production")
+def test_an_engine_starts_where_no_thread_can(
+    make: Make, a: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_args: Any, **_more: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(QueueListener, "start", refused)
+    a.offers["r"] = KV
+    engine = make(report="always", log=True)
+    loaded(engine, a)
+    assert engine.answers == {"r": None}
+    assert "internal error in kvobs's telemetry (record)" in caplog.text
+
+
+def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -> None:
+    rig = Rig("kvobs", a, kvobs={"request_log": "stderr"})
+    rig.add("r", max_tokens=1)
+    rig.run(3)
+    rig.connector.shutdown()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith('{"time"')]
+    assert json.loads(line)["request_id"] == "r"
+
+
+def test_workers_report_nothing(a: Script) -> None:
+    options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
+    built = telemetry.build(["a"], options, None, None, rank=0)
+    assert built.reports is None
+    assert built.listeners == ()

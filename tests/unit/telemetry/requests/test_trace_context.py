@@ -1,0 +1,214 @@
+"""What a client sends is a well-formed context or none, whatever it is; ids are nobody else's."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvobs.telemetry.requests import trace_context
+from kvobs.telemetry.requests.trace_context import (
+    MalformedContextError,
+    TraceContext,
+    into_params,
+    of_headers,
+    of_params,
+    parse,
+)
+from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, near_misses
+
+HEX = set("0123456789abcdef")
+
+
+def is_traceparent(value: Any) -> bool:
+    """State the grammar of W3C Trace Context plainly."""
+    if not isinstance(value, str) or len(value) > 512 or "\n" in value or value.count("-") < 3:
+        return False
+    version, trace_id, span_id, flags, *more = value.split("-")
+    fields = ((version, 2), (trace_id, 32), (span_id, 16), (flags, 2))
+    return (
+        all(len(field) == digits and set(field) <= HEX for field, digits in fields)
+        and version != "ff"
+        and not (version == "00" and more)
+        and set(trace_id) != {"0"}
+        and set(span_id) != {"0"}
+    )
+
+
+PARTS = (
+    ["00", "01", "fe", "ff", "0", "000", "0g", ""],
+    ["a" * 32, "0" * 32, "0" * 31 + "1", "a" * 31, "a" * 33, "A" * 32, ""],
+    ["b" * 16, "0" * 16, "0" * 15 + "1", "b" * 15, "b" * 17, "B" * 16, ""],
+    ["00", "01", "02", "03", "ff", "1", "001", "0g", ""],
+    ["", "-", "-more", "-" + "x" * 1000, "x", "\n", "-\n"],
+)
+
+
+def test_every_combination_of_good_and_bad_parts_is_read_as_the_grammar_says() -> None:
+    values = [f"{'-'.join(parts)}{rest}" for *parts, rest in product(*PARTS)]
+    assert [v for v in values if (parse(v) is not None) is not is_traceparent(v)] == []
+    assert sum(map(is_traceparent, values)) == 3 * 2 * 2 * 5 + 2 * (2 * 2 * 5) * 2, "both kinds are there"
+
+
+@given(json_values | near_misses)
+def test_what_is_a_context_is_read_and_nothing_else(value: Any) -> None:
+    read = parse(value)
+    assert (read is not None) is is_traceparent(value)
+    if read is not None:
+        assert value[3:35] == read.trace_id
+        assert value[36:52] == read.span_id
+        assert read.is_sampled is (int(value[53:55], 16) % 2 == 1)
+
+
+@given(st.text("0123456789abcdef", min_size=48, max_size=48), st.booleans())
+def test_a_context_that_is_written_is_read_alike_here_and_by_opentelemetry(digits: str, is_sampled: bool) -> None:
+    sent = TraceContext(digits[:31] + "1", digits[32:47] + "1", is_sampled)
+    assert parse(sent.traceparent) == sent
+    theirs = TraceContextTextMapPropagator().extract({"traceparent": sent.traceparent}, Context())
+    found = trace.get_current_span(theirs).get_span_context()
+    assert (f"{found.trace_id:032x}", f"{found.span_id:016x}", found.trace_flags.sampled) == sent
+
+
+@pytest.mark.parametrize(("flags", "is_sampled"), [("00", False), ("01", True), ("02", False), ("03", True)])
+def test_of_the_flags_only_the_lowest_bit_is_read(flags: str, is_sampled: bool) -> None:
+    read = parse(SAMPLED.traceparent[:-2] + flags)
+    assert read is not None
+    assert read.is_sampled is is_sampled
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_a_later_versions_context_may_be_longer_to_a_limit(length: int) -> None:
+    value = "01" + SAMPLED.traceparent[2:] + "-"
+    assert (parse(value.ljust(length, "x")) is not None) is (length <= 512)
+
+
+# --- headers and kv_transfer_params
+
+
+def outcome(read: Any, value: Any) -> TraceContext | str | None:
+    try:
+        found: TraceContext | None = read(value)
+    except MalformedContextError:
+        return "malformed"
+    return found
+
+
+@given(json_values | st.dictionaries(st.just("traceparent"), json_values | near_misses))
+def test_headers_hold_a_context_none_or_something_malformed(headers: Any) -> None:
+    found = outcome(of_headers, headers)
+    if headers is None or (isinstance(headers, dict) and "traceparent" not in headers):
+        assert found is None
+    elif isinstance(headers, dict) and is_traceparent(headers["traceparent"]):
+        assert found == parse(headers["traceparent"])
+    else:
+        assert found == "malformed"
+
+
+@given(
+    json_values
+    | st.dictionaries(
+        st.just("kvobs"), json_values | st.dictionaries(st.just("traceparent"), json_values | near_misses)
+    )
+)
+def test_params_hold_a_context_none_or_something_malformed(params: Any) -> None:
+    found = outcome(of_params, params)
+    own = params["kvobs"] if isinstance(params, dict) and "kvobs" in params else None
+    if not isinstance(params, dict) or "kvobs" not in params:
+        assert found is None
+    elif isinstance(own, dict) and is_traceparent(own.get("traceparent")):
+        assert found == parse(own["traceparent"])
+    else:
+        assert found == "malformed"
+
+
+def test_a_context_is_handed_on_only_where_a_child_hands_something_on() -> None:
+    assert into_params(None, SAMPLED) is None
+    mine = {"remote_block_ids": [1]}
+    assert into_params(mine, None) is mine
+    handed_on = into_params(mine, UNSAMPLED)
+    assert mine == {"remote_block_ids": [1]}
+    assert handed_on == {"remote_block_ids": [1], "kvobs": {"traceparent": UNSAMPLED.traceparent}}
+    assert of_params(handed_on) == UNSAMPLED
+    assert into_params(handed_on, SAMPLED) is handed_on, "a child's own word stands"
+
+
+# --- ids
+
+
+def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> None:
+    made = []
+    for _ in range(2):
+        random.seed(0)
+        made += [trace_context.new_trace_id(), trace_context.new_span_id() * 2]
+    assert len(set(made)) == 4
+    assert all(len(one) == 32 and set(one) <= HEX for one in made)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "external"),
+    [
+        ("chatcmpl-1-0123abcd", "chatcmpl-1"),
+        ("chatcmpl-1-0123abcd-0123abcd", "chatcmpl-1-0123abcd"),
+        ("chatcmpl-0123ABCD", "chatcmpl-0123ABCD"),
+        ("cmpl-0123abc", "cmpl-0123abc"),
+        ("0123abcd", "0123abcd"),
+        ("", ""),
+        ("x" * 1000 + "-0123abcd", "x" * 256),
+    ],
+)
+def test_the_external_id_is_what_the_client_knows(request_id: str, external: str) -> None:
+    assert trace_context.external_id(request_id) == external
+
+
+@given(st.text(max_size=400), st.text("0123456789abcdef", min_size=8, max_size=8))
+def test_exactly_what_vllm_appends_is_cut(given_id: str, random_digits: str) -> None:
+    assert trace_context.external_id(f"{given_id}-{random_digits}") == given_id[:256]
+
+
+# --- as OpenTelemetry's own
+
+
+@pytest.mark.parametrize("sent", [SAMPLED, UNSAMPLED])
+def test_for_others_it_is_a_remote_parent(sent: TraceContext) -> None:
+    found = trace.get_current_span(trace_context.as_otel(sent)).get_span_context()
+    assert (found.trace_id, found.span_id) == (int(sent.trace_id, 16), int(sent.span_id, 16))
+    assert (found.is_remote, found.is_valid, found.trace_flags.sampled) == (True, True, sent.is_sampled)
+
+
+def current() -> int:
+    return trace.get_current_span().get_span_context().trace_id
+
+
+def test_a_context_is_active_during_the_call_and_not_after_it() -> None:
+    def child(subject: Any, *args: Any, **kwargs: Any) -> Any:
+        return current(), subject, args, kwargs
+
+    call = trace_context.activated(child, lambda subject: trace_context.as_otel(SAMPLED))
+    assert call("r", 1, two=2) == (int(SAMPLED.trace_id, 16), "r", (1,), {"two": 2})
+    assert current() == 0
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()], ids=repr)
+def test_an_error_goes_on_untouched_and_leaves_no_context_behind(error: BaseException) -> None:
+    def fail(subject: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        trace_context.activated(fail, lambda subject: trace_context.as_otel(SAMPLED))("r")
+    assert raised.value is error
+    assert current() == 0
+
+
+def test_without_a_context_a_call_is_as_it_was() -> None:
+    assert trace_context.activated(lambda subject, more: (subject, more, current()), lambda subject: None)("r", 1) == (
+        "r",
+        1,
+        0,
+    )

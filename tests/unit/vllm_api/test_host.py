@@ -1,0 +1,174 @@
+"""What differs between versions of vLLM, for the installed one and for others that are imitated."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import envs
+from vllm.config import KVTransferConfig, VllmConfig, get_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1 import outputs
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvobs.vllm_api import versions
+
+
+def test_this_vllm_has_what_the_tables_say() -> None:
+    assert versions.transfer_results() is KVConnectorTransferResults
+    assert {field.name for field in dataclasses.fields(KVConnectorTransferResults)} == versions.RESULT_FIELDS
+    assert versions.output_fields() == versions.OUTPUT_FIELDS
+    assert versions.unknown_results() == ()
+    assert versions.unknown_output_fields() == []
+
+
+def test_before_030_there_are_no_transfer_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.no_results() == {"get_transfer_results": KVConnectorTransferResults}
+    monkeypatch.delattr(base, "KVConnectorTransferResults")
+    assert versions.transfer_results() is None
+    assert versions.no_results() == {}
+    assert versions.unknown_results() == ()
+
+
+def test_a_new_field_of_the_results_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = dataclasses.make_dataclass("Newer", ["parked"], bases=(KVConnectorTransferResults,), kw_only=True)
+    monkeypatch.setattr(base, "KVConnectorTransferResults", newer)
+    assert versions.unknown_results() == ("parked",)
+
+
+def test_failed_loads_are_read_where_an_output_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = outputs.KVConnectorOutput(failed_recving={"r"})
+    assert versions.failed_loads()(output) == {"r"}
+    older = dataclasses.make_dataclass("KVConnectorOutput", sorted(versions.OUTPUT_FIELDS - {"failed_recving"}))
+    monkeypatch.setattr(outputs, "KVConnectorOutput", older)
+    assert versions.unknown_output_fields() == []
+    assert set(versions.failed_loads()(output)) == set()
+
+
+def test_a_new_hook_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.unknown_hooks() == []
+    assert not versions.has_hook("new_hook")
+    monkeypatch.setattr(base.KVConnectorBase_V1, "new_hook", lambda self: None, raising=False)
+    assert versions.unknown_hooks() == ["new_hook"]
+    assert versions.has_hook("new_hook")
+    assert versions.has_hook("request_finished_all_groups"), "of SupportsHMA"
+
+
+def test_the_sleep_mode_hook_is_found_where_there_is_one() -> None:
+    assert versions.sleep_mode_hook(object) is None
+    assert versions.sleep_mode_hook(SimpleNamespace(supports_sleep_mode=bool)) is bool
+
+
+class Older(KVConnectorStats):
+    to_dict: Any = None  # as before 0.30
+
+
+@pytest.mark.parametrize(
+    ("stats", "plain"),
+    [
+        (KVConnectorStats(data={"n": 1}), {"n": 1}),
+        (Older(data={"n": 1}), {"n": 1}),
+        ({"data": {"n": 1}}, {"n": 1}),
+        ({"data": 1}, {"data": 1}),
+        ({"data": {}, "n": 1}, {"data": {}, "n": 1}),
+        (7, {"value": 7}),
+    ],
+)
+def test_stats_become_a_dict_in_whatever_form_they_are_sent(stats: Any, plain: dict[str, Any]) -> None:
+    assert versions.stats_reader()(stats) == plain
+
+
+def test_the_shape_of_a_block_is_the_first_backends_or_the_only_one() -> None:
+    backend = SimpleNamespace(get_kv_cache_shape=lambda **sizes: (2, *sizes.values()))
+    for backends in (backend, [backend, None]):
+        assert versions.cache_shape(backends, is_mla=False) == (2, 1, 16, 1, 1)
+    for stating_none in (None, (), [object()]):
+        assert versions.cache_shape(stating_none, is_mla=False) == versions.CACHE_SHAPE
+        assert versions.cache_shape(stating_none, is_mla=True) == versions.MLA_CACHE_SHAPE
+
+
+def test_what_older_versions_lack_has_its_old_meaning() -> None:
+    assert versions.block_state(SimpleNamespace()) is None
+    assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
+    assert versions.is_sharded(SimpleNamespace())
+    assert not versions.is_sharded(SimpleNamespace(dcp_sharded=False))
+    assert versions.remote_dcp_size(SimpleNamespace()) == 1
+    assert versions.remote_dcp_size(SimpleNamespace(remote_dcp_size=2)) == 2
+    assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3
+    assert versions.chunks_of(SimpleNamespace(num_chunks=4, num_blocks=3)) == 4
+
+
+def test_before_030_the_needed_layout_is_that_of_the_current_configuration() -> None:
+    config = VllmConfig()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+
+    def older() -> str:
+        return "HND" if get_current_vllm_config() is config else "NHD"
+
+    assert versions.required_cache_layout(older, config) == "HND"
+    assert versions.required_cache_layout(utils.get_kv_connector_cache_layout, config) is None
+    assert versions.required_cache_layout(lambda: "NHD", None) == "NHD"
+
+
+# --- the front end
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"), [(None, False), ("0", False), ("1", True), ("2", True), ("true", False), ("", False)]
+)
+def test_the_rust_front_end_is_recognised_as_vllm_does_it(
+    value: str | None, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(versions.RUST_FRONTEND, raising=False)
+    if value is not None:
+        monkeypatch.setenv(versions.RUST_FRONTEND, value)
+    assert versions.has_rust_frontend() is is_on
+    try:
+        of_vllm = envs.environment_variables[versions.RUST_FRONTEND]()
+    except ValueError:
+        of_vllm = False
+    assert of_vllm is is_on
+
+
+class Base:
+    """Builds a connector, as vLLM's scheduler does."""
+
+    def __init__(self, config: object, log_stats: Any = False) -> None:
+        self.seen = self._build()
+
+    def _build(self) -> bool | None:
+        return versions.has_stats()
+
+
+class Inheriting(Base):
+    """As vLLM's AsyncScheduler: hands over whatever it gets."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+
+
+class Core:
+    """As EngineCore; the scheduler below it knows better."""
+
+    def __init__(self, log_stats: bool) -> None:
+        self.scheduler = Inheriting(None, log_stats=not log_stats)
+
+
+def test_stat_logging_is_that_of_the_scheduler_that_is_being_built() -> None:
+    for cls in (Base, Inheriting):
+        assert cls(None, log_stats=True).seen is True
+        assert cls(None, log_stats=False).seen is False
+    assert Core(True).scheduler.seen is False
+    assert Base(None, log_stats="yes").seen is None
+    assert versions.has_stats() is None
+
+
+def test_vllms_scheduler_gets_log_stats_and_builds_the_connector_in_its_constructor() -> None:
+    assert "log_stats" in inspect.signature(Scheduler.__init__).parameters
+    assert "KVConnectorFactory.create_connector(" in inspect.getsource(Scheduler.__init__)

@@ -1,0 +1,54 @@
+"""A process's name may hold anything, and its fields are found behind it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvobs.vllm_api.proc import cores_of_parent, start_time, stat
+
+
+def test_this_process_has_a_state_and_its_parent() -> None:
+    name, (state, parent, *_) = stat(os.getpid())
+    assert name == Path("/proc/self/comm").read_text().rstrip("\n")
+    assert (state, int(parent)) == ("R", os.getppid())
+
+
+def test_a_name_may_look_like_the_fields() -> None:
+    name = ") S 1 (x) y"
+    code = f"open('/proc/self/comm', 'w').write({name!r}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found, (_, parent, *_) = stat(process.pid)
+        assert (found, int(parent)) == (name, os.getpid())
+        process.communicate(b"\n")
+
+
+def test_a_process_that_has_ended_is_an_error() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with pytest.raises(OSError, match=str(process.pid)):
+        stat(process.pid)
+
+
+def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how() -> None:
+    ours = start_time(os.getpid())
+    assert ours is not None
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert int(start_time(process.pid) or 0) >= int(ours)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert (stat(process.pid)[1][0], start_time(process.pid)) == ("Z", None)
+    process.communicate()
+    assert start_time(process.pid) is None
+
+
+def test_the_cores_are_those_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores_of_parent() == os.sched_getaffinity(os.getppid())
+    monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
+    assert cores_of_parent() == os.sched_getaffinity(0), "it has ended"
