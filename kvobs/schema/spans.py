@@ -1,7 +1,7 @@
 """The table of kvobs's spans (name, coverage, attributes), and the record of a span on its way to the exporter.
 
 EngineCore and workers write records, plain tuples with ids and times; the exporter or the API server converts them to
-spans (``exporting/span_export.py``).
+spans (``export/span_export.py``).
 """
 
 from __future__ import annotations

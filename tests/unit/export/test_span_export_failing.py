@@ -151,7 +151,7 @@ def test_closing_is_registered_once_and_no_more_when_it_is_done(monkeypatch: pyt
 HANGS = """
 import time
 from opentelemetry.sdk.trace.export import SpanExporter
-from kvobs.exporting import span_export
+from kvobs.export import span_export
 from kvobs.schema.spans import Record
 
 class Hanging(SpanExporter):
