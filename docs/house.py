@@ -18,13 +18,12 @@ PACKAGE = ROOT / "kvobs"
 
 TIERS: tuple[dict[str, str], ...] = (
     {
-        "version": "Holds the version.",
         "log": "Logs through vLLM's logger, repeated messages once.",
         "vllm_api": "Lists vLLM's hooks, the differences between its versions, and those to its router.",
         "prediction": "Predicts the time of computing and of loading: pure, without vLLM.",
     },
     {
-        "schema": "Lists options, metrics and spans; words findings about a configuration: declared once, read by all.",
+        "schema": "Lists options, metrics and spans; checks the options: declared once, read by all.",
         "state": "Holds the ledger, transfers, quarantine and cache layout: pure, without vLLM.",
         "topology": "Tells which decode rank reads which KV heads from which prefill ranks; vLLM's class of that name.",
     },

@@ -38,6 +38,7 @@ from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.schema.config import STOCK_VARIABLE, Configuration
 from kvobs.schema.options import Options
+from kvobs.schema.version import __version__
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.telemetry import telemetry
@@ -46,7 +47,6 @@ from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.telemetry.telemetry import Telemetry
 from kvobs.telemetry.timeline import flight
-from kvobs.version import __version__
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Combine
 

@@ -5,16 +5,12 @@ plugins run, and a warning is logged.
 """
 
 import inspect
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from kvobs.log import log
-
-VARIABLE = "KVOBS_ENABLE"
-_ON = {"1", "true", "yes", "on"}
-_OFF = {"", "0", "false", "no", "off"}
+from kvobs.schema.config import ENABLE_VARIABLE, is_enabled
 
 _NAME = "MultiConnector"
 _STOCK = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector"
@@ -35,7 +31,7 @@ def register() -> None:
 
     vLLM calls this in every process, some of them more than once.
     """
-    if not is_enabled(os.environ.get(VARIABLE, "")):
+    if not is_enabled():
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -45,7 +41,7 @@ def register() -> None:
     if found is not None and (theirs := _class_path(found)) != _STOCK:
         log.warning(
             "%s is set, but kvobs is not enabled: another plugin has registered %s as %s. %s",
-            VARIABLE,
+            ENABLE_VARIABLE,
             theirs,
             _NAME,
             _INSTEAD,
@@ -70,15 +66,7 @@ def _class_path(loader: Callable[[], Any]) -> str:
 def _say_that_it_is_gone() -> None:
     log.warning(
         "%s is set, but kvobs is not enabled: another plugin has replaced its class as %s. %s",
-        VARIABLE,
+        ENABLE_VARIABLE,
         _NAME,
         _INSTEAD,
     )
-
-
-def is_enabled(value: str) -> bool:
-    """Parse the variable; only a clear yes enables kvobs."""
-    word = value.strip().lower()
-    if word not in _ON | _OFF:
-        log.warning("%s is %r, allowed: 1 or 0; kvobs is not enabled", VARIABLE, value)
-    return word in _ON

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import vllm
 
-from kvobs import faults, version
+from kvobs import faults
 from kvobs.export.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.schema import signals
@@ -343,7 +343,7 @@ class _Process:
         self._socket.close()
 
 
-def _environment(package: Path = Path(version.__file__).parent) -> dict[str, str]:
+def _environment(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
     """Return the environment in which the exporter finds kvobs, wherever this process has found it.
 
     Python finds installed packages by itself; on PYTHONPATH they would stand before its own modules.

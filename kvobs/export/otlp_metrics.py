@@ -37,8 +37,8 @@ from kvobs.export.totals import Mark, Point, Totals
 from kvobs.log import once
 from kvobs.schema import spans
 from kvobs.schema.signals import Kind, Signal, labelnames
+from kvobs.schema.version import __version__
 from kvobs.telemetry.requests.otel_environment import otlp_protocol
-from kvobs.version import __version__
 
 INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

@@ -29,11 +29,11 @@ from kvobs.export.span_export import SpanCutter, make_exporter
 from kvobs.export.totals import Totals
 from kvobs.log import log, once
 from kvobs.schema import signals, spans
+from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.hello import Engine
 from kvobs.telemetry.recording.taken import Taken
 from kvobs.telemetry.requests.otel_environment import is_disabled
-from kvobs.version import __version__
 from kvobs.vllm_api.proc import start_time
 
 TICK_S = 1.0

@@ -22,10 +22,10 @@ from kvobs.schema.config import RESERVED_NAME
 from kvobs.schema.options import Options
 from kvobs.schema.signals import LABEL, OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Scope, Series, Signal
 from kvobs.schema.spans import Record, observed_in
+from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.payload import KvobsStats, as_dict
 from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.version import __version__
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:

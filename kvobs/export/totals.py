@@ -24,10 +24,10 @@ from kvobs.schema.signals import (
     place,
 )
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
+from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.hello import Engine
 from kvobs.telemetry.recording.taken import Taken
-from kvobs.version import __version__
 from kvobs.vllm_api.hooks import HOOKS
 
 _OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from kvobs.log import log
 from kvobs.schema.findings import Finding, cut, show, unknown
 from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
 
@@ -20,11 +21,15 @@ __all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "Timeli
 PATH = "kv_connector_extra_config"
 EXPORTER_VARIABLE = "KVOBS_EXPORTER"
 """Switches the exporter on without the option; the option counts where both are set."""
+ENABLE_VARIABLE = "KVOBS_ENABLE"
+"""Enables kvobs without a configuration key."""
 STOCK_VARIABLE = "KVOBS_STOCK"
 """Names the parts of vLLM that kvobs is not to replace, separated by commas."""
 STOCK = ("aggregator", "block_copy")
 RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
 _LISTED_AT_MOST = 15  # mistakes
+_ON = {"1", "true", "yes", "on"}
+_OFF = {"", "0", "false", "no", "off"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
 
@@ -54,6 +59,15 @@ class Configuration(BaseModel):
     options: Options
     names: tuple[str, ...]
     stock: frozenset[str] = frozenset()
+
+
+def is_enabled() -> bool:
+    """Return whether ``ENABLE_VARIABLE`` is set; only a clear yes enables kvobs."""
+    value = os.environ.get(ENABLE_VARIABLE, "")
+    word = value.strip().lower()
+    if word not in _ON | _OFF:
+        log.warning("%s is %r, allowed: 1 or 0; kvobs is not enabled", ENABLE_VARIABLE, value)
+    return word in _ON
 
 
 def read(extra_config: Mapping[str, Any]) -> Configuration:

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs.vllm_api import versions
-
 Blocks = tuple[tuple[int, ...], ...]  # per KV cache group, block ids
 
 
@@ -30,7 +28,8 @@ class CacheLayout:
             spec = group.kv_cache_spec
             # The spec of layers that differ (UniformTypeKVCacheSpecs) has their sum as its page already.
             layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
-            size = spec.block_size * (context_parallel if versions.is_sharded(spec) else 1)
+            is_sharded = getattr(spec, "dcp_sharded", True)  # since vLLM 0.31 a group may be exempt
+            size = spec.block_size * (context_parallel if is_sharded else 1)
             total += spec.page_size_bytes * layers / size
             sizes.append(size)
         return cls(tuple(sizes), total * ranks)

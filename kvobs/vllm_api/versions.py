@@ -209,11 +209,6 @@ def cache_shape(attn_backends: Any, *, is_mla: bool) -> tuple[int, ...]:
     return tuple(first.get_kv_cache_shape(num_blocks=1, block_size=16, num_kv_heads=1, head_size=1))
 
 
-def is_sharded(spec: Any) -> bool:
-    """Return whether decode context parallelism splits a KV cache group; since 0.31 a group may be exempt."""
-    return bool(getattr(spec, "dcp_sharded", True))
-
-
 def remote_dcp_size(info: Any) -> int:
     """Return the decode context parallel size of vLLM's ``EngineTransferInfo``, which 0.28 does not have."""
     return getattr(info, "remote_dcp_size", 1)

@@ -15,7 +15,7 @@ from docs.house import TIERS, room
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
 PURE = ("prediction", "state", "telemetry.recording", "telemetry.requests", "telemetry.timeline")
-NEEDS_NO_VLLM = ("version", "log", "vllm_api", "schema", "topology", "faults", "plugin")
+NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
     *(f"telemetry.payload.{name}" for name in ("flush_rule", "summary", "histogram", "scrapes")),

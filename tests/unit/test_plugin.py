@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 
 import kvobs
 from kvobs import plugin
+from kvobs.schema.config import ENABLE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def registered() -> object:
 
 @pytest.mark.parametrize("value", ["1", "true", " YES ", "on"])
 def test_a_yes_replaces_the_class(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, value)
+    monkeypatch.setenv(ENABLE_VARIABLE, value)
     plugin.register()
     plugin.register()
     assert registered() is kvobs.MultiConnector
@@ -38,7 +39,7 @@ def test_a_yes_replaces_the_class(monkeypatch: pytest.MonkeyPatch, value: str) -
 def test_a_no_leaves_vllm_as_it_is(
     monkeypatch: pytest.MonkeyPatch, value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, value)
+    monkeypatch.setenv(ENABLE_VARIABLE, value)
     plugin.register()
     assert registered() is stock.MultiConnector
     assert not caplog.records
@@ -47,7 +48,7 @@ def test_a_no_leaves_vllm_as_it_is(
 def test_anything_else_is_a_no_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "maybe")
+    monkeypatch.setenv(ENABLE_VARIABLE, "maybe")
     plugin.register()
     assert registered() is stock.MultiConnector
     assert "KVOBS_ENABLE is 'maybe'" in caplog.text
@@ -66,7 +67,7 @@ def register_theirs() -> None:
 def test_another_plugins_class_stays_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
     register_theirs()
     plugin.register()
     assert registered() is TheirConnector
@@ -78,7 +79,7 @@ def test_another_plugins_class_stays_and_is_named(
 def test_another_plugins_class_that_comes_later_stays_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
     assert not caplog.records
     register_theirs()
@@ -94,7 +95,7 @@ def test_another_plugins_class_that_comes_later_stays_and_is_logged(
 def test_a_loader_that_does_not_say_what_it_loads_is_somebody_elses(
     loader: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
     KVConnectorFactory._registry["MultiConnector"] = loader
     plugin.register()
     assert KVConnectorFactory._registry["MultiConnector"] is loader
@@ -105,7 +106,7 @@ def test_a_loader_that_does_not_say_what_it_loads_is_somebody_elses(
 def test_a_plugin_that_takes_nothing_out_is_refused_by_vllm_with_kvobs_and_without(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, value)
+    monkeypatch.setenv(ENABLE_VARIABLE, value)
     plugin.register()
     before = registered()
     with pytest.raises(ValueError, match="'MultiConnector' is already registered"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs import plugin
 from kvobs.children.validation import (
     NotUsableError,
     Validated,
@@ -24,7 +22,7 @@ from kvobs.cli.check.rewrite import Router, rewrite, router_of
 from kvobs.export import destinations
 from kvobs.export.destinations import Setup
 from kvobs.log import line
-from kvobs.schema.config import PATH
+from kvobs.schema.config import ENABLE_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import Options
 from kvobs.telemetry.requests import sampling
@@ -136,11 +134,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritte
         is_rewritten: whether the result of ``rewrite`` is what will be used, perhaps in another environment.
     """
     router = router_of(config)
-    by_variable = (
-        router is Router.STOCK
-        and not config.get("kv_connector_module_path")
-        and plugin.is_enabled(os.environ.get(plugin.VARIABLE, ""))
-    )
+    by_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
     checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config))
@@ -214,7 +208,7 @@ def _not_enabled(config: Mapping[str, Any], router: Router) -> Finding:
     extra = config.get(PATH)
     ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
     found = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
-    fix = f"use the configuration that --rewrite prints, or start vLLM with {plugin.VARIABLE}=1"
+    fix = f"use the configuration that --rewrite prints, or start vLLM with {ENABLE_VARIABLE}=1"
     return Finding("kv_connector_module_path", found, fix=fix)
 
 

@@ -16,7 +16,7 @@ from kvobs.cli.check.check import Checked, CheckedConnector
 from kvobs.cli.check.live import Looked
 from kvobs.cli.check.rewrite import Router
 from kvobs.schema.findings import Finding
-from kvobs.version import __version__
+from kvobs.schema.version import __version__
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from kvobs.cli.check import port
 from kvobs.cli.check.check import Flags, check, check_text
 from kvobs.cli.check.rewrite import Router
-from kvobs.plugin import VARIABLE
-from kvobs.schema.config import PATH
+from kvobs.schema.config import ENABLE_VARIABLE, PATH
 from kvobs.topology import Engine
 from kvobs.vllm_api.versions import RUST_FRONTEND
 from tests.support.configurations import TWO, config_of, starts
@@ -44,9 +43,9 @@ def test_it_says_whether_kvobs_takes_part(
     """With the variable, a plain MultiConnector is kvobs's."""
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # plugins may be loaded
     if variable is not None:
-        monkeypatch.setenv(VARIABLE, variable)
+        monkeypatch.setenv(ENABLE_VARIABLE, variable)
     else:
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
     checked = check(config)
     by_variable = variable == "1" and router is Router.STOCK
     assert checked.by_variable is by_variable

@@ -96,8 +96,6 @@ def test_the_shape_of_a_block_is_the_first_backends_or_the_only_one() -> None:
 def test_what_older_versions_lack_has_its_old_meaning() -> None:
     assert versions.block_state(SimpleNamespace()) is None
     assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
-    assert versions.is_sharded(SimpleNamespace())
-    assert not versions.is_sharded(SimpleNamespace(dcp_sharded=False))
     assert versions.remote_dcp_size(SimpleNamespace()) == 1
     assert versions.remote_dcp_size(SimpleNamespace(remote_dcp_size=2)) == 2
     assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3
