@@ -58,7 +58,7 @@ format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(INSTALLED) ## Make 200 single faults in the core and see whether the unit tests find them; MUTANTS='--seed 2 --module ledger'
+mutants: $(INSTALLED) ## Make 200 single faults and 15 of routing, and see whether the tests find them; MUTANTS='--seed 2 --module ledger'
 	nice $(BIN)/python -m tests.mutants $(MUTANTS)
 
 bench: $(INSTALLED) ## Measure what kvobs costs

@@ -1,4 +1,4 @@
-"""Make single faults in the core, one at a time in a copy of the tree, and see whether the unit tests find them.
+"""Make single faults in kvobs, one at a time in a copy of the tree, and see whether the unit tests find them.
 
     python -m tests.mutants [--number 200] [--seed 1] [--module ledger ...] [--jobs 2]
 
@@ -21,30 +21,31 @@ from tests.mutants.equivalents import EQUIVALENTS
 from tests.mutants.faults import draw
 from tests.mutants.forked import run_alone, warm
 from tests.mutants.hunt import FIRST_S, Found, baseline, hunt
-from tests.mutants.modules import CORE, all_tests
+from tests.mutants.modules import all_modules, all_tests
 from tests.mutants.report import GOAL, Verdicts, text
 from tests.mutants.tree import ROOT, copy_tree
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; ``module`` are paths of the core's modules."""
+    """Return the options; ``module`` are paths, of all modules if none is named."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--number", type=int, default=200, help="how many faults (200)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
     parser.add_argument("--module", nargs="+", default=[], metavar="NAME", help="in these modules only, such as ledger")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (one a core)")
     options = parser.parse_args(arguments)
-    names = {Path(path).stem: path for path in CORE}
-    if unknown := set(options.module) - set(names):
-        parser.error(f"unknown modules {', '.join(sorted(unknown))}; known: {', '.join(names)}")
-    options.module = [names[name] for name in options.module] or [*CORE]
+    modules = all_modules(ROOT)
+    if unknown := set(options.module) - {Path(path).stem for path in modules}:
+        parser.error(f"unknown modules {', '.join(sorted(unknown))}")
+    options.is_part = bool(options.module)
+    options.module = [path for path in modules if Path(path).stem in options.module or not options.is_part]
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Draw the faults, run the tests against each, and print what came of them."""
     options = parsed(arguments)
-    missed = options.module == [*CORE] and _misses_routing_faults()
+    missed = not options.is_part and _misses_routing_faults()
     faults = draw(ROOT, options.module, options.number, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvobs-mutants-") as folder:
         trees = [Path(folder) / str(number) for number in range(max(1, options.jobs))]

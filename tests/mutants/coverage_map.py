@@ -1,4 +1,4 @@
-"""Which tests execute which lines of the core, and how long each of them takes."""
+"""Which tests execute which lines of kvobs, and how long each of them takes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ class CoverageMap:
     def stages(self, fault: Fault) -> list[list[str]]:
         """Return the tests to run one after the other until a fault is found: its module's own, then others.
 
-        Only those that execute the line; all, if it is executed by an import.
+        Only those that execute the line; all, if it is executed by an import. If none does, those of its folder: they
+        may start a process that executes it.
         """
         lines = self.by_line.get(fault.module, {})
         first, last = fault.lines
         hits = {at for line in range(first, last + 1) for at in lines.get(line, ())}
+        folder = own_tests(fault.module).rpartition("/")[0]
+        hits = hits or {at for at, test in enumerate(self.tests) if test.rpartition("/")[0] == folder}
         positions = sorted(range(len(self.tests)) if -1 in hits else hits, key=self.took.__getitem__)
         file = own_tests(fault.module)
         own = [at for at in positions if self.tests[at].partition("::")[0] == file]

@@ -20,14 +20,6 @@ class Equivalent(NamedTuple):
         return self[:4]
 
 
-_ALIAS = "the name of a type: annotations use it, which nobody evaluates"
-
-
-def _alias(module: str, definition: str) -> Equivalent:
-    name, comment = definition.partition("=")[0], definition.partition("  #")
-    return Equivalent(module, "", definition, f"{name}= None{''.join(comment[1:])}", _ALIAS)
-
-
 _ROW = 'if not isinstance(row, list) or len(row) < len(("signal", "child", "n")):'
 
 
@@ -43,16 +35,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     *_row("signal"),
     *_row("child"),
     *_row("n"),
-    _alias("kvobs/export/metric_families.py", "Sink = Callable[[int], None]"),
-    _alias("kvobs/aggregation/rank_tally.py", "Reports = Sequence[tuple[int, set[str]]]"),
-    _alias("kvobs/telemetry/recording/recorder.py", "Call = Callable[..., Any]"),
-    _alias("kvobs/telemetry/recording/recorder.py", "Tally = list[int]"),
-    _alias(
-        "kvobs/telemetry/recording/recorder.py",
-        "Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns",
-    ),
-    _alias("kvobs/telemetry/requests/request_traces.py", "Call: TypeAlias = Callable[..., Any]"),
-    _alias("kvobs/telemetry/requests/request_traces.py", "Params: TypeAlias = dict[str, Any]  # kv_transfer_params"),
     Equivalent(
         "kvobs/telemetry/payload/payload.py",
         "",

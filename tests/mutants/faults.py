@@ -3,7 +3,8 @@
 mutmut's own run leaves decorated functions and classes out, because it calls the mutated copies of a function through a
 generated one; here that would be every property, contained function and dataclass. So only its operators are used.
 
-What no test should repeat is left as it is: annotations, docstrings, texts with a space, log lines, messages of errors.
+What no test should repeat is left as it is: annotations and names of types, docstrings, texts with a space, log lines,
+messages of errors.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Changes(cst.CSTVisitor):
             self._inside.append(node.name.value)
         if isinstance(node, _STATEMENTS):
             self._statements.append(node)
-        if _is_left(node):
+        if _is_left(node) or (not self._inside and _is_type(node)):
             return False
         if not _is_never_right(node):
             for kind, operator in mutation_operators:
@@ -115,6 +116,18 @@ def _is_left(node: cst.CSTNode) -> bool:
     return False
 
 
+def _is_type(node: cst.CSTNode) -> bool:
+    """Return whether a node of a module gives a name to a type: annotations use it, which nobody evaluates."""
+    match node:
+        case cst.Assign(value=cst.Subscript(value=cst.Name("Annotated"))):
+            return False  # pydantic reads it
+        case cst.Assign(value=cst.Subscript()) | cst.AnnAssign(annotation=cst.Annotation(cst.Name("TypeAlias"))):
+            return True
+        case cst.Assign(value=cst.Call(func=cst.Name(name))):
+            return name in ("TypeVar", "ParamSpec")
+    return False
+
+
 def _is_never_right(node: cst.CSTNode) -> bool:
     """Return whether every change of a node, apart from those within, is an error at each call."""
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in ("len", "isinstance")
@@ -139,11 +152,11 @@ def faults_of(root: Path, module: str, seed: object, only: Collection[int] | Non
 
 
 def draw(root: Path, modules: Sequence[str], number: int, seed: int) -> list[Fault]:
-    """Return so many faults, equally many of each module as far as it has them.
+    """Return so many faults, equally many of each module as far as it has them, one more of some by the seed.
 
     The first faults of a module are the same, whatever the other modules and the number are.
     """
-    faults = {module: faults_of(root, module, seed) for module in modules}
+    faults = {module: faults_of(root, module, seed) for module in random.Random(seed).sample(modules, len(modules))}
     drawn: dict[str, list[Fault]] = {module: [] for module in modules}
     left = number
     while left and faults:
@@ -153,7 +166,7 @@ def draw(root: Path, modules: Sequence[str], number: int, seed: int) -> list[Fau
             else:
                 drawn[module].append(fault)
                 left -= 1
-    return [fault for of_module in drawn.values() for fault in of_module]
+    return [fault for module in modules for fault in drawn[module]]
 
 
 def _compiles(source: str, name: str) -> bool:

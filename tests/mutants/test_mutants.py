@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.mutants.coverage_map import MOST_S, CoverageMap
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import Fault, draw, faults_of
 from tests.mutants.hunt import Found
-from tests.mutants.modules import CORE, SLOW, WIDE, all_tests, own_tests
+from tests.mutants.modules import all_modules, all_tests, own_tests
 from tests.mutants.report import Verdicts, text
 from tests.mutants.tree import ROOT
 
@@ -24,9 +25,12 @@ MODULE = "kvobs/state/limits.py"
 SOURCE = '''"""Limits."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvobs.log import log, once
+
+Names = dict[str, int]
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     LATER = 3
@@ -96,8 +100,9 @@ def test_modules_have_equally_many_faults_and_the_same_ones_whatever_else_is_dra
     (tree / "kvobs/state/other.py").write_text(SOURCE)
     modules = (MODULE, "kvobs/state/short.py", "kvobs/state/other.py")
     drawn = draw(tree, modules, 9, 5)
-    assert [sum(fault.module == module for fault in drawn) for module in modules] == [4, 2, 3], "the short one has two"
-    assert [fault for fault in drawn if fault.module == MODULE] == draw(tree, [MODULE], 4, 5)
+    counts = [sum(fault.module == module for fault in drawn) for module in modules]
+    assert counts in ([4, 2, 3], [3, 2, 4]), "the short one has two"
+    assert [fault for fault in drawn if fault.module == MODULE] == draw(tree, [MODULE], counts[0], 5)
     assert draw(tree, [MODULE], 4, 6) != draw(tree, [MODULE], 4, 5)
     assert len(draw(tree, [MODULE], 10_000, 5)) == len(list(faults_of(tree, MODULE, 5)))
 
@@ -115,19 +120,21 @@ def test_tests_that_execute_the_line_are_run_the_modules_own_first_then_the_quic
     assert covered.stages(fault(4, 4)) == [["b.py::b"]]
     assert covered.stages(fault(5, 5)) == [], "its test takes too long"
     assert covered.stages(fault(6, 6)) == [[f"{own}c", f"{own}a"], ["b.py::d", "b.py::b"]], "an import executes it"
-    assert covered.stages(fault(7, 7)) == []
+    assert covered.stages(fault(7, 7)) == [[f"{own}c", f"{own}a"]], "they may start a process that does"
+    assert covered.stages(replace(fault(7, 7), module="kvobs/other/thing.py")) == []
     assert covered.limit_s(["b.py::d", "b.py::b"]) == pytest.approx(123)
 
 
+def test_faults_are_made_where_an_engine_or_the_exporter_runs() -> None:
+    modules = all_modules(ROOT)
+    assert {f"kvobs/{name}.py" for name in ("connector", "routing/worker", "exporter/totals")} <= {*modules}
+    assert [module for module in modules if {"cli", "demo", "testing"} & {*Path(module).parts}] == []
+
+
 def test_a_modules_tests_are_found_from_its_name() -> None:
-    every = all_tests(ROOT)
-    assert len(every) == len(set(every))
-    assert [module for module in CORE if own_tests(module) not in every] == []
-
-
-@pytest.mark.parametrize("path", [*CORE, *WIDE, *SLOW])
-def test_all_paths_exist(path: str) -> None:
-    assert (ROOT / path).exists()
+    every, modules = all_tests(ROOT), all_modules(ROOT)
+    assert sum(own_tests(module) in every for module in modules) > 0.7 * len(modules)
+    assert [own for own in map(own_tests, modules) if (ROOT / own).exists() and own not in every] == []
 
 
 def test_each_equivalent_is_a_possible_fault() -> None:
@@ -149,9 +156,7 @@ import hypothesis, pytest
 from tests.mutants.faults import faults_of
 from tests.mutants.forked import run_alone
 from tests.mutants.hunt import baseline, hunt
-from tests.mutants import modules
 
-modules.WIDE = ("tests/unit/state",)
 tree, file = Path(sys.argv[1]), "tests/unit/state/test_limits.py"
 module = "kvobs/state/limits.py"
 covered = baseline(tree, [module])
@@ -180,7 +185,7 @@ def test_faults_that_a_test_finds_are_killed_and_the_tree_is_as_it_was(tree: Pat
         ["killed", test],
         ["killed", test],
         ["survived", "passed"],  # an import executes it
-        ["survived", "executed by no test"],
+        ["survived", "passed"],  # nothing executes it
     ]
     assert said["source"] == SOURCE
     assert [said[name] for name in ("died", "timeout", "failed")] == ["died", "timeout", "failed"]
@@ -203,7 +208,7 @@ def test_the_report_counts_equivalents_apart_and_shows_what_survived() -> None:
 
 
 def test_modules_are_named_by_their_last_name() -> None:
-    assert parsed(["--module", "ledger", "worker"]).module == ["kvobs/state/ledger.py", "kvobs/routing/worker.py"]
-    assert parsed([]).module == [*CORE]
+    assert parsed(["--module", "ledger", "worker"]).module == ["kvobs/routing/worker.py", "kvobs/state/ledger.py"]
+    assert parsed([]).module == all_modules(ROOT)
     with pytest.raises(SystemExit):
         parsed(["--module", "nothing"])

@@ -16,7 +16,7 @@ from docs.pages import FOLDER
 from kvobs import testing
 
 INTERNAL = {
-    "kvobs.schema.config": {"validate", "explain"},  # with findings; `read` raises them
+    "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
         *(
             "Series",

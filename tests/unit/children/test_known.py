@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from vllm import distributed
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children import known
 from kvobs.children.known import LIBRARIES, cure, is_installed, nearest
+from kvobs.children.specs import NEVER_AGAIN, SYNC_ONLY
 
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
@@ -51,6 +55,18 @@ def test_a_removed_connector_has_no_namesake() -> None:
 def test_a_new_name_is_one_that_this_vllm_has() -> None:
     assert cure("SharedStorageConnector", NAMES)[1] == "use 'ExampleConnector'"
     assert "ExampleConnector" not in cure("SharedStorageConnector", ("NixlConnector",))[1]
+
+
+def test_what_is_known_is_known_of_vllms_own_connectors() -> None:
+    assert {*LIBRARIES, *SYNC_ONLY, *NEVER_AGAIN} <= {*KVConnectorFactory._registry}
+
+
+def test_vllm_imports_the_libraries_that_its_connectors_need() -> None:
+    folder = Path(next(iter(distributed.__path__)))
+    texts = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    modules = {module for needs in LIBRARIES.values() for need in needs for module in need.modules}
+    lacking = [name for name in modules if not re.search(rf'(import|from) {re.escape(name)}\b|"{name}"', texts)]
+    assert not lacking
 
 
 def test_no_strangers_package_is_to_be_installed() -> None:

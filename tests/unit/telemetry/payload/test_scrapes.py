@@ -5,7 +5,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
+<<<<<<< HEAD:tests/unit/telemetry/payload/test_scrapes.py
 from kvobs.telemetry.payload.scrapes import Numbers, Series, Values, change, has_restarted
+=======
+from kvobs.stats.scrapes import Numbers, Series, Values, by_owner, change, has_restarted
+>>>>>>> proof:tests/unit/stats/test_scrapes.py
 
 NAMES = (
     "kvobs_lookups_total",
@@ -69,3 +73,8 @@ def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
     numbers = Numbers.of(loads.items())
     assert [numbers.sum("loads"), numbers.sum("loads", outcome="ok"), numbers.sum("loads", engine="2")] == [7, 3, 0]
     assert numbers.sum("saves") == 0
+
+
+def test_series_belong_to_the_engine_and_the_connector_of_their_labels_or_to_none() -> None:
+    values: Values = {("up", frozenset()): 1, ("up", frozenset({("engine", "1"), ("connector", "a")})): 2}
+    assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}

@@ -303,9 +303,8 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
         with suppress(LookupError):
             call("request")
     is_slow = spent > slow_ns
-    expected = CallEvent(
-        1, HOOK, 1000 + recorder.WALL_OFFSET, spent, is_slow, "LookupError" if fails else "", subject="request"
-    )
+    error = "LookupError" if fails else ""
+    expected = CallEvent(1, HOOK, 1000 + recorder.WALL_OFFSET, spent, is_slow, error, "request", {}, is_many=False)
     assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
     slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
     assert slow == int(is_slow), "what is slow is counted whatever is traced"
