@@ -127,7 +127,7 @@ def test_tests_that_execute_the_line_are_run_the_modules_own_first_then_the_quic
 
 def test_faults_are_made_where_an_engine_or_the_exporter_runs() -> None:
     modules = all_modules(ROOT)
-    assert {f"kvobs/{name}.py" for name in ("connector", "routing/worker", "exporter/totals")} <= {*modules}
+    assert {f"kvobs/{name}.py" for name in ("connector", "routing/worker", "export/totals")} <= {*modules}
     assert [module for module in modules if {"cli", "demo", "testing"} & {*Path(module).parts}] == []
 
 

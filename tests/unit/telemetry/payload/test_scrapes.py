@@ -5,11 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-<<<<<<< HEAD:tests/unit/telemetry/payload/test_scrapes.py
-from kvobs.telemetry.payload.scrapes import Numbers, Series, Values, change, has_restarted
-=======
-from kvobs.stats.scrapes import Numbers, Series, Values, by_owner, change, has_restarted
->>>>>>> proof:tests/unit/stats/test_scrapes.py
+from kvobs.telemetry.payload.scrapes import Numbers, Series, Values, by_owner, change, has_restarted
 
 NAMES = (
     "kvobs_lookups_total",
