@@ -170,7 +170,7 @@ def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(start: Start, tmp_path
 
 CUT = """
 import resource, sys, time
-from kvobs.telemetry import request_log
+from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.recording.recorder import Recorder
 request_log.EVERY_S = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
