@@ -197,7 +197,7 @@ def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
 
 
 def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(routed: Report) -> None:
-    assert routed["seen"]["aggregator"] == "kvobs.aggregation"
+    assert routed["seen"]["aggregator"] == "kvobs.aggregation.aggregator"
     noted = routed["seen"]["noted"]
     assert noted["hits"] == {"Loader": 1, "Saver": 1}
     assert noted["loaded"] == {"Loader": 64}
