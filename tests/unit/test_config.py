@@ -8,11 +8,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
 
 from kvobs.config import ConfigError, read
 from kvobs.findings import Finding
 from kvobs.hooks import HOOKS
-from kvobs.options import Options, TracingOptions
+from kvobs.options import ExporterOptions, Options, TimelineOptions, TracingOptions
 from kvobs.signals import is_timed
 
 TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]
@@ -25,6 +26,13 @@ def mistakes(connectors: Any = TWO, **kvobs: Any) -> tuple[str, ...]:
         read({"connectors": connectors, "kvobs": kvobs})
     assert all(mistake.fix for mistake in error.value.mistakes)
     return tuple(f"{mistake.path}: {mistake.says}" for mistake in error.value.mistakes)
+
+
+@pytest.mark.parametrize("group", [Options, TracingOptions, TimelineOptions, ExporterOptions])
+def test_options_do_not_change(group: type[Any]) -> None:
+    read_only = group()
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(read_only, next(iter(group.model_fields)), None)
 
 
 def test_no_options_at_all_are_a_valid_configuration() -> None:
