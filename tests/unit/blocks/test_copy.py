@@ -40,13 +40,18 @@ def test_every_byte_arrives_and_no_other_changes(
         assert torch.equal(memory(src[layer]), before[layer])
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20))
-def test_within_one_cache_all_is_read_before_anything_is_written(pairs: list[tuple[int, int]]) -> None:
-    cache = {"a": torch.arange(10 * 4).view(10, 4).clone()}
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20), st.sampled_from((torch.int64, torch.int32))
+)
+def test_within_one_cache_all_is_read_before_anything_is_written(
+    pairs: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """Blocks of two words, or of one."""
+    cache = {"a": torch.arange(10 * 2, dtype=dtype).view(10, 2).clone()}
     expected = cache["a"].clone()
     for s, d in pairs:
         expected[d] = cache["a"][s]
-    copy_kv_blocks(cache, {"a": cache["a"].view(10, 4)}, [s for s, _ in pairs], [d for _, d in pairs], "h2d")
+    copy_kv_blocks(cache, {"a": cache["a"].view(10, 2)}, [s for s, _ in pairs], [d for _, d in pairs], "h2d")
     assert torch.equal(cache["a"], expected)
 
 

@@ -32,6 +32,13 @@ def test_the_tables_name_hooks(table: str) -> None:
     assert TABLES[table] <= set(HOOKS)
 
 
+@pytest.mark.parametrize("hook", NOTHING)
+def test_nothing_has_no_part_that_is_something(hook: str) -> None:
+    answer = NOTHING[hook]()
+    assert answer is not None
+    assert not any(answer if isinstance(answer, tuple) else (answer,))
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_answer_passes_and_an_exception_does_not(hook: str) -> None:
     made, failures = gate()

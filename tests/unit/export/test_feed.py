@@ -336,6 +336,17 @@ def test_an_exporter_that_can_not_start_costs_nothing_but_the_metrics(
     assert not fed.feed._thread.is_alive()
 
 
+def test_why_it_can_not_start_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(_now: float) -> Any:
+        raise OSError("no more processes.")
+
+    monkeypatch.setattr(module, "_Process", failing)
+    fed = Fed()
+    fed.feed.put(payload())
+    assert eventually(lambda: "exporter can't be started: no more processes. It is" in caplog.text)
+    fed.feed.close()
+
+
 def test_vllms_shutdown_ends_the_exporter_after_the_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
     fed = object.__new__(Feed)

@@ -155,3 +155,4 @@ def test_the_error_of_the_estimate_is_recorded(engine: Engine) -> None:
 def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
     scheduling = SimpleNamespace(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
     assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
+    assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)

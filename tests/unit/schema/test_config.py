@@ -8,10 +8,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
 
 from kvobs.schema.config import ConfigError, read
 from kvobs.schema.findings import Finding
-from kvobs.schema.options import Options, TracingOptions
+from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
 
 TWO = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "OffloadingConnector"}]
 THREE = [*TWO, {"kv_connector": "NixlConnector"}]
@@ -23,6 +24,13 @@ def mistakes(connectors: Any = TWO, **kvobs: Any) -> tuple[str, ...]:
         read({"connectors": connectors, "kvobs": kvobs})
     assert all(mistake.fix for mistake in error.value.mistakes)
     return tuple(f"{mistake.path}: {mistake.says}" for mistake in error.value.mistakes)
+
+
+@pytest.mark.parametrize("group", [Options, TracingOptions, TimelineOptions, ExporterOptions])
+def test_options_do_not_change(group: type[Any]) -> None:
+    read_only = group()
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(read_only, next(iter(group.model_fields)), None)
 
 
 def test_no_options_at_all_are_a_valid_configuration() -> None:

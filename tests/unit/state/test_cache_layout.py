@@ -37,6 +37,7 @@ def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys() -> Non
 
 def test_without_a_known_geometry_all_blocks_are_taken() -> None:
     assert CacheLayout(()).loaded([[1, 2]], 16, 16) == ((1, 2),)
+    assert CacheLayout(()).lost(((1, 2),), {1}, 32) == 0
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,29 @@ def test_stat_logging_is_that_of_the_scheduler_that_is_being_built() -> None:
 def test_vllms_scheduler_gets_log_stats_and_builds_the_connector_in_its_constructor() -> None:
     assert "log_stats" in inspect.signature(Scheduler.__init__).parameters
     assert "KVConnectorFactory.create_connector(" in inspect.getsource(Scheduler.__init__)
+
+
+@pytest.mark.parametrize(("served", "name"), [("a", "a"), (["a", "b"], "a"), (("a", "b"), "a")])
+def test_a_model_has_the_first_name_under_which_it_is_served(served: Any, name: str) -> None:
+    assert versions.model_name(SimpleNamespace(model_config=SimpleNamespace(served_model_name=served))) == name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "place"),
+    [
+        ({"data_parallel_index": 3, "data_parallel_rank_local": 1}, (3, 1)),
+        ({"data_parallel_index": 3}, (3, 3)),
+        ({"data_parallel_index": None}, (2, 2)),
+        ({}, (2, 2)),
+        ({"data_parallel_index": 3, "distributed_executor_backend": "external_launcher"}, (3, 5)),
+    ],
+)
+def test_an_engine_has_a_number_in_its_group_and_one_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
+    always = {
+        "data_parallel_rank": 2,
+        "data_parallel_rank_local": None,
+        "distributed_executor_backend": "mp",
+        "rank": 5,
+    }
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**{**always, **parallel}))
+    assert versions.engine_place(config) == place

@@ -89,3 +89,4 @@ def test_a_mistake_in_the_variable_has_its_name(monkeypatch: pytest.MonkeyPatch)
     (mistake,) = check(config_of()).mistakes
     assert mistake.path == f"environment variable {EXPORTER_VARIABLE}"
     assert mistake.allowed == "HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9464"
+    assert mistake.fix == "use an allowed value, or unset the variable"

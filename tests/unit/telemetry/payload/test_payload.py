@@ -124,6 +124,11 @@ def test_what_another_version_sends_is_never_bare(key: str) -> None:
     assert not other.is_bare
 
 
+def test_what_a_peer_has_sent_as_stats_of_another_class_is_merged() -> None:
+    sent = numbers(Taken({3: 4}, [], {}))
+    assert KvobsStats.bare({}).aggregate(KVConnectorStats(data=sent.to_dict())).taken() == sent.taken()
+
+
 def test_of_gauges_the_last_one_counts() -> None:
     mine = numbers(Taken({}, [], {1: 5, 2: 6}))
     mine.aggregate(numbers(Taken({}, [], {2: 7})))

@@ -1,0 +1,41 @@
+"""Findings are one readable line each, whatever is in a configuration."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvobs.schema.findings import Finding, cut, show, unknown
+
+
+@pytest.mark.parametrize(
+    ("finding", "text"),
+    [
+        (Finding("a.b", "found 3"), "a.b: found 3"),
+        (Finding("a.b", "found 3", "1 or 2"), "a.b: found 3, allowed: 1 or 2"),
+        (Finding("a.b", "found 3", fix="use 1"), "a.b: found 3. Fix: use 1."),
+        (Finding("a.b", "found \n\x1b\u2028", "1", "use 1"), r"a.b: found \n\x1b\u2028, allowed: 1. Fix: use 1."),
+    ],
+)
+def test_a_finding_is_one_line(finding: Finding, text: str) -> None:
+    assert str(finding) == text
+
+
+@given(st.text(), st.text(), st.text(), st.text())
+def test_a_finding_is_printable(path: str, found: str, allowed: str, fix: str) -> None:
+    assert str(Finding(path, found, allowed, fix)).isprintable()
+
+
+def test_an_unknown_key_is_taken_for_the_known_one_that_is_most_like_it() -> None:
+    known = ("names", "isolate")
+    assert unknown("option", "kvobs.name", "name", known, "remove it") == Finding(
+        "kvobs.name", "unknown option", "'names', 'isolate'", "use 'names'"
+    )
+    assert unknown("option", "kvobs.x", "x", known, "remove it").fix == "remove it"
+
+
+def test_what_is_long_is_cut() -> None:
+    assert cut("x" * 80) == "x" * 80
+    assert cut("x" * 81) == "x" * 80 + "..."
+    assert show("x" * 99) == "'" + "x" * 79 + "..."
