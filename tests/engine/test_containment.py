@@ -41,7 +41,7 @@ ORDERS: tuple[dict[str, Any], ...] = (
 PROMPTS = {prompt("contained", i): ORDERS[i % len(ORDERS)] for i in range(30)}
 
 NOT_HERE = {
-    "aggregation:KVOutputAggregator._report_stuck": "no rank's report of kvobs's workers stays in vLLM's aggregation",
+    "aggregation.aggregator:KVOutputAggregator._report_stuck": "no report of kvobs's workers stays there",
     "routing.open_transfers:OpenTransfers.note_in_aggregator": "the same",
     "routing.outcomes:Outcomes.sync_loads_failed": "every failed load there is asynchronous",
     **dict.fromkeys(
