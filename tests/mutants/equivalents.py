@@ -32,6 +32,20 @@ def _row(word: str) -> tuple[Equivalent, ...]:
 
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
+    Equivalent(
+        "kvobs/blocks/accelerator.py",
+        "Cuda.copy",
+        "dst.copy_(src, non_blocking=True)",
+        "dst.copy_(src, )",
+        "the same bytes, later; and only a GPU executes it",
+    ),
+    Equivalent(
+        "kvobs/blocks/staging.py",
+        "Staging.to_device",
+        'order = np.argsort(src_ids, kind="stable")',
+        'order = np.argsort(src_ids, kind="STABLE")',
+        "numpy reads the first letter",
+    ),
     *_row("signal"),
     *_row("child"),
     *_row("n"),

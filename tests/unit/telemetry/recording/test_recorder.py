@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from contextlib import suppress
@@ -237,6 +238,11 @@ def test_what_recording_costs_is_counted() -> None:
     taken = mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0)
     assert taken == int(100 * cost_of_recording()) >= 0
     assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
+
+
+def test_a_recorded_call_costs_its_two_readings_of_the_clock_beyond_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "perf_counter_ns", itertools.count(0, 10).__next__)
+    assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20
 
 
 class Broken:

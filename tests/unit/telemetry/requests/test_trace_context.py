@@ -10,13 +10,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach, get_value, set_value
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvobs.telemetry.requests import trace_context
 from kvobs.telemetry.requests.trace_context import (
     MalformedContextError,
     TraceContext,
+    as_otel,
     into_params,
     of_headers,
     of_params,
@@ -212,3 +213,11 @@ def test_without_a_context_a_call_is_as_it_was() -> None:
         1,
         0,
     )
+
+
+def test_what_is_in_the_active_context_is_not_in_a_requests() -> None:
+    token = attach(set_value("key", "value"))
+    try:
+        assert get_value("key", as_otel(SAMPLED)) is None
+    finally:
+        detach(token)
