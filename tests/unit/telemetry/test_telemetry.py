@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvobs.options import Options
-
-from kvobs.telemetry import flight, telemetry
+from kvobs.schema.options import Options
+from kvobs.telemetry import telemetry
+from kvobs.telemetry.timeline import flight
 
 if TYPE_CHECKING:
     import pytest
