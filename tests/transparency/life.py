@@ -21,6 +21,9 @@ TAKES_EQUAL_GROUPS = VERSION >= (0, 30)
 STOCK_ASKS = VERSION >= (0, 30)
 """Whether vLLM's own router asks its children how many ranks report, or waits for all of them for ever."""
 
+STREAMS = VERSION >= (0, 32)
+"""Whether vLLM's scheduler keeps a stream whose turn ends while a step is under way."""
+
 FULL, PLAIN, LEAN = "full", "plain", "lean"
 """Shapes of a child: every hook and HMA; every hook, without HMA; the hooks that vLLM cannot do without."""
 
@@ -234,7 +237,7 @@ def _plan(random: Random, number: int) -> Plan:
     shared = random.choice((0, 16, 32, 64))
     arrives = random.choice((0, 0, 1, 3, 6, 12))
     aborted = arrives + random.randint(0, 12) if random.random() < 0.35 else None
-    has_inputs = random.random() < 0.12
+    has_inputs = random.random() < 0.12 and STREAMS
     return Plan(
         name=f"r{random.randrange(number) if number and random.random() < 0.15 else number}",
         arrives=arrives,
