@@ -46,6 +46,13 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         'order = np.argsort(src_ids, kind="STABLE")',
         "numpy reads the first letter",
     ),
+    Equivalent(
+        "kvobs/blocks/strides.py",
+        "tensor_view",
+        "return view.view(_INTEGERS[unit]) if each > 1 else view",
+        "return view.view(_INTEGERS[unit]) if (each > 1) or True else view",
+        "else it is of these integers already",
+    ),
     *_row("signal"),
     *_row("child"),
     *_row("n"),

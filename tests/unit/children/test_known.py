@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children import known
 from kvobs.children.known import LIBRARIES, cure, is_installed, nearest
-from kvobs.children.specs import NEVER_AGAIN, SYNC_ONLY
+from kvobs.children.specs import HAND_OFF, NEVER_AGAIN, SYNC_ONLY
 
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
@@ -58,7 +58,10 @@ def test_a_new_name_is_one_that_this_vllm_has() -> None:
 
 
 def test_what_is_known_is_known_of_vllms_own_connectors() -> None:
-    assert {*LIBRARIES, *SYNC_ONLY, *NEVER_AGAIN} <= {*KVConnectorFactory._registry}
+    is_a_base, was_removed = "NixlBaseConnector", "P2pNcclConnector"
+    assert {is_a_base, was_removed} <= {*HAND_OFF}
+    known_here = {*LIBRARIES, *SYNC_ONLY, *NEVER_AGAIN, *HAND_OFF} - {is_a_base, was_removed}
+    assert known_here <= {*KVConnectorFactory._registry}
 
 
 def test_vllm_imports_the_libraries_that_its_connectors_need() -> None:
