@@ -1,4 +1,4 @@
-"""Run the exporter of one engine; EngineCore starts it: ``python -m kvobs.exporter FD``."""
+"""Run the exporter of one engine; EngineCore starts it: ``python -m kvobs.export FD``."""
 
 import logging
 import os

@@ -53,6 +53,12 @@ def test_a_file_in_a_docstring_exists(file: Place) -> None:
     assert is_there(file.what, file.page)
 
 
+@pytest.mark.parametrize("module", every(r"python -m (kvobs[\w.]*)", DOCSTRINGS), ids=str)
+def test_a_module_that_a_docstring_runs_exists(module: Place) -> None:
+    path = module.what.replace(".", "/")
+    assert {f"{path}.py", f"{path}/__main__.py"} & FILES
+
+
 @pytest.mark.parametrize("path", every(r"``((?:kvobs|tests|docs|dashboards)/[\w/-]+)/?``", DOCSTRINGS), ids=str)
 def test_a_folder_in_a_docstring_exists(path: Place) -> None:
     assert (ROOT / path.what).exists()
