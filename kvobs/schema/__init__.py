@@ -1,1 +1,1 @@
-"""The tables that are declared once and read by all: options, metrics, spans, findings."""
+"""Declare options, metrics, spans and findings once, in tables that all others read."""

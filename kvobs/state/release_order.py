@@ -1,4 +1,4 @@
-"""The order in which vLLM releases requests whose saves end in one step.
+"""Compute the order in which vLLM releases requests whose saves end in one step.
 
 It is that of a set, by hashes and by how the set was made. With vLLM's own router each worker makes one, pickle makes
 it anew, and the aggregator makes one of the requests that every rank has reported. Blocks are freed in its order: in

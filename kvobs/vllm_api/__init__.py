@@ -1,1 +1,1 @@
-"""vLLM's side of the connector interface: its hooks, the versions that differ, the deviations from its router."""
+"""List vLLM's hooks, the differences between its versions, and those to its router."""

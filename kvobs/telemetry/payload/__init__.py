@@ -1,1 +1,1 @@
-"""The numbers on their way: the form on the wire, merging, rebuilding."""
+"""Carry the numbers to the API server: their form on the wire, merging, rebuilding."""

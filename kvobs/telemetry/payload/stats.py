@@ -158,10 +158,10 @@ def has_content(stats: KVConnectorStats | None) -> bool:
     return own is not None and not own.is_empty()
 
 
-def own_stats(stats: KVConnectorStats | None, name: str, path: str) -> KVConnectorStats | None:
+def own_stats(stats: KVConnectorStats, name: str, path: str) -> KVConnectorStats | None:
     """Return a child's own stats; None if there are none, or its class at ``path`` can't build them."""
-    own = stats.data.get(name) if stats is not None else None
-    if stats is None or own is None or (isinstance(own, KVConnectorStats) and not isinstance(own, RawStats)):
+    own = stats.data.get(name)
+    if own is None or (isinstance(own, KVConnectorStats) and not isinstance(own, RawStats)):
         return own
     built = _rebuild_child(name, path, as_dict(own))  # raw, as its class could not merge those of two ranks
     if built is None or isinstance(built, RawStats):
