@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -10,10 +11,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
+from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -27,6 +30,7 @@ from kvobs.demo.server_log import COLOUR, newest_message, root_cause
 from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
+LOWEST_PORT = 10_000
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable with a core for each rank."""
 TAIL = 25
@@ -300,7 +304,15 @@ def cores(count: int) -> list[int]:
 
 
 def claim_port(port: int) -> int:
-    """Return the port if nothing listens on it, or any free one for 0; raise `ServerError` naming a port in use."""
+    """Return the port if nothing listens on it, or any free one for 0; raise `ServerError` naming a port in use.
+
+    The free one is below those that the kernel gives to connections, which could take it before a server listens, and
+    another one each time.
+    """
+    if not port:
+        for candidate in _own_ports():
+            with suppress(ServerError):
+                return claim_port(candidate)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that just ended is free
         try:
@@ -312,6 +324,13 @@ def claim_port(port: int) -> int:
             ) from error
         free: int = probe.getsockname()[1]
         return free
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """Return the ports below those that the kernel gives to connections, in any order, for ever."""
+    kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return cycle(random.sample(range(LOWEST_PORT, kernels), kernels - LOWEST_PORT))
 
 
 def parse_metrics(text: str) -> list[Sample]:

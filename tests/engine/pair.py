@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import child, multi_connector
-from kvobs.demo.server import Completion, Server, cores
+from kvobs.demo.server import Completion, Server, claim_port, cores
 from tests.engine.serving import TOKENS, serve
-from tests.support.server_ports import lasting_port
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
 NIXL = {**child("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
@@ -57,7 +56,7 @@ def pair(
     config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
 
     def own(core: int) -> dict[str, str]:
-        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(lasting_port())}
+        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
         return {**LOOPBACK_ONLY, **side_channel, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})}
 
     one, other = cores(2)

@@ -18,11 +18,10 @@ from typing import Any
 
 from kvobs.demo.processes import end_group, kill_group
 from kvobs.demo.run import child
-from kvobs.demo.server import HOST, parse_metrics
+from kvobs.demo.server import HOST, claim_port, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually
 from tests.support.affinity import keeping_off
-from tests.support.server_ports import lasting_port
 
 CHUNK = 32
 """Tokens that LMCache keeps under one key: a block of the engine's."""
@@ -127,10 +126,10 @@ def running(store: Store) -> Iterator[Store]:
 
 def lmcache_server(folder: Path) -> Store:
     """Return LMCache's server for engines that copy blocks themselves, as they do on a CPU."""
-    port, http_port = lasting_port(), lasting_port()
+    port, http_port = claim_port(0), claim_port(0)
     (place,) = importing("lmcache")
     options = {
-        "host": HOST, "port": port, "http-host": HOST, "http-port": http_port, "prometheus-port": lasting_port(),
+        "host": HOST, "port": port, "http-host": HOST, "http-port": http_port, "prometheus-port": claim_port(0),
         "chunk-size": CHUNK, "l1-size-gb": 1, "l1-init-size-gb": 1, "max-workers": 1, "eviction-policy": "LRU",
         "supported-transfer-mode": "engine_driven",
     }  # fmt: skip
@@ -157,7 +156,7 @@ def lmcache_child(store: Store, **extra: Any) -> dict[str, Any]:
 
 def mooncake_master(folder: Path) -> Store:
     """Return Mooncake's master, which knows the keys; the engines' workers hold the bytes."""
-    port, http_port = lasting_port(), lasting_port()
+    port, http_port = claim_port(0), claim_port(0)
     (place,) = importing("mooncake")
     options = {
         "rpc_port": port, "metrics_port": http_port, "client_ttl": CLIENT_TTL_S, "logtostderr": "true",

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import child
-from kvobs.demo.server import HOST
+from kvobs.demo.server import HOST, claim_port
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE
 from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.third_party import KNOWN, ROUTERS, Run, running_in
 from tests.connectors.servers.traffic import LONG, Answers
-from tests.support.server_ports import lasting_port
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -27,14 +26,14 @@ UNTIL_KILLED_S = 0.5
 
 def redis(folder: Path) -> Store:
     """Return a redis that keeps nothing on disk."""
-    port = lasting_port()
+    port = claim_port(0)
     command = ["redis-server", "--bind", HOST, "--port", str(port), "--save", "", "--dir", str(folder)]
     return Store("redis-server", command, folder / "redis.log", port, port)
 
 
 def redhare(store: Store) -> dict[str, Any]:
     """Return Redhare's connector, whose worker holds the bytes, as a child."""
-    options = {"redis_url": f"redis://{HOST}:{store.port}", "data_plane_addr": f"{HOST}:{lasting_port()}"}
+    options = {"redis_url": f"redis://{HOST}:{store.port}", "data_plane_addr": f"{HOST}:{claim_port(0)}"}
     config = child("RedhareConnector", transport="tcp", capacity_bytes="256MB", **options)
     return {**config, "kv_connector_module_path": "tests.connectors.servers.redhare_cpu"}
 

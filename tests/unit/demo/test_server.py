@@ -31,10 +31,21 @@ from kvobs.demo.server_log import newest_message, root_cause
 
 
 def test_port_0_gives_a_port_that_is_free() -> None:
-    """Another each time, and one that can be listened on."""
-    port = claim_port(0)
+    """Another each time, one that can be listened on, and that no connection gets meanwhile."""
+    ports = [claim_port(0) for _ in range(50)]
+    assert len(set(ports)) == 50
+    assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
+        listener.bind(("127.0.0.1", ports[0]))
+
+
+def test_a_port_that_others_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as theirs:
+        theirs.bind(("127.0.0.1", 0))
+        theirs.listen()
+        taken, free = theirs.getsockname()[1], claim_port(0)
+        monkeypatch.setattr("kvobs.demo.server._own_ports", lambda: iter([taken, free]))
+        assert claim_port(0) == free
 
 
 def test_a_port_in_use_is_an_error_that_names_it() -> None:
