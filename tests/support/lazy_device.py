@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from kvobs.blocks import plans
-from kvobs.blocks.accelerator import SLOTS, BatchedCopy
-from kvobs.blocks.runs import Ids
+from kvobs.blocks.device import SLOTS, BatchedCopy, Device
+from kvobs.blocks.layout import Ids
 
 GARBAGE = 0xA5
 
@@ -51,7 +51,7 @@ class Stream:
         self.run(self.queued)
 
 
-class LazyDevice:
+class LazyDevice(Device):
     """The device's memory is host memory that only queued work may touch."""
 
     def __init__(self, *, eager: bool = False, pinned: bool = False, batched: bool = False) -> None:
