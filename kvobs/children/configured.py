@@ -11,8 +11,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children import known
+from kvobs.children.child import Unbuilt
 from kvobs.children.specs import ChildSpec
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
 from kvobs.log import line, log
 from kvobs.schema.config import ConfigError
