@@ -14,6 +14,7 @@ REQUESTS = ("r0", "r1", "r2")
 CHILDREN = (0, 1)
 RANKS = (0, 1)
 LOAD_ENDS_SAVE = (0,)  # this child does as FlexKV
+TOKENS, HELD = 16, 24
 LOAD_KINDS = [ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED]
 
 requests = st.sampled_from(REQUESTS)
@@ -77,7 +78,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self.ledger.propose(request, candidate)
         noted.candidate = candidate
 
-    @rule(request=requests, tokens=st.sampled_from([0, 16]), expected=st.sampled_from([1, 2]))
+    @rule(request=requests, tokens=st.sampled_from([0, TOKENS]), expected=st.sampled_from([1, 2]))
     def allocate(self, request: str, tokens: int, expected: int) -> None:
         noted = self.noted.get(request)
         if noted is None or noted.finished or noted.load is not None:
@@ -166,7 +167,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             return
         promises = {**dict.fromkeys(noted.tails, 2), **promises}
         assert self.ledger.tails(request) == noted.tails
-        finished = self.ledger.finish(request, promises.items())
+        finished = self.ledger.finish(request, promises.items(), 0, HELD)
         noted.finished, noted.promised = True, promises
         noted.held = not noted.saves_are_over()
         noted.awaited = noted.held or (noted.load is not None and noted.load[1])
@@ -277,8 +278,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             loads, saves = self.ledger.in_flight(child)
             open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == child]
             assert sorted(loads.begun_before(0)) == sorted(open_loads)
+            assert loads.tokens == TOKENS * len(open_loads)
             open_saves = [r for r, noted in self.noted.items() if child in noted.promised and child not in noted.done]
             assert sorted(saves.begun_before(0)) == sorted(open_saves)
+            assert saves.tokens == HELD * len(open_saves)
 
     @invariant()
     def knows_what_some_ranks_have_reported_and_others_not(self) -> None:
