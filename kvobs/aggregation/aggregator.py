@@ -16,7 +16,7 @@ from vllm.v1.executor import abstract as executors
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs import faults
-from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, Step, Tally
+from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, RoundStart, Tally
 from kvobs.log import line, log, once
 from kvobs.state.transfers import Stuck
 from kvobs.vllm_api import versions
@@ -113,7 +113,7 @@ class KVOutputAggregator(StockAggregator):
             said = [*self._take_salvaged(len(outputs)), *said]
         sent: list[tuple[int, set[str]]] = []
         received: list[tuple[int, set[str]]] = []
-        step = Step(now, self._expected_finished_count, len(outputs))
+        step = RoundStart(now, self._expected_finished_count, len(outputs))
         for rank, output in said:
             expected = output.expected_finished_count
             if expected > 0 and expected != step.expected:
@@ -139,7 +139,7 @@ class KVOutputAggregator(StockAggregator):
         salvaged, self._salvaged_outputs = self._salvaged_outputs, []
         return list(enumerate(salvaged, first))
 
-    def _count(self, sent: Reports, received: Reports, step: Step) -> None:
+    def _count(self, sent: Reports, received: Reports, step: RoundStart) -> None:
         if sent:
             self._kept.sent |= self._saves.count(sent, step)
         if received:

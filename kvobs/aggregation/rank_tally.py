@@ -22,7 +22,7 @@ Reports = Sequence[tuple[int, set[str]]]
 """The reports of one step: (reporter's bit, requests)."""
 
 
-class Step(NamedTuple):
+class RoundStart(NamedTuple):
     """The time of reports, the number that completes a round they open, and the number of ranks."""
 
     now: float
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 class Round(NamedTuple):
     """The reporters of a round; requests with the same reporters share one object."""
 
-    opened: Step
+    opened: RoundStart
     reported: int
 
     @property
@@ -60,7 +60,7 @@ class Rounds:
     def pop(self, request: str) -> Round | None:
         return self.fresh.pop(request, None) or self.stuck.pop(request, None)
 
-    def count(self, request: str, reporter: int, step: Step) -> None:
+    def count(self, request: str, reporter: int, step: RoundStart) -> None:
         """Add a reporter that does not complete the round."""
         book = self.stuck if request in self.stuck else self.fresh
         opened, reported = book.get(request, (step, 0))
@@ -110,7 +110,7 @@ class Tally:
     def __len__(self) -> int:
         return len(self.open) + len(self.completed)
 
-    def count(self, reports: Reports, step: Step) -> set[str]:
+    def count(self, reports: Reports, step: RoundStart) -> set[str]:
         """Process the reports of one step, each reporter's at most once; return the complete requests."""
         if not reports:
             return set()
@@ -156,7 +156,7 @@ class Tally:
             self.completed.update(dict.fromkeys(requests, round_))
         return requests
 
-    def _continue(self, reporters: dict[str, int], step: Step) -> set[str]:
+    def _continue(self, reporters: dict[str, int], step: RoundStart) -> set[str]:
         """Add the reporters of each request, with or without an open round; return the complete requests."""
         finished = set()
         fresh, stuck, completed = self.open.fresh, self.open.stuck, self.completed

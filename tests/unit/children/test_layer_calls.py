@@ -209,24 +209,6 @@ def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.Monke
     assert faults.take() == {"record": 1}
 
 
-def test_children_with_an_empty_hook_are_left_out() -> None:
-    class Quiet:
-        def wait_for_layer_load(self, layer_name: str) -> None:
-            pass
-
-    recorded: list[str] = []
-    recorder = Recorder(2)
-    children = [
-        Child(0, "quiet", Quiet(), recorder),
-        Child(1, "real", SimpleNamespace(wait_for_layer_load=recorded.append), recorder),
-    ]
-    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
-    layers.fan_out("layer")
-    assert recorded == ["layer"]
-    layers.close_step()
-    assert list(layers.drain()) == [1]
-
-
 # --- what the tracer gets
 
 
