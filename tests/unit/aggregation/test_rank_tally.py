@@ -85,16 +85,17 @@ def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> Non
     assert len(tally) == 0
 
 
+@pytest.mark.parametrize("new", [1, 2])
 @pytest.mark.parametrize("expected", [1, 2])
 def test_the_oldest_go_where_too_many_are_remembered(
-    expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    expected: int, new: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_tally, "MOST", 6)
+    monkeypatch.setattr(rank_tally, "MOST", 3 * new)
     tally = Tally()
     for step in range(9):
-        tally.count([(1, {f"r{step}", f"s{step}"})], RoundStart(step, expected, 2))
+        tally.count([(1, {f"{letter}{step}" for letter in "rs"[:new]})], RoundStart(step, expected, 2))
         known = {*tally.open.fresh, *tally.completed}
-        assert known == {f"{letter}{i}" for letter in "rs" for i in range(max(0, step - 2), step + 1)}
+        assert known == {f"{letter}{i}" for letter in "rs"[:new] for i in range(max(0, step - 2), step + 1)}
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (expected - 1)
 
 

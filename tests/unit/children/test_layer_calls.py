@@ -301,31 +301,32 @@ def test_the_tracer_gets_a_call_that_failed_at_once(hook: str, monkeypatch: pyte
     assert tracer.noticed == [CallEvent(1, hook, began + 5 + WALL_OFFSET, 7, False, "OSError")]
 
 
-class Step:
-    """Stalls of two children whose calls take the time that a test says."""
+# --- the steps' waits
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hooks: tuple[str, ...]) -> None:
+
+class Waits:
+    """Stalls of children whose calls take the time that a test says; some have no layer hooks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *has_layers: bool) -> None:
         self.now = 0
-        monkeypatch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
-        self.recorder = Recorder(len(hooks))
-        children = [
-            Child(i, f"c{i}", SimpleNamespace(**{hook: self._take if hook in has else NOTHING for hook in LAYER_HOOKS}),
-                  self.recorder)
-            for i, has in enumerate(hooks)
-        ]  # fmt: skip
         self.takes: list[int] = []
+        patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
+        self.recorder = Recorder(len(has_layers))
+        children = [
+            Child(
+                i, f"c{i}", SimpleNamespace(**dict.fromkeys(CALLS, self._take if has else Quiet().hook)), self.recorder
+            )
+            for i, has in enumerate(has_layers)
+        ]
         self.stalls = Stalls(children, Telemetry(self.recorder, Journal()))
+        self.calls = {calls.hook: calls.fan_out for calls in self.stalls.layer_calls}
 
-    def _take(self, *args: Any) -> None:
+    def _take(self, *_: Any) -> None:
         self.now += self.takes.pop(0)
 
     def layer(self, hook: str, *takes: int) -> None:
         self.takes = list(takes)
-        calls = next(c for c in self.stalls.layer_calls if c.hook == hook)
-        calls.fan_out(*(["layer"] if hook == "wait_for_layer_load" else ["layer", None, None]))
-
-    def once(self, child: int, hook: str, ns: int) -> None:
-        self.recorder.tally(child, hook)[SUM] += ns
+        self.calls[hook](*CALLS[hook][0][0])
 
     def observed(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Return (child, metric) -> how many observations, their sum in ns."""
@@ -340,78 +341,74 @@ class Step:
         return found
 
 
-LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
+class Quiet:
+    """A hook that does nothing."""
 
-
-class Nothing:
     def hook(self, *args: Any) -> None:
         pass
 
 
-NOTHING = Nothing().hook
-BOTH = (LAYER_HOOKS, LAYER_HOOKS)
+LOAD, SAVE = ("wait_for_layer_load", "start_load_kv"), ("save_kv_layer", "wait_for_save")
+METRICS = {LOAD: "kvobs_load_stall_seconds", SAVE: "kvobs_save_stall_seconds"}
+times = st.integers(0, 2**30)
+stalled_steps = st.lists(
+    st.fixed_dictionaries(
+        {
+            "has_forward": st.booleans(),
+            "has_sync_loads": st.booleans(),
+            LOAD: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            SAVE: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            "flush": st.booleans(),
+        }
+    ),
+    max_size=6,
+)
 
 
-def test_each_step_has_what_its_own_calls_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, *BOTH)
-    for layer_ns in (3, 40):
-        for _ in range(2):
-            step.layer("wait_for_layer_load", layer_ns, 1)
-            step.layer("save_kv_layer", 5, 0)
-        step.once(0, "wait_for_save", 6)
-        assert step.stalls.close_step(has_forward=True, has_sync_loads=False) == {}
-    assert step.observed() == {
-        (0, "kvobs_load_stall_seconds"): (2, 2 * 3 + 2 * 40),
-        (1, "kvobs_load_stall_seconds"): (2, 4),
-        (0, "kvobs_save_stall_seconds"): (2, 2 * (2 * 5 + 6)),
-    }
-    assert step.observed() == {}
-
-
-def test_start_load_kv_is_waited_for_only_where_a_sync_load_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, *BOTH)
-    step.once(0, "start_load_kv", 7)
-    assert step.stalls.close_step(has_forward=True, has_sync_loads=False) == {}
-    step.once(0, "start_load_kv", 9)
-    step.layer("wait_for_layer_load", 1, 2)
-    assert step.stalls.close_step(has_forward=True, has_sync_loads=True) == {0: 10, 1: 2}
-    assert step.observed() == {(0, "kvobs_load_stall_seconds"): (1, 10), (1, "kvobs_load_stall_seconds"): (1, 2)}
-
-
-def test_a_step_without_calls_is_not_observed_and_shifts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, *BOTH)
-    for layer_ns in (0, 5, 0, 0, 7):
-        if layer_ns:
-            step.layer("wait_for_layer_load", layer_ns, 0)
-        step.stalls.close_step(has_forward=True, has_sync_loads=False)
-    assert step.observed() == {(0, "kvobs_load_stall_seconds"): (2, 12)}
-
-
-def test_a_step_without_a_forward_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, *BOTH)
-    step.once(0, "start_load_kv", 7)
-    step.once(0, "wait_for_save", 7)
-    step.stalls.close_step(has_forward=False, has_sync_loads=False)
-    assert step.observed() == {}
-
-
-@pytest.mark.parametrize("hooks", [((), LAYER_HOOKS), ((), ())], ids=["one", "all"])
-def test_children_with_empty_hooks_are_not_observed(
-    hooks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+@given(st.tuples(st.booleans(), st.booleans()), stalled_steps)
+def test_a_steps_wait_is_that_of_its_layers_and_where_it_waits_of_its_other_hook(
+    has_layers: tuple[bool, bool], plan: list[Any]
 ) -> None:
-    step = Step(monkeypatch, *hooks)
-    step.layer("wait_for_layer_load", 9)
-    step.stalls.close_step(has_forward=True, has_sync_loads=True)
-    expected = {(1, "kvobs_load_stall_seconds"): (1, 9)} if any(hooks) else {}
-    assert step.observed() == expected
+    """A wait for loads before the forward is one only where a synchronous load is due; no wait is not observed."""
+    expected: dict[tuple[int, str], list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        waits = Waits(patch, *has_layers)
+        found: dict[tuple[int, str], list[int]] = {}
+        for step in plan:
+            loads = {}
+            for hooks in (LOAD, SAVE):
+                layers, once = step[hooks]
+                is_waited_for = step["has_forward"] and (hooks is SAVE or step["has_sync_loads"])
+                for takes in layers:
+                    waits.layer(hooks[0], *(took for took, has in zip(takes, has_layers, strict=True) if has))
+                for child, has in enumerate(has_layers):
+                    waits.recorder.tally(child, hooks[1])[SUM] += once + child
+                    spent = sum(takes[child] for takes in layers) if has else 0
+                    if hooks is LOAD and step["has_sync_loads"]:
+                        loads[child] = spent + once + child
+                    if total := spent + (once + child if is_waited_for else 0):
+                        expected.setdefault((child, METRICS[hooks]), []).append(total)
+            close = {key: step[key] for key in ("has_forward", "has_sync_loads")}
+            assert waits.stalls.close_step(**close) == loads
+            for _ in range(step["flush"]):
+                add(found, waits.observed())
+        add(found, waits.observed())
+        assert waits.observed() == {}
+    assert found == {key: [len(totals), sum(totals)] for key, totals in expected.items()}
+
+
+def add(found: dict[tuple[int, str], list[int]], more: dict[tuple[int, str], tuple[int, int]]) -> None:
+    for key, (count, total) in more.items():
+        before = found.get(key, [0, 0])
+        found[key] = [before[0] + count, before[1] + total]
 
 
 @pytest.mark.usefixtures("in_production")
 def test_faults_are_contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, *BOTH)
-    step.layer("wait_for_layer_load", 1, 1)
-    step.recorder.tally(0, "start_load_kv").clear()
-    assert step.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
-    step.stalls._loads.ended = [None, None]  # type: ignore[list-item]
-    step.stalls.flush()
+    waits = Waits(monkeypatch, True, True)
+    waits.layer("wait_for_layer_load", 1, 1)
+    waits.recorder.tally(0, "start_load_kv").clear()
+    assert waits.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
+    waits.stalls._loads.ended = [None, None]  # type: ignore[list-item]
+    waits.stalls.flush()
     assert faults.take()["record"] == 2

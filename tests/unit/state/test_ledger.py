@@ -65,6 +65,7 @@ def test_what_is_given_up_completes_once() -> None:
     assert ledger.take_saves_in() == ["s"]
     (save,) = ledger.close_saves("s").values()
     assert save.is_abandoned
+    assert save.outcome == "abandoned"
 
 
 def test_what_was_stuck_is_not_stuck_again_when_another_rank_reports() -> None:

@@ -118,43 +118,6 @@ def test_a_load_fails_if_it_does_on_any_rank(failed_on: set[int], aborted: bool,
     assert ended.outcome == outcome
 
 
-@pytest.mark.parametrize(
-    ("done", "arrived", "is_abandoned", "is_over"),
-    [
-        (False, (), False, False),
-        (False, (0,), False, False),
-        (False, (0, 1), False, True),
-        (False, (0, 1, 2), False, True),
-        (True, (), False, True),
-        (False, (), True, True),
-    ],
-)
-def test_a_save_is_over_when_no_report_is_waited_for(
-    done: bool, arrived: tuple[int, ...], is_abandoned: bool, is_over: bool
-) -> None:
-    save = Save(True, done, expected=2, arrived=dict.fromkeys(arrived, 1), is_abandoned=is_abandoned)
-    assert save.is_over is is_over
-    assert save.is_in is (len(arrived) >= 2)
-    assert save.outcome == ("abandoned" if is_abandoned else "ok")
-
-
-def test_transfers_and_reports_begin_with_nothing_known() -> None:
-    """Nothing is promised, reported, failed or measured; a save waits for one rank at least."""
-    load, save = Load(1, 16, True, 2), Save()
-    assert (load.opened_ns, load.blocks, load.size, load.arrived, load.lost_tokens, load.ranks) == (
-        0,
-        (),
-        0,
-        {},
-        None,
-        {},
-    )
-    assert (load.failed_on, load.needs_echo, load.aborted) == (set(), False, False)
-    assert (save.promised, save.done, save.expected, save.promised_ns) == (False, False, 1, 0)
-    assert (save.arrived, save.ranks, save.is_abandoned, save.is_given_up) == ({}, {}, False, False)
-    assert Report(3, ReportKind.SAVED, "r", 1, 7) == (3, ReportKind.SAVED, "r", 1, 7, 0, 0)
-
-
 REQUESTS = st.sampled_from("abcd")
 EVENTS = st.one_of(
     st.tuples(st.just("begin"), REQUESTS, st.integers(0, 3)), st.tuples(st.just("end"), REQUESTS, st.just(0))
