@@ -7,7 +7,7 @@ ranks are reporters of unknown rank. The rounds are bounded by number and age.
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from kvobs.log import once
@@ -23,7 +23,7 @@ Reports = Sequence[tuple[int, set[str]]]
 
 
 class RoundStart(NamedTuple):
-    """The time of reports, the number that completes a round they open, and the number of ranks."""
+    """The conditions of a round that reports open: their time, how many complete it, and the number of ranks."""
 
     now: float
     expected: int
@@ -68,15 +68,11 @@ class Rounds:
 
     def find_stuck(self, before: float) -> list[tuple[str, Round]]:
         """Return the rounds opened before this time; each is returned once."""
-        found = []
-        for request, round_ in self.fresh.items():
-            if round_.opened.now > before:
-                break
-            found.append((request, round_))
-        for request, _ in found:
+        stuck = list(takewhile(lambda item: item[1].opened.now <= before, self.fresh.items()))
+        for request, _ in stuck:
             del self.fresh[request]
-        self.stuck.update(found)
-        return found
+        self.stuck.update(stuck)
+        return stuck
 
     def forget(self, before: float, but: Container[str] = ()) -> None:
         """Forget the rounds that were opened before this time."""

@@ -55,9 +55,9 @@ class Errors:
 
     def take(self) -> tuple[float, float]:
         """Return both totals since the last call."""
-        taken = self.observed_s, self.error_s
+        totals = self.observed_s, self.error_s
         self.observed_s = self.error_s = 0.0
-        return taken
+        return totals
 
 
 class ComputeCost:
