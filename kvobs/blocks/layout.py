@@ -36,12 +36,9 @@ class Run(NamedTuple):
 class Side(NamedTuple):
     """The memory layout of one side's blocks."""
 
-    shape: tuple[int, ...]
-    """The number of blocks, then `Layout.sizes`."""
-    steps: tuple[int, ...]
-    """Stride in bytes of each dimension of the shape."""
-    length: int
-    """Bytes from the first to after the last."""
+    shape: tuple[int, ...]  # the number of blocks, then `Layout.sizes`
+    steps: tuple[int, ...]  # stride in bytes of each dimension of the shape
+    length: int  # bytes from the first to after the last
 
     @property
     def blocks(self) -> int:
@@ -51,10 +48,8 @@ class Side(NamedTuple):
 class Layout(NamedTuple):
     """The shape of a block, the same on both sides, and its memory layout on each."""
 
-    unit: int
-    """Bytes copied at a time."""
-    sizes: tuple[int, ...]
-    """Units along each dimension of a block, the largest stride first."""
+    unit: int  # bytes copied at a time
+    sizes: tuple[int, ...]  # units along each dimension of a block, the largest stride first
     src: Side
     dst: Side
 

@@ -51,10 +51,8 @@ class Part(NamedTuple):
     layer: int
     first: int
     last: int
-    offset: int
-    """Bytes from the start of the chunk to that of the part."""
-    end: int
-    """Bytes from the start of the chunk to the part's end."""
+    offset: int  # bytes from the start of the chunk to that of the part
+    end: int  # bytes from the start of the chunk to the part's end
 
 
 def choose(layers: Sequence[Layer], runs: Sequence[Run], *, pinned: bool, batched: bool) -> CopyPath:

@@ -62,7 +62,7 @@ class LazyDevice(Device):
         self.allocated = 0
         self._all_pinned = pinned
         self._pinned: list[torch.Tensor] = []
-        self._marks = [0] * SLOTS
+        self._reached = [0] * SLOTS
         self._inside = False
 
     @contextmanager
@@ -79,10 +79,10 @@ class LazyDevice(Device):
         self.side.synchronize()
 
     def record(self, slot: int) -> None:
-        self._marks[slot] = self.side.queued
+        self._reached[slot] = self.side.queued
 
     def wait(self, slot: int) -> None:
-        self.side.run(self._marks[slot])
+        self.side.run(self._reached[slot])
 
     def is_pinned(self, cache: torch.Tensor) -> bool:
         return self._all_pinned

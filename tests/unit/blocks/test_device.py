@@ -282,4 +282,5 @@ def test_the_batched_copy_is_vllms_where_it_has_one_for_cuda(
     vllm = None if names is None else SimpleNamespace(_custom_ops=operations)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platforms))
-    assert device_copies._batched_copy() == (names["swap_blocks_batch"] if names and is_cuda else None)
+    operation: Any = device_copies._batched_copy()
+    assert operation == (names["swap_blocks_batch"] if names and is_cuda else None)

@@ -54,40 +54,25 @@ def test_without_vllm_the_same_is_wrong(entry: dict[str, Any]) -> None:
         assert not with_vllm
 
 
+ROLES = "'kv_producer', 'kv_both' or 'kv_consumer'"
+ADD_ROLE = 'add "kv_role": "kv_both", or the role of this engine'
+NO_PORT = "a valid integer, unable to parse string as an integer"
+
+
 @pytest.mark.parametrize(
     ("entry", "finding"),
     [
-        (
-            {"kv_connector": "X"},
-            Finding(
-                "c.kv_role",
-                "is missing",
-                "'kv_producer', 'kv_both' or 'kv_consumer'",
-                'add "kv_role": "kv_both", or the role of this engine',
-            ),
-        ),
-        (
-            {**ENTRY, "kv_role": "both"},
-            Finding(
-                "c.kv_role",
-                "found 'both'",
-                "'kv_producer', 'kv_both' or 'kv_consumer'",
-                "use an allowed value",
-            ),
-        ),
+        ({"kv_connector": "X"}, ("kv_role", "is missing", ROLES, ADD_ROLE)),
+        ({**ENTRY, "kv_role": "both"}, ("kv_role", "found 'both'", ROLES, "use an allowed value")),
         (
             {**ENTRY, "kv_port": "a secret"},
-            Finding(
-                "c.kv_port",
-                "found a value of type str",
-                "a valid integer, unable to parse string as an integer",
-                "correct the value or remove it",
-            ),
+            ("kv_port", "found a value of type str", NO_PORT, "correct the value or remove it"),
         ),
     ],
 )
-def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: Finding) -> None:
-    assert transfer_config(entry, "c", KVTransferConfig) == (None, [finding])
+def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple[str, str, str, str]) -> None:
+    key, *rest = finding
+    assert transfer_config(entry, "c", KVTransferConfig) == (None, [Finding(f"c.{key}", *rest)])
 
 
 @pytest.mark.parametrize(
