@@ -56,6 +56,27 @@ def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_oth
     assert [len(each) for child in (0, 1) for each in ledger.in_flight(child)] == [0, 0, 0, 0]
 
 
+def test_the_end_of_a_load_is_not_that_of_its_childs_promise_otherwise() -> None:
+    """LMCache MP promises a save of every request."""
+    ledger = opened(expected=1)
+    ledger.finish("r", [(0, 1)])
+    ledger.record(report(ReportKind.RECEIVED, "r", 0), 20)
+    assert ledger.close_load("r", 30) is not None
+    assert ledger.take_saves_in() == []
+    assert ledger.take_sent() == set()
+    ledger.record(report(ReportKind.SAVED, "r", 0), 40)
+    assert ledger.take_saves_in() == ["r"]
+
+
+def test_saves_of_a_live_request_are_not_closed() -> None:
+    """Its id may be that of one that has ended before."""
+    ledger = Ledger()
+    ledger.arrive("r")
+    ledger.record(report(ReportKind.SAVED, "r", 0))
+    assert ledger.close_saves("r") == ledger.close_saves("unknown") == {}
+    assert ledger.finish("r", [(0, 1)]).early
+
+
 def test_what_is_given_up_completes_once() -> None:
     ledger = opened(expected=1)
     ledger.finish("s", [(0, 2)], 10)
