@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
 
 from kvobs.children.child import Child
-from kvobs.children.collector import Collector, Feed, divert
+from kvobs.children.collector import Collector, Sink, divert
 from kvobs.children.fanout import call_all
 from kvobs.children.specs import load_ends_save
 from kvobs.faults import contain, contained
@@ -86,7 +86,7 @@ class SchedulerSide:
         limits: StepLimits,
         all_support_hma: bool = True,
         async_only: Collection[int] = (),
-        feed: Feed | None = None,
+        feed: Sink | None = None,
     ) -> None:
         self.children, self._feed = children, feed
         recorder, names = telemetry.recorder, [child.name for child in children]
@@ -354,7 +354,7 @@ class SchedulerSide:
         self._flush_is_due = False
         return stats
 
-    def feed_last(self, feed: Feed) -> None:
+    def feed_last(self, feed: Sink) -> None:
         """Pass on to the exporter what was counted since the last flush: the engine ends."""
         self._gains.flush()
         self._collector.feed(feed)

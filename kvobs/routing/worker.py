@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector
-from kvobs.children.stalls import Stalls
+from kvobs.children.layer_calls import Stalls
 from kvobs.faults import contain, contained
 from kvobs.log import once
 from kvobs.routing.metadata import (
