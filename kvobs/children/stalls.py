@@ -12,8 +12,8 @@ from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.children.layer_calls import LayerCalls
 from kvobs.schema import signals
+from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.recorder import SUM
-from kvobs.telemetry.telemetry import Telemetry
 
 
 class Stalls:

@@ -24,7 +24,7 @@ from kvobs.schema.signals import LABEL, OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Ki
 from kvobs.schema.spans import Record, observed_in
 from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.payload import KvobsStats, as_dict
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
@@ -193,7 +193,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
             )
             self._labelled(signals.INTERNAL_ERRORS, engine, None, ("version",)).inc()
             return
-        taken = stats.taken()
+        taken = stats.increments()
         sinks = self._sinks.setdefault(engine, {})
         # One by one: a number that can't be applied does not affect the others.
         for slot, n in taken.counts.items():
@@ -231,7 +231,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
     def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
         """Export the payload's spans, and put their exemplars on the histograms."""
         try:
-            for record in cutter.cut(stats.spans(), engine):
+            for record in cutter.cut(wire.spans(stats.data), engine):
                 if (series := observed_in(record)) is not None:
                     self._mark(record, series, engine)
         except Exception:

@@ -12,9 +12,9 @@ from kvobs.children.child import Child
 from kvobs.children.stalls import Stalls
 from kvobs.schema import signals
 from kvobs.schema.signals import locate
+from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import SUM, Recorder
-from kvobs.telemetry.telemetry import Telemetry
 
 
 class Step:

@@ -34,7 +34,7 @@ from kvobs.schema.signals import (
     Signal,
     slot,
 )
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import VERSION
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import engine_config, transfer_config

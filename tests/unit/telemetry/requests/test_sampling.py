@@ -13,9 +13,8 @@ from opentelemetry import trace
 from opentelemetry.context import attach, detach
 
 from kvobs.schema.options import Options
-from kvobs.telemetry.requests.otel_environment import DISABLED
 from kvobs.telemetry.requests.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings, Verdicts, warn_about
-from kvobs.telemetry.requests.trace_context import TraceContext, as_otel
+from kvobs.telemetry.requests.trace_context import DISABLED, TraceContext, as_otel
 from tests.support.contexts import SAMPLED, UNSAMPLED, no_otel_variables
 
 URL = "http://collector:4317"
