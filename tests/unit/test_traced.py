@@ -155,57 +155,6 @@ def test_without_a_clients_context_the_lookup_is_the_root_of_a_trace_for_each_re
     assert {attributes(span)["sampling.reason"] for span in engine.spans()} == {"level"}
 
 
-@pytest.mark.parametrize("kind", ["failed", "blocks"])
-def test_a_failed_load_is_seen_whatever_was_sampled(
-    kind: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = [KV, (0, False)]
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=NOT_SAMPLED)
-    engine.step(2)
-    if kind == "failed":
-        a.say(1, failed="r")
-    else:
-        blocks = engine.rig.connector._side.ledger.load("r").blocks[0]
-        a.bad_blocks[1] = set(blocks)
-        a.say(1, received="r")
-    a.say(0, received="r")
-    engine.step(5)
-    whole = engine.span("kv.load one")
-    assert attributes(whole)["outcome"] == "failed"
-    assert attributes(whole)["sampling.reason"] == "error"
-    assert attributes(whole)["recomputed_tokens"] == 2 * BLOCK
-    assert whole.status.status_code is StatusCode.ERROR
-    failed = {attributes(s)["rank"]: (s.attributes or {}).get("error.type") for s in engine.spans("kv.load.rank")}
-    assert failed == {0: None, 1: "load_failed"}
-    assert engine.spans("kv.lookup") == []
-
-
-def test_an_aborted_load_is_reported_when_it_is_in(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    engine = Traced(monkeypatch, a, b, ranks=1)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(2)
-    engine.rig.abort("r")
-    engine.step()
-    a.say(0, received="r")
-    engine.step(2)
-    assert attributes(engine.span("kv.load one"))["outcome"] == "aborted"
-
-
-def test_a_request_that_is_not_sampled_has_no_spans(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    a.promises.add("r")
-    engine = Traced(monkeypatch, a, b)
-    load(engine, trace_headers=NOT_SAMPLED)
-    a.say(0, saved="r")
-    a.say(1, saved="r")
-    engine.step(2)
-    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
-    assert engine.value("kvobs_saves_total", outcome="ok") == 1
-    assert engine.spans() == []
-
-
 def test_a_slow_load_is_seen_whole_whatever_was_sampled(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     engine = Traced(monkeypatch, a, b, slow_load_ms=500)
@@ -215,19 +164,6 @@ def test_a_slow_load_is_seen_whole_whatever_was_sampled(monkeypatch: pytest.Monk
     assert [attributes(span)["sampling.reason"] for span in engine.spans()] == ["slow"] * 3
     assert {ids(span)[2] for span in engine.spans("kv.load.rank")} == {ids(whole)[1]}
     assert attributes(whole)["slowest_rank"] == 1
-
-
-@pytest.mark.parametrize(("sampler", "spans"), [("always_off", 0), ("parentbased_always_on", 8), ("traceidratio", 0)])
-def test_the_environments_sampler_decides_where_nobody_else_has(
-    sampler: str, spans: int, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = a.offers["q"] = KV
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.0")
-    engine = Traced(monkeypatch, a, b)
-    load(engine, "r")
-    load(engine, "q", trace_headers=SAMPLED)
-    assert len(engine.spans()) == spans
 
 
 def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -243,34 +179,6 @@ def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch,
     assert 0 < len(traces) < 24
     whole = ["kv.load one", "kv.load.rank", "kv.load.rank", "kv.lookup"]
     assert all(sorted(names) == whole for names in traces.values())
-
-
-# --- lookups
-
-
-def test_repeated_lookups_are_one_span(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = [(None, False), (None, False), (0, False)]
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(5)
-    lookup = engine.span("kv.lookup")
-    assert attributes(lookup)["lookups"] == 3
-    assert attributes(lookup)["outcome"] == "miss"
-    assert "connector" not in attributes(lookup)
-    assert (lookup.end_time or 0) - (lookup.start_time or 0) == pytest.approx(2 * STEP_S * 1e9, abs=1000)
-
-
-def test_a_request_that_ends_while_it_waits_has_a_lookup_too(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = (None, False)
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(2)
-    engine.rig.abort("r")
-    engine.step(2)
-    assert attributes(engine.span("kv.lookup"))["outcome"] == "aborted"
-    assert_nothing_is_left(engine.rig)
 
 
 # --- saves, and a decode engine

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.trace import StatusCode
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -46,32 +45,6 @@ def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.Monkey
     assert [(ids(span)[2], attributes(span)["rank"]) for span in below] == [(ids(whole)[1], 0), (ids(whole)[1], 1)]
     assert {attributes(span)["connector"] for span in below} == {"one"}
     assert len({ids(span)[0] for span in calls}) == len(calls) - 1, "any other is a trace of its own"
-
-
-def test_a_slow_lookup_is_seen_with_the_lookups_it_is_part_of(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    engine = Traced(monkeypatch, a, b, slow_call_ms=1e-6)
-    engine.rig.add("r", trace_headers=NOT_SAMPLED)
-    engine.step(3)
-    lookup, calls = engine.span("kv.lookup"), engine.spans("kv.call get_num_new_matched_tokens")
-    assert attributes(lookup)["sampling.reason"] == "slow"
-    assert [ids(span)[2] for span in calls] == [ids(lookup)[1]] * 2
-    assert [attributes(span)["connector"] for span in calls] == ["one", "two"]
-
-
-def test_a_failed_call_is_seen(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    b.raises["on_new_request"] = TimeoutError("no answer")
-    engine = Traced(monkeypatch, a, b, ranks=1)
-    with pytest.raises(TimeoutError):
-        engine.rig.add("r", trace_headers=NOT_SAMPLED)
-    b.raises.clear()
-    engine.rig.add("q")
-    engine.step(2)
-    call = engine.span("kv.call on_new_request")
-    assert ids(call)[::2] == (CLIENT_TRACE, CLIENT_SPAN)
-    assert (call.attributes or {})["error.type"] == "TimeoutError"
-    assert call.status.status_code is StatusCode.ERROR
 
 
 @pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
