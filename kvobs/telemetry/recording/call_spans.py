@@ -52,17 +52,10 @@ Parent = tuple[TraceContext, Mapping[str, Value]]
 
 
 class CallSpans:
-    """Writes the span records of one process's calls.
+    """Writes the span records of one process's calls: of all of them with ``traces_all``.
 
-    Args:
-        names: the children's names, by position.
-        journal: receives the records.
-        tracing: the tracing settings.
-        verdicts: the sampler.
-        rank: the worker's, None on the scheduler's side.
-        of_request: returns the parent of a call about a request; on the scheduler's side.
-
-    ``traces_all`` says whether every call is traced, and ``step`` has the traces of the running step.
+    On the scheduler's side, which has no rank, ``of_request`` returns the parent of a call about a request. ``step``
+    has the traces of the running step.
     """
 
     def __init__(

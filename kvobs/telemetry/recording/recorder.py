@@ -54,13 +54,9 @@ def wall_ns() -> int:
 class Recorder:
     """The numbers of one process.
 
-    Args:
-        children: number of children.
-        slow_ns: a longer call is counted as slow; hooks called once or on demand are exempt.
-        names: the children's names, for the log.
-        journal: holds the span records that are sent with the numbers.
-        tracer: receives slow and failed calls, or all of them.
-        flight: records the calls as they begin and end.
+    A call longer than ``slow_ns`` is counted as slow; hooks called once or on demand are exempt. ``journal`` holds the
+    span records that are sent with the numbers; ``tracer`` receives slow and failed calls, or all of them; ``flight``
+    records the calls as they begin and end.
     """
 
     def __init__(

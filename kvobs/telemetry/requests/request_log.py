@@ -101,12 +101,7 @@ class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
 
 
 class RequestLog:
-    """Writes the lines.
-
-    Args:
-        handler: where they go.
-        recorder: counts dropped lines.
-    """
+    """Writes the lines, and counts dropped ones."""
 
     def __init__(self, handler: LogFile | Stderr, recorder: Recorder) -> None:
         self._handler = handler

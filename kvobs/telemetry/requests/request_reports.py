@@ -45,11 +45,8 @@ def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
 class Reports(TransferListener):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
-    Args:
-        names: the children's names, by position.
-        report: the option of this name: whether a client gets a report, True if it asks for one.
-        put: takes the fields of each finished request's line, for the request log; None: there is none.
-        engine: vLLM's index of this engine, for the log.
+    ``report`` is the option of this name: whether a client gets a report, True if it asks for one. ``put`` takes the
+    fields of each finished request's line, for the request log; ``engine`` is vLLM's index of this engine, for the log.
     """
 
     def __init__(

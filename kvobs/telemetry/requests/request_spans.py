@@ -82,13 +82,7 @@ class Opened(NamedTuple):
 
 
 class RequestSpans:
-    """Writes the records of requests' spans.
-
-    Args:
-        names: the children's names, by position.
-        journal: receives the records.
-        tracing: the tracing settings.
-    """
+    """Writes the records of requests' spans."""
 
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
         self._names = names
@@ -107,16 +101,7 @@ class RequestSpans:
         owner: int | None = None,
         tokens: int = 0,
     ) -> None:
-        """Write the span of the lookups that have ended.
-
-        Args:
-            trace: the request's.
-            outcome: the outcome of the last lookup.
-            offers: (child, tokens) of the last lookup.
-            local: tokens in vLLM's own cache.
-            owner: the child that loads ``tokens``.
-            tokens: number of tokens to load.
-        """
+        """Write the span of the lookups that have ended; ``TransferListener.allocated`` describes the arguments."""
         opened, lookups = Opened(trace, trace.lookup_id, trace.above), trace.lookups
         reason, decision = trace.why(is_slow=trace.is_slow), trace.decision
         # Later lookups, after a preemption, get their own span.

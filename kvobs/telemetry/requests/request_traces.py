@@ -25,12 +25,6 @@ Params = dict[str, Any]  # kv_transfer_params
 class Traces(TransferListener):
     """The traces of all live requests, and of their open loads and promised saves.
 
-    Args:
-        names: the children's names, by position.
-        journal: receives the records, and the counts of malformed contexts.
-        tracing: the tracing settings.
-        verdicts: the sampler.
-
     ``calls`` traces the calls into the children. ``activated`` returns a call about a request with that request's
     context active in it; None: it is not to be.
     """

@@ -56,7 +56,12 @@ def of_headers(headers: object) -> TraceContext | None:
         return None
     if not isinstance(headers, Mapping):
         raise MalformedContextError
-    return _context(headers)
+    if TRACEPARENT not in headers:
+        return None
+    context = parse(headers[TRACEPARENT])
+    if context is None:
+        raise MalformedContextError
+    return context
 
 
 def of_params(params: object) -> TraceContext | None:
@@ -70,16 +75,7 @@ def of_params(params: object) -> TraceContext | None:
     own = params[KEY]
     if not isinstance(own, Mapping) or (TRACEPARENT not in own and REPORT not in own):
         raise MalformedContextError
-    return _context(own)
-
-
-def _context(carrier: Mapping[Any, Any]) -> TraceContext | None:
-    if TRACEPARENT not in carrier:
-        return None
-    context = parse(carrier[TRACEPARENT])
-    if context is None:
-        raise MalformedContextError
-    return context
+    return of_headers(own)
 
 
 def into_params(params: dict[str, Any] | None, context: TraceContext | None) -> dict[str, Any] | None:

@@ -278,7 +278,6 @@ def test_a_fault_while_summing_up_is_contained() -> None:
     ours = own({HIT: 1}, a="m:C")
     ours.data["opened"] = [None]
     stats = MultiKVConnectorStats(data={"kvobs": ours, "a": Summed(data={"n": 7})})
-    ours.taken = lambda: 1 / 0
     assert stats.reduce() == {"a": {"n": 7}}
     assert faults.take() == {"summarize": 1}
 
@@ -300,12 +299,6 @@ def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplo
     assert MultiKVConnectorStats(data={"one": Summed(data={})}).is_empty()
     assert not MultiKVConnectorStats(data={"one": Summed(data={}), "two": Unreadable(data={})}).is_empty()
     assert "the stats of connector 'two' can't be read" in caplog.text
-
-
-def test_items_are_read_and_written_by_name() -> None:
-    stats = MultiKVConnectorStats()
-    stats["a"] = Summed(data={"n": 1})
-    assert stats["a"].data == {"n": 1}
 
 
 def test_for_vllms_rust_front_end_the_connectors_have_the_keys_of_vllms_own_class(

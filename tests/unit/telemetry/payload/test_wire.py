@@ -13,7 +13,7 @@ from hypothesis import given
 from kvobs.schema import signals
 from kvobs.schema.spans import Record
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import PROTOCOL, EngineInfo, Increments, add_rows
+from kvobs.telemetry.payload.wire import PROTOCOL, EngineInfo, Increments
 from tests.support.contexts import record
 from tests.support.payloads import engine, numbers
 
@@ -43,12 +43,6 @@ def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
 def test_malformed_gauges_are_a_value_error(gauges: Any) -> None:
     with pytest.raises(ValueError, match="gauges are pairs|dictionary update sequence"):
         wire.from_line(json.dumps({"gauges": gauges}).encode())
-
-
-def test_another_version_has_no_numbers() -> None:
-    other = wire.message(Increments({1: 1}, [], {}, [[record()]]))
-    assert wire.read({**other, "v": wire.VERSION + 1}) == Increments.none()
-    assert wire.spans({**other, "table": 0}) == []
 
 
 def sent(**parts: Any) -> dict[str, Any]:
@@ -203,11 +197,6 @@ def test_another_message_is_refused(change: dict[str, object], problem: str) -> 
 
 
 # --- increments
-
-
-def test_equal_rows_are_summed_in_the_order_of_their_first() -> None:
-    mine, theirs = [["s", 0, "x", 1], ["s", 0, "y", 2]], [["s", 1, "x", 4], ["s", 0, "x", 8]]
-    assert add_rows(mine, theirs) == [["s", 0, "x", 9], ["s", 0, "y", 2], ["s", 1, "x", 4]]
 
 
 def test_increments_of_any_size_are_added_and_what_is_added_stays_as_it_is() -> None:

@@ -183,13 +183,6 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     assert decode.rig.connector._side._traces._journal.take()[1] == {}
 
 
-def test_a_prefill_engine_that_always_reports_does_not_ask_for_its_clients(make: Make) -> None:
-    prefill = make(report="always")
-    prefill.rig.add("r", max_tokens=1)
-    prefill.rig.run(3)
-    assert not asks(prefill.answers["r"])
-
-
 # --- what it says
 
 
@@ -244,19 +237,6 @@ def test_a_sync_load_in_the_requests_last_step_is_open_in_the_response_and_compl
     assert load["waited_s"] == load["duration_s"] >= 0
 
 
-def test_of_a_load_whose_failure_ends_the_request(make: Make, a: Script) -> None:
-    a.offers["r"] = KV
-    engine = make(report="always", log=True, policy="fail")
-    engine.rig.add("r")
-    engine.rig.step()
-    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
-    a.say(0, received="r")
-    engine.rig.run(3)
-    (line,) = engine.lines()
-    assert line["finish_reason"] == "error"
-    assert [load["outcome"] for load in line["loads"]] == ["failed"]
-
-
 def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> None:
     a.offers["r"] = KV
     engine = make(report="always", log=True)
@@ -269,15 +249,6 @@ def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> 
     (line,) = engine.lines()
     assert line["finish_reason"] == "abort"
     assert [(load["outcome"], load["duration_s"]) for load in line["loads"]] == [("aborted", None)]
-
-
-def test_of_a_request_that_is_aborted_before_anybody_was_asked(make: Make) -> None:
-    engine = make(report="always", log=True)
-    engine.rig.add("r")
-    engine.rig.abort("r")
-    engine.rig.step()
-    (line,) = engine.lines()
-    assert (line["finish_reason"], line["prompt_tokens"], line["lookups"]) == ("abort", PROMPT, 0)
 
 
 def test_the_log_has_a_line_for_each_finished_request(make: Make, a: Script) -> None:

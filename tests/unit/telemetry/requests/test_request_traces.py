@@ -348,12 +348,6 @@ def test_the_context_is_made_once_a_request() -> None:
 # --- where nothing is traced, or kvobs fails
 
 
-@pytest.mark.parametrize("propagates", [True, False])
-def test_contexts_are_made_active_if_they_are_to_be(propagates: bool) -> None:
-    traces = Traces(["disk"], Journal(), replace(TRACING, propagates=propagates), Sampler(True))
-    assert (traces.activated is not None) is propagates
-
-
 @pytest.mark.usefixtures("in_production")
 def test_a_fault_costs_the_trace_and_nothing_else() -> None:
     scheduler = Scheduler(traces_all=True, sampler=BrokenSampler())

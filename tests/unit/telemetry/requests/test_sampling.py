@@ -98,13 +98,6 @@ def test_a_step_waits_for_a_synchronous_load_as_for_a_call(
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_connectors_get_the_trace_context_only_if_so_configured(is_on: bool) -> None:
-    tracing = TracingSettings.of(options(tracing={"propagate": is_on}), config_of(URL))
-    assert tracing is not None
-    assert tracing.propagates == is_on
-
-
 # --- verdicts
 
 CALLERS = {"none": None, "sampled": SAMPLED, "unsampled": UNSAMPLED}
