@@ -19,10 +19,10 @@ from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import AT_MOST
 from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Call, Durations
-from kvobs.telemetry.telemetry import Telemetry
 from kvobs.telemetry.timeline.flight import Flight
 
 # The hooks as vLLM declares them.

@@ -27,8 +27,7 @@ from kvobs.log import once
 from kvobs.schema import spans
 from kvobs.schema.spans import Record, Value
 from kvobs.schema.version import __version__
-from kvobs.telemetry.requests.otel_environment import otlp_protocol
-from kvobs.telemetry.requests.trace_context import parse
+from kvobs.telemetry.requests.trace_context import otlp_protocol, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,8 +26,7 @@ from kvobs.schema.signals import (
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.hello import Engine
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import EngineInfo, Increments
 from kvobs.vllm_api.hooks import HOOKS
 
 _OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}
@@ -60,9 +59,9 @@ class Point(NamedTuple):
 class Totals:
     """The totals of one engine; threads may read them while payloads are added."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInfo) -> None:
         self._engine = engine
-        self._labels = engine.label_values
+        self._labels = (engine.model, str(engine.index))
         self._names = [connector.name for connector in engine.connectors]
         self._lock = Lock()
         self._counts: dict[_Key, list[int]] = {}
@@ -72,7 +71,7 @@ class Totals:
         self._marks: dict[_Key, dict[int, Mark]] = {}
         self._own: dict[Signal, Point] = {}
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: Increments) -> None:
         """Add the increments of a payload.
 
         Raises:

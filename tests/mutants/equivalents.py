@@ -57,7 +57,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     *_row("child"),
     *_row("n"),
     Equivalent(
-        "kvobs/telemetry/payload/payload.py",
+        "kvobs/telemetry/payload/kvobs_stats.py",
         "",
         "FEW = 1_000  # numbers, of three parts or four",
         "FEW = 1001  # numbers, of three parts or four",

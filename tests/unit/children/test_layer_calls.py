@@ -18,10 +18,10 @@ from kvobs.children.child import Child
 from kvobs.children.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls, Stalls
 from kvobs.schema import signals
 from kvobs.schema.signals import SPANS_DROPPED, locate, slot
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Recorder
-from kvobs.telemetry.telemetry import Telemetry
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {

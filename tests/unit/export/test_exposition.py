@@ -18,8 +18,8 @@ from kvobs.export.totals import Totals
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, Kind, place, slot
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.taken import Taken, nothing
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import record
 from tests.support.front import Front, metered
 from tests.support.payloads import CONNECTORS, engine, numbers
@@ -62,7 +62,7 @@ def front() -> Any:
 
 @given(st.lists(numbers(), max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_it_has_the_samples_of_the_api_server(front: Any, parts: list[Taken]) -> None:
+def test_it_has_the_samples_of_the_api_server(front: Any, parts: list[Increments]) -> None:
     api, totals = front(), Totals(engine(vllm_version=vllm.__version__))
     for part in parts:
         children = dict.fromkeys(CONNECTORS, "m:C")
@@ -77,14 +77,14 @@ def test_it_has_the_samples_of_the_api_server(front: Any, parts: list[Taken]) ->
 
 @given(st.lists(numbers(), max_size=4), st.integers(1, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Taken], times: int) -> None:
+def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Increments], times: int) -> None:
     """Two ranks' payloads, merged; by msgpack, as to an API server; and, added up, by a line to an exporter."""
-    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), nothing()
+    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), Increments.none()
     for part in parts:
         many = part._replace(counts={slot: n * times for slot, n in part.counts.items()})
         merged = KvobsStats.of(children, many).aggregate(KvobsStats.of(children, part._replace(gauges={})))
         arrived = KvobsStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
-        sent.add(arrived.taken())
+        sent.add(arrived.increments())
         expected.add(many)
         expected.add(part)
     totals = Totals(engine())
@@ -94,14 +94,16 @@ def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Taken], tim
     assert ours == pytest.approx(theirs, rel=0, nan_ok=True)
 
 
-def sum_of(parts: list[Taken], times: int) -> dict[int, int]:
+def sum_of(parts: list[Increments], times: int) -> dict[int, int]:
     return {slot: sum(part.counts.get(slot, 0) for part in parts) * times for part in parts for slot in part.counts}
 
 
 def loaded() -> Totals:
     totals = Totals(engine())
     first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(Taken({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {}))
+    totals.add(
+        Increments({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {})
+    )
     attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
     totals.mark(record(name="kv.load", observed_ns=2_000_000, attributes=attributes), 5.0)
     return totals
@@ -132,7 +134,7 @@ def test_scrapes_at_the_same_time_get_the_same_text() -> None:
     clock, totals = Clock(), loaded()
     page = exposition(totals, clock)
     before = page.text("")
-    totals.add(Taken({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
+    totals.add(Increments({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
     assert page.text("") == before
     assert page.text(OPENMETRICS) != before
     clock.now += FRESH_S

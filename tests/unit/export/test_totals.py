@@ -13,7 +13,7 @@ from hypothesis import given
 from kvobs.export.totals import Point, Totals
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import SERIES_AT_MOST, SIGNALS, Scope, Signal, labelnames, place, slot
-from kvobs.telemetry.recording.taken import Taken, nothing
+from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import record
 from tests.support.payloads import CONNECTORS, engine, numbers
 
@@ -31,7 +31,7 @@ def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
     return found[0] if found else None
 
 
-def added(parts: Iterable[Taken]) -> Totals:
+def added(parts: Iterable[Increments]) -> Totals:
     totals = Totals(engine())
     for part in parts:
         totals.add(part)
@@ -39,7 +39,7 @@ def added(parts: Iterable[Taken]) -> Totals:
 
 
 @given(st.lists(numbers(), max_size=4), st.randoms(use_true_random=False))
-def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken], random: object) -> None:
+def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Increments], random: object) -> None:
     parts = [part._replace(gauges={}) for part in parts]
     shuffled = list(parts)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken]
 
 def test_each_metric_has_its_labels_and_its_place() -> None:
     totals = added(
-        [Taken({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
+        [Increments({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
     )
     assert value(totals, signals.LOOKUPS, "one", "hit") == 2
     assert value(totals, signals.LOOKUPS, "two", "hit") == 3
@@ -84,18 +84,20 @@ ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
     ids=str,
 )
 def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
-    totals = added([Taken({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
+    totals = added([Increments({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
     before = list(totals.series())
-    right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
+    right = Increments({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
     counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
     with pytest.raises(ValueError, match="of no connector of one, two|gauge|negative|no series has the row"):
-        totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
+        totals.add(Increments(counts, [*right.opened, *wrong.get("opened", [])], gauges))
     assert list(totals.series()) == before
 
 
 def test_open_series_are_limited() -> None:
     rows = [["kvobs_call_errors_total", 0, "save_kv_layer", f"E{i}", 1] for i in range(SERIES_AT_MOST + 9)]
-    totals = added([Taken({}, rows, {}), Taken({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})])
+    totals = added(
+        [Increments({}, rows, {}), Increments({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})]
+    )
     found = points(totals, signals.CALL_ERRORS)
     assert len(found) == SERIES_AT_MOST + 2
     assert value(totals, signals.CALL_ERRORS, "one", "_OTHER", "_OTHER") == 9
@@ -106,11 +108,11 @@ def test_open_series_are_limited() -> None:
 def test_a_gauge_has_its_last_value_and_no_transfer_is_no_time() -> None:
     load, oldest = slot(signals.IN_FLIGHT, "load"), slot(signals.OLDEST_IN_FLIGHT, "load")
     totals = added(
-        [Taken({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Taken({}, [], {place(0, load): 1})]
+        [Increments({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Increments({}, [], {place(0, load): 1})]
     )
     assert value(totals, signals.IN_FLIGHT, "one", "load") == 1
     assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == 5
-    totals.add(Taken({}, [], {place(0, oldest): 0}))
+    totals.add(Increments({}, [], {place(0, oldest): 0}))
     assert math.isnan(value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") or 0.0)
 
 
@@ -125,7 +127,7 @@ def test_a_span_marks_the_bucket_of_its_duration() -> None:
     assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
     first = place(0, slot(signals.LOAD_DURATION, "async"))
     bucket = signals.LOAD_DURATION.bucket(TWO_MS)
-    totals.add(Taken({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
+    totals.add(Increments({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
     (point,) = points(totals, signals.LOAD_DURATION)
     assert dict(point.marks) == {bucket: (TWO_MS * 1e-9, 12.0, load.trace_id, load.span_id)}
     assert point.value == TWO_MS * 1e-9
@@ -149,7 +151,7 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
     totals = Totals(engine())
     totals.set_own(signals.ENGINE_UP, 1)
     assert value(totals, signals.ENGINE_UP) == 1
-    totals.add(nothing())
+    totals.add(Increments.none())
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
 
 
