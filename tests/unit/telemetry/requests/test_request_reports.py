@@ -237,6 +237,19 @@ def test_a_sync_load_in_the_requests_last_step_is_open_in_the_response_and_compl
     assert load["waited_s"] == load["duration_s"] >= 0
 
 
+def test_of_a_load_whose_failure_ends_the_request(make: Make, a: Script) -> None:
+    a.offers["r"] = KV
+    engine = make(report="always", log=True, policy="fail")
+    engine.rig.add("r")
+    engine.rig.step()
+    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    a.say(0, received="r")
+    engine.rig.run(3)
+    (line,) = engine.lines()
+    assert line["finish_reason"] == "error"
+    assert [load["outcome"] for load in line["loads"]] == ["failed"]
+
+
 def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> None:
     a.offers["r"] = KV
     engine = make(report="always", log=True)

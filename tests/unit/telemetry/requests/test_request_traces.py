@@ -251,6 +251,16 @@ def test_other_calls_are_the_lookups_siblings_or_below_it_where_it_is_the_root(p
 # --- handing on
 
 
+def test_a_loads_context_has_the_traces_flag() -> None:
+    for parent in (SAMPLED, UNSAMPLED):
+        traces = Scheduler().traces
+        traces.of(request("r", {"traceparent": parent.traceparent}))
+        traces.admitted("r", Load(0, 16, True, 1))
+        context = traces.of_load("r")
+        assert context is not None
+        assert context == TraceContext(parent.trace_id, context.span_id, parent.is_sampled)
+
+
 def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_handed_on() -> None:
     scheduler, mine = Scheduler(), request("r", {"traceparent": SAMPLED.traceparent})
     scheduler.traces.of(mine)
