@@ -12,7 +12,7 @@ from kvobs.schema.config import RESERVED_NAME
 from kvobs.telemetry.payload.payload import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import nothing
+from kvobs.telemetry.recording.taken import Taken, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -72,6 +72,9 @@ class Collector:
 
     @faults.contained("flush")
     def _numbers(self) -> KvobsStats:
+        return KvobsStats.of(self._classes, self._take())
+
+    def _take(self) -> Taken:
         """Take the counters. If that fails, the internal error is still reported."""
         try:
             taken = self._recorder.take()
@@ -80,4 +83,4 @@ class Collector:
             taken = nothing()
         for where, n in faults.take().items():
             taken.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
-        return KvobsStats.of(self._classes, taken)
+        return taken
