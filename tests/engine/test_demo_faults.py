@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvobs.cli.top.live import Watch
 from kvobs.cli.top.rows import ConnectorRow
-from kvobs.cli.top.servers import Watch, url_of
+from kvobs.cli.web import url_of
 from kvobs.demo import report
 from kvobs.demo.collector import Collector, Span
 from kvobs.demo.faulty_connector import SLOW_RANK, SLOW_S

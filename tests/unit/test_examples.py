@@ -17,7 +17,6 @@ import yaml
 from typer.testing import CliRunner
 
 from kvobs.cli import app, dashboards
-from kvobs.cli.site import Site
 from tests.support import charts
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +189,7 @@ def test_arguments_that_moved_are_an_error_and_not_overwritten(tmp_path: Path) -
 @pytest.mark.parametrize("name", NAMES)
 def test_monitoring_has_all_of_an_export_with_the_example_s_pods(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / name / "monitoring", tmp_path, dirs_exist_ok=True)
-    files = dashboards.contents(Site(labels=["release=mon"], namespaces=["llm"]))
+    files = dashboards.contents(dashboards.SiteSettings(labels=["release=mon"], namespaces=["llm"]))
     dashboards.export(tmp_path / "export", files)
     objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tmp_path)}
     boards = {f"kvobs-{board}" for board in ("overview", "connector", "prefill-decode", "slow-loads")}

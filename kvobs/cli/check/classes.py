@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -136,6 +136,4 @@ def _package_of(module: str) -> str | None:
     return None
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+_distributions = cache(packages_distributions)

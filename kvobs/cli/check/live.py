@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
-from kvobs.cli.top.scrapes import PREFIX
-from kvobs.cli.top.servers import NO_METRICS, PLAIN, values_of
+from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, values_of
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding

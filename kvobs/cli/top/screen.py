@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from kvobs.cli.output import NONE, amount, duration, percent, signed, whole
 from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
-from kvobs.cli.units import NONE, amount, duration, percent, signed, whole
 
 NAME_AT_MOST = 24
 ADDRESS_AT_MOST = 40

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvobs.cli import commands as cli
-from kvobs.cli.check.rewrite import rewrite
+from kvobs.cli.check.source import rewrite
 
 STOCK = {
     "kv_connector": "MultiConnector",

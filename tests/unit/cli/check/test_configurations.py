@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvobs.cli.check.check import check
-from kvobs.cli.check.rewrite import rewrite
+from kvobs.cli.check.source import rewrite
 from kvobs.schema.config import PATH
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvobs.cli import commands as cli
 from kvobs.cli import dashboards
 from kvobs.cli.check.live import look, shipped_rules
-from kvobs.cli.top.servers import NO_METRICS
+from kvobs.cli.top.scrapes import NO_METRICS
 from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually

@@ -23,7 +23,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
-from kvobs.cli.top.live import HUNG_UP, keyboard
+from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
+from kvobs.cli.web import url_of
 from kvobs.schema import signals
 from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import Engines, count, serving
@@ -264,3 +265,31 @@ def test_an_error_gives_the_terminal_back() -> None:
     os.close(near)
     assert keys(10) == HUNG_UP
     os.close(far)
+
+
+def test_a_watched_server_may_go_and_come_back() -> None:
+    engines = Engines("cpu")
+    with serving(engines) as address:
+        watch = Watch(url_of(address), 1)
+        assert watch.row(watch.reading, since_start=False).error == "no answer yet"
+        scrape_all([watch])
+        first = watch.row(watch.reading, since_start=False)
+        assert (first.address, first.error, first.connectors) == (address, "one answer so far", ())
+        assert watch.row(watch.reading, since_start=True).connectors[0].loads == 0
+        engines.send(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
+        scrape_all([watch])
+        row = watch.row(watch.reading, since_start=False)
+        assert row.seconds is not None
+        assert row.connectors[0].loads * row.seconds == pytest.approx(3)
+    scrape_all([watch])
+    since = watch.reading.error_since_s
+    row = watch.row(watch.reading, since_start=True)
+    assert (row.error, row.connectors) == ("no answer: Connection refused", ())
+    scrape_all([watch])
+    assert watch.reading.error_since_s == since
+    with serving(engines) as address:
+        watch.url = url_of(address)
+        scrape_all([watch])
+        assert watch.row(watch.reading, since_start=False).error == "one answer so far"
+        scrape_all([watch])
+        assert watch.row(watch.reading, since_start=False).connectors[0].loads == 0
