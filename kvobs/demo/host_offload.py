@@ -1,4 +1,4 @@
-"""Let vLLM's own OffloadingConnector keep KV blocks in host memory on a machine without a GPU.
+"""Let vLLM's own OffloadingConnector keep KV blocks in host memory on a machine without a GPU, and let it fail.
 
 vLLM refuses only at the last step, where a worker would copy blocks with CUDA streams. An offloading spec from outside
 is its extension point for that step; all else (lookups, eviction, accounting, metrics) stays vLLM's own:
@@ -10,9 +10,13 @@ Every worker copies its own share of each block into memory of its own, so any t
 vLLM 0.27 to 0.33 have the same interface here, but for two names.
 """
 
+from __future__ import annotations
+
 import time
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -24,6 +28,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvobs.vllm_api.versions import chunks_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):
@@ -53,7 +62,6 @@ class HostWorker(OffloadingWorker):
         self.finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy engine blocks to host memory."""
         return self.copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_urgency: bool) -> bool:
@@ -89,3 +97,39 @@ class HostWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Return at once: a submitted job is a finished one."""
+
+
+# The demo's faults
+
+SLOW_S = 1.2
+"""How much longer a load takes: a slow connector's is over `slow_load_ms`."""
+SLOW_RANK = 1
+
+
+class FaultyOffloadingConnector(OffloadingConnector):
+    """Loads late on every rank or on one, or raises when it is to load; option ``fault`` is a key of `FAULTS`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._fault = str(self._kv_transfer_config.get_from_extra_config("fault", ""))
+        rank = vllm_config.parallel_config.rank
+        self._holds = self._fault == "slow-connector" or (self._fault == "slow-rank" and rank == SLOW_RANK)
+        self._held: dict[str, float] = {}  # loaded request -> when to report it
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Raise on a load, if this is the failing connector."""
+        if self._fault == "failing-connector" and num_external_tokens:
+            raise ConnectionError("the demo's failing connector has lost its storage")
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Report loads, late if this is the slow connector; vLLM calls again as long as a load is pending."""
+        saved, loaded = super().get_finished(finished_req_ids)
+        if not self._holds:
+            return saved, loaded
+        now = time.monotonic()
+        self._held.update(dict.fromkeys(loaded, now + SLOW_S))
+        due = {request for request, when in self._held.items() if when <= now}
+        for request in due:
+            del self._held[request]
+        return saved, due

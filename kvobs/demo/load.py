@@ -1,6 +1,6 @@
 """The demo's load: many questions about a few documents, in rounds between which caches are emptied.
 
-How each child comes to serve, for certain, on real connectors asked in the order cpu, disk:
+How each connector comes to serve, for certain, in the order cpu, disk:
 - OffloadingConnector (cpu) finds any prefix it has seen, block by block; ExampleConnector (disk) only whole prompts.
   So a new question about a known document is served by cpu alone.
 - Emptying the connectors' caches empties cpu; ExampleConnector has no such hook and its files stay. So the same
@@ -21,14 +21,12 @@ BLOCK = 32
 ANSWER_TOKENS = 12
 
 
-class Answers(Protocol):
-    """The server's interface for the load."""
+class Answering(Protocol):
+    """The part of a server that the load uses."""
 
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
-        """Answer a prompt greedily."""
+    def complete(self, prompt: str, max_tokens: int) -> Completion: ...
 
-    def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Empty vLLM's own cache, and the connectors' too."""
+    def reset_prefix_cache(self, *, external: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ ROUNDS = (
 
 @dataclass(frozen=True)
 class RoundResult:
-    """The result of a round."""
-
     round: Round
     seconds: float
     prompt_tokens: int
@@ -64,7 +60,7 @@ class RoundResult:
 
 
 def run_rounds(
-    server: Answers,
+    server: Answering,
     requests: int,
     *,
     concurrency: int = 4,
@@ -72,53 +68,42 @@ def run_rounds(
 ) -> Iterator[RoundResult]:
     """Send about `requests` requests in four rounds of equal size, at least one a document; yield each round's result.
 
-    `on_answer` is called for each answer: round, answers so far, total answers.
+    `concurrency` are sent at a time. `on_answer` is called for each answer: round, answers so far, total answers.
     """
     each = max(len(DOCUMENTS), round(requests / len(ROUNDS)))
     for part in ROUNDS:
         if part.empties:
             server.reset_prefix_cache(external="connectors" in part.empties)
-        yield run_round(server, part, prompts(part.questions, each), concurrency, on_answer)
-
-
-def run_round(
-    server: Answers,
-    part: Round,
-    asked: list[str],
-    concurrency: int,
-    on_answer: Callable[[Round, int, int], None],
-) -> RoundResult:
-    """Send the prompts of one round, `concurrency` at a time."""
-    begin = time.monotonic()
-    answers: dict[str, Completion] = {}
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        running = {pool.submit(server.complete, prompt, ANSWER_TOKENS): prompt for prompt in asked}
-        for done in as_completed(running):
-            answers[running[done]] = done.result()
-            on_answer(part, len(answers), len(asked))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
-    return RoundResult(
-        part,
-        time.monotonic() - begin,
-        sum(answer.prompt_tokens for answer in answers.values()),
-        {prompt: answer.tokens for prompt, answer in answers.items()},
-    )
+        begin = time.monotonic()
+        answers: dict[str, Completion] = {}
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            running = {
+                pool.submit(server.complete, prompt, ANSWER_TOKENS): prompt for prompt in prompts(part.questions, each)
+            }
+            for done in as_completed(running):
+                answers[running[done]] = done.result()
+                on_answer(part, len(answers), each)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
+        yield RoundResult(
+            part,
+            time.monotonic() - begin,
+            sum(answer.prompt_tokens for answer in answers.values()),
+            {prompt: answer.tokens for prompt, answer in answers.items()},
+        )
 
 
 def differing(results: list[RoundResult]) -> list[str]:
-    """Return the prompts that two rounds answered differently: none, unless a child loaded the wrong blocks."""
-    first: dict[str, tuple[int, ...]] = {}
-    wrong: dict[str, None] = {}
+    """Return the prompts that rounds answered differently: none, unless a connector loaded the wrong blocks."""
+    answers: dict[str, set[tuple[int, ...]]] = {}
     for result in results:
         for prompt, tokens in result.answers.items():
-            if first.setdefault(prompt, tokens) != tokens:
-                wrong[prompt] = None
-    return list(wrong)
+            answers.setdefault(prompt, set()).add(tokens)
+    return [prompt for prompt, different in answers.items() if len(different) > 1]
 
 
-# --- prompts
+# Prompts
 
 
 def prompts(questions: int, count: int) -> list[str]:
@@ -139,8 +124,8 @@ def document(title: str, about: tuple[str, ...]) -> str:
 
 def question(questions: int, index: int) -> str:
     """Return one question of a set; two to three blocks long, and no two alike."""
-    what = QUESTIONS[questions][index % len(QUESTIONS[questions])]
-    return f"Q{index + 1}: {what} Please answer in one short sentence and name the section."
+    text = QUESTIONS[questions][index % len(QUESTIONS[questions])]
+    return f"Q{index + 1}: {text} Please answer in one short sentence and name the section."
 
 
 def whole_blocks_and_a_bit(prompt: str) -> str:

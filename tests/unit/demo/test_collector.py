@@ -23,7 +23,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind
 from opentelemetry.trace.status import Status, StatusCode
 
-from kvobs.demo.collector import Collector, Span
+from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.server import HOST
 from tests.support.grpc_collector import GrpcCollector
 
@@ -79,7 +79,7 @@ def test_a_span_arrives_with_all_that_was_sent(collector: Collector) -> None:
     )
     assert export(collector, sent, sdk_span("root")) is SpanExportResult.SUCCESS
     arrived, root = sorted(collector.spans, key=lambda span: span.name)
-    assert arrived == Span(
+    assert arrived == ReceivedSpan(
         name="kv.load cpu",
         trace_id=f"{TRACE:032x}",
         span_id=f"{1:016x}",

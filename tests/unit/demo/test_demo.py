@@ -290,7 +290,7 @@ vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external
 
 def test_the_report_counts_the_growth_of_each_child() -> None:
     """Over all engines and both modes, and nothing that was there before."""
-    cpu, disk, other = report.children(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    cpu, disk, other = report.totals_of(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert cpu == report.ConnectorTotals(
         name="cpu",
         lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0},
@@ -318,7 +318,7 @@ def test_the_report_says_where_prompt_tokens_came_from() -> None:
 
 
 def test_the_report_says_how_long_loads_took_and_what_steps_waited_for() -> None:
-    rows = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    rows = report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert report.time_line(rows) == (
         "Time: cpu 20 ms per load, 750 ms of waiting in model steps; disk 54,321 ms of waiting in model steps."
     )
@@ -334,7 +334,7 @@ def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
 
 def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
-    text = shown(report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
+    text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if "disk" in line)
     assert row.count("54,321") == 1
@@ -346,6 +346,6 @@ def test_columns_that_nobody_needs_are_left_out() -> None:
     quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
-    busy = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    busy = report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert "yet" in shown(busy)
     assert "failed" in shown(busy)

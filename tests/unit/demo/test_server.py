@@ -24,8 +24,9 @@ from kvobs.demo.server import (
     claim_port,
     cores,
     environment,
+    newest_message,
+    root_cause,
 )
-from kvobs.demo.server_log import newest_message, root_cause
 
 # --- server: ports, texts, configuration
 
