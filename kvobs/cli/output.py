@@ -25,7 +25,6 @@ def fail(says: str) -> typer.Exit:
 
 
 def warn(says: str) -> None:
-    """Print a warning in one line."""
     Console(stderr=True).print(f"warning: {says}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -121,7 +120,6 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Write a share."""
     return NONE if share is None else f"{100 * share:.0f} %"
 
 

@@ -42,8 +42,6 @@ class NoAnswerError(Exception):
 
 
 class Page(NamedTuple):
-    """An answer."""
-
     text: str
     content_type: str
 

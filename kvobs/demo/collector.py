@@ -60,7 +60,6 @@ class Collector:
         """The environment that a server needs beside the endpoint."""
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """Return the spans of one trace so far, in order of arrival."""
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def __enter__(self) -> Self:
@@ -147,7 +146,6 @@ def _plain_dict(attributes: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an attribute's value as Python has it."""
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return [_plain(entry) for entry in value.array_value.values]

@@ -117,7 +117,6 @@ class FaultyOffloadingConnector(OffloadingConnector):
         self._held: dict[str, float] = {}  # loaded request -> when to report it
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Raise on a load, if this is the failing connector."""
         if self._fault == "failing-connector" and num_external_tokens:
             raise ConnectionError("the demo's failing connector has lost its storage")
         super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -61,5 +61,4 @@ def kill_group(group: int) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Return an exit status as text."""
     return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

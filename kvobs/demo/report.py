@@ -49,7 +49,6 @@ class ConnectorTotals:
 
     @property
     def load_ms(self) -> float:
-        """Return the mean duration of a load; 0 without loads."""
         return 1e3 * self.load_s / self.loads["ok"] if self.loads["ok"] else 0
 
     @property
@@ -134,7 +133,6 @@ def time_line(rows: Iterable[ConnectorTotals]) -> str:
 
 
 def source_line(tokens: Mapping[str, int]) -> str:
-    """Return a line with the shares of the sources of prompt tokens."""
     whole = sum(tokens.values())
     parts = ", ".join(f"{round(100 * count / whole) if whole else 0} % {words}" for words, count in tokens.items())
     return f"Of {whole:,} prompt tokens: {parts}."

@@ -103,7 +103,6 @@ class Demo:
             return rows
 
     def measure(self, server: Server) -> list[report.ConnectorTotals]:
-        """Send the load and show its results."""
         before = readings(server)
         results = []
         with self.step("load") as step:
@@ -130,7 +129,6 @@ class Demo:
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:
-        """Show the trace of the slowest load."""
         deadline = time.monotonic() + ARRIVE_S
         spans: Sequence[ReceivedSpan] = ()
         while REQUEST not in [span.name for span in spans] and time.monotonic() < deadline:
@@ -182,7 +180,6 @@ class Demo:
 
     @contextmanager
     def step(self, name: str) -> Iterator["Progress"]:
-        """Show a step of the demo while it runs."""
         step = Progress(self.console, name)
         try:
             yield step
@@ -218,11 +215,9 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return how long it has taken so far."""
         return time.monotonic() - self.begin
 
     def count(self, part: load.Round, done: int, total: int) -> None:
-        """Show the progress of a round."""
         self.show(f"{part.title}: {done} of {total}")
 
     def show(self, doing: str) -> None:
@@ -235,16 +230,13 @@ class Progress:
             self.note(text)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
         self.console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def succeed(self, result: str) -> None:
-        """Show the result of the step."""
         self.end()
         self.console.print(f"[green]✓[/] {self.name:8} {self.seconds:4.1f} s  {escape(result)}", soft_wrap=True)
 
     def end(self) -> None:
-        """Remove the changing line."""
         if self.status:
             self.status.stop()
 
@@ -274,7 +266,6 @@ def multi_connector(*connectors: dict[str, Any], names: Sequence[str] = NAMES) -
 
 
 def child(kv_connector: str, **extra: Any) -> dict[str, Any]:
-    """Return a connector's entry."""
     return {"kv_connector": kv_connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 

@@ -119,7 +119,6 @@ class Server:
             self.process = self.launched(log, env)
 
     def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ServerProcess:
-        """Return a new process that runs the command line."""
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.DEVNULL,
@@ -238,8 +237,6 @@ class Server:
 
 @dataclass(frozen=True)
 class Completion:
-    """A server's answer to one prompt."""
-
     text: str
     tokens: tuple[int, ...]
     """Token ids of the answer; empty where the server doesn't return them."""
@@ -248,7 +245,6 @@ class Completion:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> Self:
-        """Read the JSON of `/v1/completions`."""
         choice = answer["choices"][0]
         return cls(choice["text"], tuple(choice.get("token_ids") or ()), answer["usage"]["prompt_tokens"], answer)
 

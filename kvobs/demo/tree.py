@@ -61,7 +61,6 @@ def rows_under(
 
 
 def heading(spans: Iterable[ReceivedSpan]) -> Text:
-    """Return a heading with the ids of the trace and its requests."""
     traces = dict.fromkeys(span.trace_id for span in spans)
     requests = dict.fromkeys(str(span.attributes.get("gen_ai.request.id", "")) for span in spans)
     return Text.assemble(("trace ", "dim"), ", ".join(traces), "  ", (", ".join(filter(None, requests)), "bold"))

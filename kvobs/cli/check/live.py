@@ -42,11 +42,9 @@ class Looked:
     warnings: list[Finding] = field(default_factory=list)
 
     def warn(self, path: str, found: str, fix: str) -> None:
-        """Add a warning."""
         self.warnings.append(Finding(path, found, fix=fix))
 
     def refuse(self, path: str, found: str, fix: str) -> None:
-        """Add a mistake."""
         self.mistakes.append(Finding(path, found, fix=fix))
 
 
@@ -201,7 +199,6 @@ def _port(url: str) -> int:
 
 
 def _data(prometheus: str, path: str, **query: str) -> Any:
-    """Return the data of an answer of Prometheus's API."""
     text, _ = get(f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}", "application/json")
     try:
         answer = json.loads(text)

@@ -51,7 +51,6 @@ def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
 
 
 def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[Text]:
-    """Yield a line for each warning and mistake, with its fix."""
     for findings, title, style in ((warnings, "warning", "yellow"), (mistakes, "mistake", "red")):
         for finding in findings:
             text = Text(f"{title}: {finding}")
@@ -60,7 +59,6 @@ def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[
 
 
 def lay_out_live(looked: Looked) -> Group:
-    """Return the facts about running servers and Prometheus."""
     return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
 
 
@@ -104,7 +102,6 @@ def _headline(checked: Checked) -> str:
 
 
 def _connectors(connectors: Sequence[CheckedConnector], rows_of: Callable[[CheckedConnector], dict[str, str]]) -> Table:
-    """Return a table with a column for each connector."""
     out = _table("", *(Text(connector.name) for connector in connectors))
     columns = [rows_of(connector) for connector in connectors]
     for row in max(columns, key=len):
@@ -113,7 +110,6 @@ def _connectors(connectors: Sequence[CheckedConnector], rows_of: Callable[[Check
 
 
 def _entry_rows(connector: CheckedConnector) -> dict[str, str]:
-    """Return the properties of a connector's entry, as row name -> text."""
     return {
         "kv_connector": connector.kv_connector,
         "kv_role": connector.kv_role or "?",
@@ -122,7 +118,6 @@ def _entry_rows(connector: CheckedConnector) -> dict[str, str]:
 
 
 def _class_rows(connector: CheckedConnector) -> dict[str, str]:
-    """Return the properties of a connector's class, as row name -> text."""
     facts = connector.facts
     if facts is None:
         return {}

@@ -20,8 +20,6 @@ _DEEPEST = 8  # routers within routers
 
 
 class Findings(NamedTuple):
-    """Mistakes and warnings."""
-
     mistakes: list[Finding]
     warnings: list[Finding]
 
@@ -69,7 +67,6 @@ def _name(entry: Any) -> str | None:
 
 
 def _libraries(entry: Mapping[str, Any], path: str) -> list[Finding]:
-    """Return the mistake of each library that a connector of vLLM needs and that is not installed."""
     return [
         Finding(
             f"{path}.kv_connector",

@@ -83,7 +83,6 @@ def parse(text: str) -> Source:
 
 
 def _object(text: str) -> Mapping[str, Any]:
-    """Parse JSON text that must be an object."""
     try:
         config = json.loads(text)
     except RecursionError:

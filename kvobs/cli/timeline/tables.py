@@ -53,7 +53,6 @@ def in_progress(joined: Sequence[Joined]) -> list[str]:
 
 
 def slowest_loads(joined: Sequence[Joined]) -> list[str]:
-    """Return a table of the loads that took longest."""
     ended = [transfer for transfer in joined if transfer.kind == "load" and not transfer.is_open]
     slowest = sorted(ended, key=lambda load: -load.spent_ns)[:SLOWEST_AT_MOST]
     rows = [
@@ -155,7 +154,6 @@ def _time(transfer: Joined | None) -> str:
 
 
 def as_dict(passage: Passage) -> dict[str, Any]:
-    """Return a passage as ``--json`` prints it."""
     first = passage.first
     return {
         "at": first.start / 1e9,

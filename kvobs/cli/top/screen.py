@@ -31,8 +31,6 @@ class Column:
 
 
 def columns(*, since_start: bool) -> list[Column]:
-    """Return all columns of connectors, in their order."""
-
     def stall(row: ConnectorRow) -> str:
         return duration(row.stall_s) if since_start else amount(1e3 * row.stall_s)
 

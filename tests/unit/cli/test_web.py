@@ -82,11 +82,6 @@ def test_where_nobody_answers_the_reason_is_named(url: str) -> None:
         get(url)
 
 
-def test_a_refusal_is_named() -> None:
-    with answering(404, "") as url, pytest.raises(NoAnswerError, match="answers 404 Not Found"):
-        get(url)
-
-
 # --- addresses
 
 
