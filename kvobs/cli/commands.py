@@ -31,9 +31,7 @@ app = typer.Typer(
 )
 
 
-dashboards = typer.Typer(
-    no_args_is_help=True, help="Export dashboards, alerts and their runbook.", rich_markup_mode=None
-)
+dashboards = typer.Typer(no_args_is_help=True, help="Export dashboards, alerts and runbook.", rich_markup_mode=None)
 app.add_typer(dashboards, name="dashboards")
 
 

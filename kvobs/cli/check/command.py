@@ -178,10 +178,7 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoRet
 
 def _print_findings(out: Console, checked: Checked | Looked, printed: Container[Finding] = ()) -> None:
     """Print each finding that is not printed yet in one line, also in a pipe."""
-    warnings, mistakes = (
-        [finding for finding in findings if finding not in printed] for findings in (checked.warnings, checked.mistakes)
-    )
-    for line in lines(warnings, mistakes):
+    for line in lines(checked.warnings, checked.mistakes, printed):
         out.print(line, soft_wrap=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,21 @@ def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
     if not any(connector.facts for connector in checked.connectors):
         return Group()
     off = {feature: why for feature, why in checked.off.items() if feature not in printed}
-    parts: list[RenderableType] = [Text(), _connectors(checked.connectors, _class_rows), Text()]
-    parts += [_pairs(_of_classes(checked), "of the classes together"), Text()]
-    if off:
-        parts += [_pairs(off, "off", "why"), Text()]
-    return Group(*parts)
+    table, together = (
+        _connectors(checked.connectors, _class_rows),
+        _pairs(_of_classes(checked), "of the classes together"),
+    )
+    return Group(Text(), table, Text(), together, Text(), *([_pairs(off, "off", "why"), Text()] if off else []))
 
 
-def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[Text]:
+def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding], printed: Container[Finding] = ()) -> Iterator[Text]:
+    """Yield a line for each warning and mistake that is not printed yet, with its fix."""
     for findings, title, style in ((warnings, "warning", "yellow"), (mistakes, "mistake", "red")):
         for finding in findings:
-            text = Text(f"{title}: {finding}")
-            text.stylize(style, 0, len(f"{title}: {finding.path}:"))
-            yield text
+            if finding not in printed:
+                text = Text(f"{title}: {finding}")
+                text.stylize(style, 0, len(f"{title}: {finding.path}:"))
+                yield text
 
 
 def lay_out_live(looked: Looked) -> Group:

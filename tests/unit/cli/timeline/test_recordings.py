@@ -14,16 +14,15 @@ from kvobs.telemetry.timeline.ring import Ring
 from tests.support.recordings import recorded
 
 
-def test_a_recording_of_something_else_is_named(tmp_path: Path) -> None:
+def test_another_recording_is_named_and_a_link_is_not_followed(tmp_path: Path) -> None:
     memory = bytearray(4096)
     Ring(memory, {"run": 5})
-    (tmp_path / "x.ring").write_bytes(memory)
+    path = tmp_path / "x.ring"
+    path.write_bytes(memory)
     with pytest.raises(ValueError, match="x.ring can't be read: its content is invalid"):
         recordings.load(tmp_path)
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "x.ring").symlink_to("/etc/hostname")
+    path.unlink()
+    path.symlink_to("/etc/hostname")
     with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
         recordings.load(tmp_path)
 
@@ -62,11 +61,8 @@ def test_what_is_in_progress_and_has_no_record_any_more_is_there() -> None:
     assert (one.begun, one.start, one.end) == (None, EPOCH + 1000, None)
     assert process.first_ns == EPOCH + 9000, "the records go back as far as before"
     assert process.begin_ns == EPOCH + 1000
-
-
-def test_what_is_in_progress_and_has_a_record_is_there_once() -> None:
-    (one,) = recorded((1000, 0, LOAD, 5), in_progress={KEY: (LOAD, 1000)}).transfers
-    assert one.begun == EPOCH + 1000
+    (recorded_too,) = recorded((1000, 0, LOAD, 5), in_progress={KEY: (LOAD, 1000)}).transfers
+    assert recorded_too.begun == EPOCH + 1000, "it is there once"
 
 
 def test_the_last_part_has_what_goes_on_in_it() -> None:

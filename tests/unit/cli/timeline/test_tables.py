@@ -44,13 +44,8 @@ def test_what_is_in_progress_has_its_age_and_the_ranks_that_it_waits_for() -> No
 def test_more_than_there_is_room_for_is_counted() -> None:
     many = [(i * MS, 0, LOAD, i) for i in range(IN_PROGRESS_AT_MOST + 3)]
     lines = in_progress(join([recorded(*many, LAST)]))
-    assert len(lines) == 1 + IN_PROGRESS_AT_MOST + 1
-    assert lines[-1] == "and 3 more: see --requests"
-
-
-def test_nothing_in_progress_is_no_table() -> None:
-    joined = join([recorded(LAST)])
-    assert (in_progress(joined), slowest_loads(joined)) == ([], [])
+    assert (len(lines), lines[-1]) == (1 + IN_PROGRESS_AT_MOST + 1, "and 3 more: see --requests")
+    assert (in_progress(join([recorded(LAST)])), slowest_loads(join([recorded(LAST)]))) == ([], [])
 
 
 def test_the_slowest_loads_come_first_with_their_last_rank() -> None:
@@ -65,21 +60,13 @@ def test_the_slowest_loads_come_first_with_their_last_rank() -> None:
     ]
 
 
-def test_engines_are_named_where_there_are_several() -> None:
-    processes = [recorded((0, MS, LOADED, 5), engine=engine) for engine in (0, 1)]
-    assert [line.rpartition("  ")[2] for line in slowest_loads(join(processes))[1:]] == [
-        "engine 0, one",
-        "engine 1, one",
-    ]
-    assert [line.partition("  ")[0] for line in of_processes(processes)[1:]] == [
-        "engine 0 scheduler", "engine 1 scheduler"
+def test_processes_have_their_engine_and_the_length_of_their_records() -> None:
+    processes = [recorded((0, ms * MS, LOADED, 5), engine=engine) for engine, ms in enumerate((40_060, 50))]
+    assert [" ".join(line.split()[1:]) for line in slowest_loads(join(processes))[1:]] == [
+        "40 s 00000000 - - engine 0, one", "50 ms 00000000 - - engine 1, one"
     ]  # fmt: skip
-
-
-def test_processes_have_the_length_of_their_records() -> None:
-    lines = of_processes([recorded((0, 40_060 * MS, LOADED, 5)), recorded((0, 50 * MS, LOADED, 5), rank=0)])
-    assert [line.split()[-7:-1] for line in lines[1:]] == [
-        ["ended", "0", "1", "0", "40.1", "s"], ["ended", "0", "1", "0", "50", "ms"]
+    assert [" ".join(line.split()[:-1]) for line in of_processes(processes)[1:]] == [
+        "engine 0 scheduler 7 ended 0 1 0 40.1 s", "engine 1 scheduler 7 ended 0 1 0 50 ms"
     ]  # fmt: skip
 
 
@@ -137,12 +124,8 @@ def test_a_request_that_is_looked_up_again_has_another_line() -> None:
     first, second = of(*WHOLE, *later)
     assert first.load is not second.load
     assert (len(first.saves), len(second.saves)) == (1, 0)
-
-
-def test_a_second_load_whose_lookup_is_overwritten_has_another_line() -> None:
-    first, second = of(*WHOLE[:4], (200 * MS, MS, LOADED, REQUEST))
-    assert (second.lookup, second.load is not None) == (None, True)
-    assert first.lookup is not None
+    first, second = of(*WHOLE[:4], (200 * MS, MS, LOADED, REQUEST))  # its lookup is overwritten
+    assert (first.lookup is not None, second.lookup, second.load is not None) == (True, None, True)
 
 
 def test_engines_of_requests_are_named_where_there_are_several() -> None:
