@@ -31,15 +31,16 @@ class Answering(Protocol):
 
 @dataclass(frozen=True)
 class Round:
-    """One pass over all documents, after emptying caches."""
+    """One pass over all documents with one of two sets of questions, after emptying caches.
+
+    ``says`` names the connector that serves it, and the reason; ``empties`` names vLLM's own prefix cache, `vllm`, and
+    the caches of those connectors that can empty theirs, `connectors`.
+    """
 
     title: str
     says: str
-    """Which connector serves it, and why."""
     questions: int
-    """Which set of questions, 0 or 1."""
     empties: tuple[str, ...] = ()
-    """Any of `vllm`, its own prefix cache, and `connectors`, the caches of those that can."""
 
 
 ROUNDS = (
@@ -117,8 +118,8 @@ def prompts(questions: int, count: int) -> list[str]:
 
 def document(title: str, about: tuple[str, ...]) -> str:
     """Return a document of about 900 characters: some thirty blocks."""
-    sentences = [f"{line} Section {i + 1} of the {title} handbook says no more than that." for i, line in
-                 enumerate(about * 3)]  # fmt: skip
+    end = f"of the {title} handbook says no more than that."
+    sentences = [f"{line} Section {i} {end}" for i, line in enumerate(about * 3, 1)]
     return f"{title.upper()}\n\n" + " ".join(sentences)[:900]
 
 

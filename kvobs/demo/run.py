@@ -29,7 +29,7 @@ from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, ne
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"
-HOST_MEMORY = 64 * 1024 * 1024
+HOST_MEMORY = 64 * 2**20
 ARRIVE_S = 5.0
 """Time for spans to reach the collector, at most."""
 REQUEST = "llm_request"
@@ -142,22 +142,18 @@ class Demo:
 
     def look_further(self, server: Server, work: Path) -> None:
         """Print commands that show more, each on a line that can be copied whole."""
+        url = metrics_url(server)
         if self.keep:
-            lines = [
-                f"{sys.argv[0]} top {metrics_url(server).removesuffix('/metrics')}",
-                f"curl -s {metrics_url(server)} | grep kvobs_",
-                f"less {work / LOG}",
-            ]
+            lines = [f"{sys.argv[0]} top {url.removesuffix('/metrics')}", f"curl -s {url} | grep kvobs_",
+                     f"less {work / LOG}"]  # fmt: skip
         else:
             option, port = (" --exporter", EXPORTER_PORT) if self.exporter else ("", 8000)
             lines = [f"{sys.argv[0]} demo --keep --port 8000{option}     # keeps the server running until Ctrl-C",
                      f"curl -s http://{HOST}:{port}/metrics | grep kvobs_"]  # fmt: skip
-        lines.append(STACK)
         self.console.print("\n[bold]Next steps[/]")
-        self.copyable(*lines)
-        self.console.print(
-            "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
-        )
+        self.copyable(*lines, STACK)
+        title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
+        self.console.print(title)
         self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CONNECTORS))}'")
 
     def copyable(self, *lines: str) -> None:

@@ -17,20 +17,16 @@ from kvobs.schema.signals import (
     Signal,
 )
 
-NAMED = "connector"
-
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the connector ``cpu``."""
+    """A fault of the connector ``cpu``: the tensor parallel size that it needs, and the metrics that show it."""
 
     name: str
     says: str
     ranks: int
-    """Tensor parallel size that it needs."""
     is_isolated: bool
     shown_by: tuple[Signal, ...]
-    """The metrics that show it."""
 
 
 FAULTS = {
@@ -50,7 +46,7 @@ def evidence(fault: Fault, samples: Iterable[Sample]) -> Iterator[str]:
     sums: dict[tuple[str, str], float] = {}
     for sample in samples:
         for signal in fault.shown_by:
-            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in (NAMED, *signal.labels)
+            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in ("connector", *signal.labels)
                                if name in sample.labels)  # fmt: skip
             if signal.kind is not Kind.HISTOGRAM and sample.name == signal.name and sample.value:
                 yield f"{signal.name}{{{labels}}} {sample.value:g}"

@@ -74,7 +74,7 @@ class Server:
 
     process: ServerProcess | None = field(default=None, init=False, repr=False)
     scratch: Path | None = field(default=None, init=False, repr=False)
-    """Its folder for temporary files; short, because sockets in it have short names only."""
+    """Its folder for temporary files; short, because names of sockets are."""
     ready: bool = field(default=False, init=False, repr=False)
 
     @property
@@ -98,11 +98,12 @@ class Server:
 
     def command(self) -> list[str]:
         """Return the command line of `vllm serve` with this server's settings."""
-        line = [*self.launch, str(self.model), "--served-model-name", NAME]
-        line += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
-        line += ["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-        # ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
-        line += ["--no-enable-chunked-prefill"]
+        # Chunked prefill: ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
+        line = [
+            *(*self.launch, str(self.model), "--served-model-name", NAME, "--dtype", self.dtype, "--enforce-eager"),
+            *("--host", self.host, "--port", str(self.port), "--max-model-len", "2048", "--block-size", "32"),
+            "--no-enable-chunked-prefill",
+        ]
         if self.tensor_parallel > 1:
             line += ["--tensor-parallel-size", str(self.tensor_parallel)]
         if self.kv_transfer_config is not None:
@@ -152,8 +153,8 @@ class Server:
     def check_alive(self) -> None:
         """Raise `ServerError` if the server process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise self.failure(f"The server exited {'while serving' if self.ready else 'before it was ready'} "
-                               f"({exit_text(code)}).")  # fmt: skip
+            when = "while serving" if self.ready else "before it was ready"
+            raise self.failure(f"The server exited {when} ({exit_text(code)}).")
 
     def stop(self) -> None:
         """End the server and every process it started; return when they are gone.
@@ -224,8 +225,7 @@ class Server:
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
-                content: bytes = answer.read()
-                return content
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             said = f"{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
             is_broken = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
@@ -298,8 +298,7 @@ def claim_port(port: int) -> int:
                 f"Port {port} on {HOST} can't be used: {error.strerror}. "
                 "Stop the process that listens there, or choose another port (0 picks a free one)."
             ) from error
-        free: int = probe.getsockname()[1]
-        return free
+        return port
 
 
 @cache

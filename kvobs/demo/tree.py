@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.filesize import decimal
@@ -20,15 +19,13 @@ GUIDE = 4
 CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
 
 
-@dataclass(frozen=True)
-class Row:
-    """A span at its place in the tree."""
+class Row(NamedTuple):
+    """A span at its place in the tree, with its parent's attributes."""
 
     span: ReceivedSpan
     depth: int
     title: str
     above: Mapping[str, Any]
-    """Its parent's attributes."""
 
 
 def tree(spans: Sequence[ReceivedSpan]) -> Tree:

@@ -33,33 +33,17 @@ def values(name: str) -> Any:
     return yaml.safe_load((EXAMPLES / name / "values.yaml").read_text())
 
 
-def checked(*args: str) -> dict[str, Any]:
-    """Return what ``kvobs check`` says of a line with these arguments."""
-    found = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
-    said: dict[str, Any] = json.loads(found.stdout)
-    return said
-
-
 def assert_right(args: list[str], connectors: list[str]) -> None:
-    found = checked(*args)
-    assert found["mistakes"] == []
-    assert found["warnings"] == []
+    """Assert that ``kvobs check`` has nothing against a line with these arguments, and that it has these connectors."""
+    result = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
+    found = json.loads(result.stdout)
+    assert (found["mistakes"], found["warnings"]) == ([], [])
     config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert config["kv_connector_module_path"] == "kvobs"
     assert [each["kv_connector"] for each in config["kv_connector_extra_config"]["connectors"]] == connectors
     options = config["kv_connector_extra_config"]["kvobs"]
     assert options["exporter"] == {"host": "0.0.0.0"}, "Prometheus is not in the pod"
     assert len(options["names"]) == len(connectors)
-
-
-def test_there_are_examples_of_these_and_the_page_names_them() -> None:
-    assert {path.name for path in EXAMPLES.iterdir()} == set(NAMES)
-    page = (ROOT / "docs/deployment.md").read_text()
-    for name in NAMES:
-        assert f"](examples/{name}/" in page
-
-
-# --- values
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -106,14 +90,16 @@ def test_the_modelservice_starts_right_configurations() -> None:
         assert mounted == {volume["name"] for volume in content[role]["volumes"]}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_images_are_those_of_the_page(name: str) -> None:
-    text = "\n".join(path.read_text() for path in (EXAMPLES / name).glob("*.yaml"))
-    (repository,) = set(re.findall(r"registry\.example\.com/[\w-]+", text))
-    (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
+def test_the_page_names_each_example_and_has_its_image() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} == set(NAMES)
     page = (ROOT / "docs/deployment.md").read_text()
-    assert f"FROM vllm/vllm-openai:{tag}\n" in page
-    assert f"docker build --tag {repository}:{tag}" in page
+    for name in NAMES:
+        assert f"](examples/{name}/" in page
+        text = "\n".join(path.read_text() for path in (EXAMPLES / name).glob("*.yaml"))
+        (repository,) = set(re.findall(r"registry\.example\.com/[\w-]+", text))
+        (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
+        assert f"FROM vllm/vllm-openai:{tag}\n" in page
+        assert f"docker build --tag {repository}:{tag}" in page
 
 
 # --- what kubectl builds

@@ -45,12 +45,6 @@ def collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
         yield made
 
 
-@pytest.fixture
-def grpc_collector() -> Iterator[GrpcCollector]:
-    with GrpcCollector() as made:
-        yield made
-
-
 def exporter(collector: Collector, exporters: ExitStack, timeout: float = 5, **more: Any) -> SpanExporter:
     made: SpanExporter
     if isinstance(collector, GrpcCollector):
@@ -128,30 +122,22 @@ def test_what_is_no_span_is_refused(body: bytes, headers: dict[str, str]) -> Non
     assert collector.spans == []
 
 
-# --- what a test may do to its own
+# --- the tests' own
 
 
-def threads_left(before: set[threading.Thread]) -> list[str]:
-    """Return the threads that do not end."""
-    deadline = time.monotonic() + 30
-    while (left := [thread.name for thread in set(threading.enumerate()) - before]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return left
-
-
-def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port(grpc_collector: GrpcCollector) -> None:
-    port = grpc_collector.port
-    with ExitStack() as exporters:
-        sender = exporter(grpc_collector, exporters)  # as a server's, it outlives the restart
+def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port() -> None:
+    with GrpcCollector() as collector, ExitStack() as exporters:
+        port = collector.port
+        sender = exporter(collector, exporters)  # as a server's, it outlives the restart
         sender.export([sdk_span("before", 1)])
-        grpc_collector.stop()
+        collector.stop()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port), timeout=1)
-        assert export(grpc_collector, sdk_span("during", 2), timeout=0.3) is SpanExportResult.FAILURE
-        grpc_collector.start()
-        assert grpc_collector.port == port
+        assert export(collector, sdk_span("during", 2), timeout=0.3) is SpanExportResult.FAILURE
+        collector.start()
+        assert collector.port == port
         assert sender.export([sdk_span("after", 3)]) is SpanExportResult.SUCCESS
-    assert [span.name for span in grpc_collector.spans] == ["before", "after"]
+    assert [span.name for span in collector.spans] == ["before", "after"]
 
 
 def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops() -> None:
@@ -164,4 +150,6 @@ def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops(
         collector.stop()
         assert waiting.result() is SpanExportResult.FAILURE
     assert collector.spans == []
-    assert threads_left(before) == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
