@@ -43,11 +43,10 @@ def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
     if not any(connector.facts for connector in checked.connectors):
         return Group()
     off = {feature: why for feature, why in checked.off.items() if feature not in printed}
-    table, together = (
-        _connectors(checked.connectors, _class_rows),
-        _pairs(_of_classes(checked), "of the classes together"),
-    )
-    return Group(Text(), table, Text(), together, Text(), *([_pairs(off, "off", "why"), Text()] if off else []))
+    parts: list[RenderableType] = [Text(), _connectors(checked.connectors, _class_rows), Text()]
+    parts += [_pairs(_of_classes(checked), "of the classes together"), Text()]
+    parts += [_pairs(off, "off", "why"), Text()] if off else []
+    return Group(*parts)
 
 
 def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding], printed: Container[Finding] = ()) -> Iterator[Text]:

@@ -96,34 +96,19 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
 @pytest.mark.parametrize(
     ("pair", "says"),
     [
-        (
-            Pair(Engine(4, 16), Engine(2, 16), 8, False),
-            "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens.",
-        ),
-        (
-            Pair(Engine(1, 1), Engine(1, 1), 1, False),
-            "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token.",
-        ),
-        (
-            Pair(Engine(8, 16), Engine(2, 48), 4, False),
-            "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode rank; "
-            "3 prefill blocks of 16 tokens to a decode block.",
-        ),
-        (
-            Pair(Engine(2, 16), Engine(8, 16), 4, False),
-            "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill rank; "
-            "blocks of 16 tokens.",
-        ),
-        (
-            Pair(Engine(4, 16), Engine(2, 16), 128, True),
-            "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a decode rank; "
-            "blocks of 16 tokens.",
-        ),
+        ((4, 16, 2, 16, 8, False), "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens."),
+        ((1, 1, 1, 1, 1, False), "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token."),
+        ((8, 16, 2, 48, 4, False), "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode "
+                                   "rank; 3 prefill blocks of 16 tokens to a decode block."),
+        ((2, 16, 8, 16, 4, False), "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill "
+                                   "rank; blocks of 16 tokens."),
+        ((4, 16, 2, 16, 128, True), "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a "
+                                    "decode rank; blocks of 16 tokens."),
     ],
-    ids=lambda value: f"{value.prefill.tp_size}-{value.decode.tp_size}" if isinstance(value, Pair) else "",
-)
-def test_the_facts_are_printed_in_words(pair: Pair, says: str) -> None:
-    assert facts(pair) == says
+)  # fmt: skip
+def test_the_facts_are_printed_in_words(pair: tuple[int, int, int, int, int, bool], says: str) -> None:
+    prefill_tp, prefill_block, decode_tp, decode_block, heads, is_mla = pair
+    assert facts(Pair(Engine(prefill_tp, prefill_block), Engine(decode_tp, decode_block), heads, is_mla)) == says
 
 
 def test_what_does_not_fit_is_refused() -> None:
