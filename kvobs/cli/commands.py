@@ -223,8 +223,8 @@ def export_dashboards(
     from kvobs.cli import dashboards
 
     try:
-        thresholds = dashboards.pairs(threshold or ())
-        settings = dashboards.SiteSettings(grafana, runbook, job, cluster, label or (), namespace or (), thresholds)
+        lists = [values or () for values in (label, namespace, threshold)]
+        settings = dashboards.SiteSettings(grafana, runbook, job, cluster, *lists)
         files = dashboards.contents(settings)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:

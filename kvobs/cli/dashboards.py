@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class SiteSettings:
     cluster: str = ""
     labels: Sequence[str] = ()
     namespaces: Sequence[str] = ()
-    thresholds: Mapping[str, str] = field(default_factory=dict)
+    thresholds: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _require("--grafana", _URL, [self.grafana], "an address such as https://grafana.example.org")
@@ -103,17 +103,6 @@ def _require(option: str, pattern: str, values: Sequence[str], allowed: str) -> 
     for value in values:
         if value and not re.fullmatch(pattern, value):
             raise ValueError(f"{option} {value!r} is not valid; use {allowed}")
-
-
-def pairs(values: Sequence[str]) -> dict[str, str]:
-    """Return thresholds given as NAME=VALUE; ValueError for anything else."""
-    thresholds = {}
-    for value in values:
-        name, is_pair, number = value.partition("=")
-        if not is_pair:
-            raise ValueError(f"--threshold {value!r} is not valid; use NAME=VALUE")
-        thresholds[name] = number
-    return thresholds
 
 
 def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[str, Any]) -> bytes:
@@ -164,10 +153,13 @@ def _lines(text: str, name: str, lines: Sequence[str]) -> str:
     return pattern.sub(lambda match: "".join(f"{match[1]}{line}\n" for line in lines), text)
 
 
-def _thresholds(chosen: Mapping[str, str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    for name, value in chosen.items():
+def _thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    values = {name: str(threshold["value"]) for name, threshold in known.items()}
+    for text in chosen:
+        name, _, value = text.partition("=")
         if name not in known:
             raise ValueError(f"--threshold {name} is unknown; use one of: {', '.join(known)}")
         if not re.fullmatch(r"\d+(\.\d+)?", value):
-            raise ValueError(f"--threshold {name}={value} is not valid; use a number ({known[name]['meaning']})")
-    return {name: str(threshold["value"]) for name, threshold in known.items()} | dict(chosen)
+            raise ValueError(f"--threshold {text} is not valid; use {name}=NUMBER ({known[name]['meaning']})")
+        values[name] = value
+    return values

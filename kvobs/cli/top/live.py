@@ -108,7 +108,7 @@ class Top:
         if as_json:
             self.console.file.write(json.dumps(as_dict(servers), allow_nan=False) + "\n")
         else:
-            self._print(picture(servers, self.interval_s, self.console.width))
+            self.console.print(Text("\n").join(picture(servers, self.interval_s, self.console.width)), soft_wrap=True)
         return all(server.error is None for server in servers)
 
     def run(self) -> None:
@@ -118,7 +118,7 @@ class Top:
             return
         while True:
             scrape_all(self.watches)
-            self._print([*self._picture(), Text()])
+            self.console.print(Text("\n").join([*self._picture(), Text()]), soft_wrap=True)
             time.sleep(self.interval_s)
 
     def _run_on_terminal(self) -> None:
@@ -149,9 +149,6 @@ class Top:
         pairs = zip(self.watches, readings, strict=True)
         servers = [watch.row(reading, since_start=since_start) for watch, reading in pairs]
         return picture(servers, self.interval_s, self.console.width, height, self.by)
-
-    def _print(self, lines: Sequence[Text]) -> None:
-        self.console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 @contextmanager

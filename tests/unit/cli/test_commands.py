@@ -151,15 +151,14 @@ def test_topology_says_which_options_do_not_fit(arguments: str, says: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([*PAIR], "--kv-heads, --mla, --model"),
-        ([*PAIR, "--model", ".", "--mla"], "--kv-heads, --mla, --model"),
-        ([*PAIR, "--model", ".", "--kv-heads", "8"], "--kv-heads, --mla, --model"),
+        *(([*PAIR, *more.split()], "--kv-heads, --mla, --model")
+          for more in ("", "--model . --mla", "--model . --kv-heads 8")),
         ([*PAIR, "--kv-heads", "0"], "--kv-heads"),
         (["--prefill-tp", "4", "--decode-tp", "0", "--mla"], "--decode-tp"),
         (["--prefill-tp", "1025", "--decode-tp", "1", "--mla"], "--prefill-tp"),
         (["--prefill-tp", "4", "--mla"], "--decode-tp"),
     ],
-)
+)  # fmt: skip
 def test_topology_refuses_options_that_make_no_pair(arguments: list[str], says: str) -> None:
     code, output = kvobs("topology", *arguments)
     assert code == 2

@@ -85,24 +85,23 @@ def test_where_nobody_answers_the_reason_is_named(url: str) -> None:
 # --- addresses
 
 
-@pytest.mark.parametrize(
-    ("given", "url"),
-    [
-        ("localhost:8000", "http://localhost:8000/metrics"),
-        ("localhost:8000/", "http://localhost:8000/metrics"),
-        ("localhost", "http://localhost:8000/metrics"),
-        ("gpu-7/metrics/", "http://gpu-7:8000/metrics/"),
-        ("[::1]", "http://[::1]:8000/metrics"),
-        ("http://gpu-7", "http://gpu-7/metrics"),
-        ("http://gpu-7:8000", "http://gpu-7:8000/metrics"),
-        ("https://vllm.example/prefill/metrics", "https://vllm.example/prefill/metrics"),
-        ("gpu-7:8000/metrics/", "http://gpu-7:8000/metrics/"),
-        ("[::1]:8000", "http://[::1]:8000/metrics"),
-        ("http://gpu-7/metrics?name=x#there", "http://gpu-7/metrics?name=x"),
-    ],
-)
-def test_addresses_are_completed(given: str, url: str) -> None:
-    assert url_of(given) == url
+ADDRESSES = {
+    "localhost:8000": "http://localhost:8000/metrics",
+    "localhost:8000/": "http://localhost:8000/metrics",
+    "localhost": "http://localhost:8000/metrics",
+    "gpu-7/metrics/": "http://gpu-7:8000/metrics/",
+    "[::1]": "http://[::1]:8000/metrics",
+    "http://gpu-7": "http://gpu-7/metrics",
+    "http://gpu-7:8000": "http://gpu-7:8000/metrics",
+    "https://vllm.example/prefill/metrics": "https://vllm.example/prefill/metrics",
+    "gpu-7:8000/metrics/": "http://gpu-7:8000/metrics/",
+    "[::1]:8000": "http://[::1]:8000/metrics",
+    "http://gpu-7/metrics?name=x#there": "http://gpu-7/metrics?name=x",
+}
+
+
+def test_addresses_are_completed() -> None:
+    assert {address: url_of(address) for address in ADDRESSES} == ADDRESSES
 
 
 @pytest.mark.parametrize(

@@ -115,19 +115,17 @@ def test_it_says_who_keeps_the_hybrid_manager_off() -> None:
     assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
-@pytest.mark.parametrize(
-    ("what", "on"),
-    [
-        ("isolation", {"isolate": ["ExampleConnector"]}),
-        ("timeline", {"timeline": {"dir": "/tmp/t"}}),
-        ("request reports", {"report": True}),
-        ("request reports", {"request_log": "stderr"}),
-        ("lookup timeout", {"lookup_timeout_ms": 5.0}),
-    ],
-)
-def test_what_an_option_would_switch_on_is_off_without_it(what: str, on: dict[str, Any]) -> None:
-    assert check(config_of()).off[what].startswith(("kvobs.", "neither kvobs."))
-    assert what not in check(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
+SWITCHES = [
+    ("isolation", {"isolate": ["ExampleConnector"]}), ("timeline", {"timeline": {"dir": "/tmp/t"}}),
+    ("request reports", {"report": True}), ("request reports", {"request_log": "stderr"}),
+    ("lookup timeout", {"lookup_timeout_ms": 5.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("feature", "on"), SWITCHES)
+def test_a_feature_is_off_without_its_option(feature: str, on: dict[str, Any]) -> None:
+    assert check_text(config_of()).off[feature].startswith(("kvobs.", "neither kvobs."))
+    assert feature not in check_text(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
 
 
 @pytest.mark.parametrize(("role", "reads"), [("kv_producer", (2, 4)), ("kv_consumer", (4, 2)), ("kv_both", (4, 2))])
