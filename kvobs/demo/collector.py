@@ -13,7 +13,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 from kvobs.demo.server import HOST
@@ -68,9 +67,7 @@ class Collector:
         Thread(target=self._listener.serve_forever, args=(0.02,), name="collector", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._listener.shutdown()
         self._listener.server_close()
 

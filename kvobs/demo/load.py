@@ -8,12 +8,13 @@ How each connector comes to serve, for certain, in the order cpu, disk:
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvobs.demo.server import Completion
+from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 BLOCK = 32
 """Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""
@@ -24,7 +25,7 @@ ANSWER_TOKENS = 12
 class Answering(Protocol):
     """The part of a server that the load uses."""
 
-    def complete(self, prompt: str, max_tokens: int) -> Completion: ...
+    def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion: ...
 
     def reset_prefix_cache(self, *, external: bool = False) -> None: ...
 
@@ -69,7 +70,8 @@ def run_rounds(
 ) -> Iterator[RoundResult]:
     """Send about `requests` requests in four rounds of equal size, at least one a document; yield each round's result.
 
-    `concurrency` are sent at a time. `on_answer` is called for each answer: round, answers so far, total answers.
+    `concurrency` are sent at a time; each begins a trace, as an instrumented client does. `on_answer` is called for
+    each answer: round, answers so far, total answers.
     """
     each = max(len(DOCUMENTS), round(requests / len(ROUNDS)))
     for part in ROUNDS:
@@ -80,7 +82,8 @@ def run_rounds(
         pool = ThreadPoolExecutor(concurrency)
         try:
             running = {
-                pool.submit(server.complete, prompt, ANSWER_TOKENS): prompt for prompt in prompts(part.questions, each)
+                pool.submit(server.complete, prompt, ANSWER_TOKENS, headers=_trace_headers()): prompt
+                for prompt in prompts(part.questions, each)
             }
             for done in as_completed(running):
                 answers[running[done]] = done.result()
@@ -93,6 +96,10 @@ def run_rounds(
             sum(answer.prompt_tokens for answer in answers.values()),
             {prompt: answer.tokens for prompt, answer in answers.items()},
         )
+
+
+def _trace_headers() -> dict[str, str]:
+    return {TRACEPARENT: TraceContext(new_trace_id(), new_span_id(), is_sampled=True).traceparent}
 
 
 def differing(results: list[RoundResult]) -> list[str]:

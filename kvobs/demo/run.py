@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.samples import Sample
 from rich.console import Console
@@ -21,11 +21,10 @@ from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
 from kvobs.demo.scenarios import Fault, evidence
-from kvobs.demo.server import CORES, HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
+from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD
-from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"
@@ -65,7 +64,7 @@ class Demo:
         With `keep` the server runs until Ctrl-C, and its folder is kept. Raises `ServerError`.
         """
         with folder(keep=self.keep) as work, ExitStack() as stack:
-            with self.step("model") as step:
+            with Progress(self.console, "model") as step:
                 make_model(work / "model")
                 step.succeed("a Llama with random weights and one token per byte")
             config, ranks = multi_connector(host_memory(), files(work / "disk")), 1
@@ -74,7 +73,7 @@ class Demo:
             if self.exporter:
                 config = with_exporter(config, self.host, EXPORTER_PORT if self.port else 0)
             collector = stack.enter_context(Collector())
-            with self.step("server") as step:
+            with Progress(self.console, "server") as step:
                 args = ("--otlp-traces-endpoint", os.environ.get(ENDPOINT, collector.endpoint))
                 env = {} if ENDPOINT in os.environ else collector.env
                 env |= {"OTEL_BSP_SCHEDULE_DELAY": "500"}  # vLLM's own spans would take 5 s
@@ -105,10 +104,10 @@ class Demo:
     def measure(self, server: Server) -> list[report.ConnectorTotals]:
         before = readings(server)
         results = []
-        with self.step("load") as step:
+        with Progress(self.console, "load") as step:
             if self.fault:
                 step.note(f"{self.fault.name}: {self.fault.says}")
-            for result in load.run_rounds(TracingClient(server), self.requests, on_answer=step.count):
+            for result in load.run_rounds(server, self.requests, on_answer=step.count):
                 results.append(result)
                 line = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
                 step.note(line if self.fault else f"{line}  {result.round.says}")
@@ -169,32 +168,10 @@ class Demo:
                 server.check_alive()
                 time.sleep(PAUSE_S if self.repeat else 1)
                 if self.repeat:
-                    for _ in load.run_rounds(TracingClient(server), self.requests):
+                    for _ in load.run_rounds(server, self.requests):
                         pass
         except KeyboardInterrupt:
             self.console.print("\nStopped.")
-
-    @contextmanager
-    def step(self, name: str) -> Iterator["Progress"]:
-        step = Progress(self.console, name)
-        try:
-            yield step
-        finally:
-            step.end()
-
-
-@dataclass(frozen=True)
-class TracingClient:
-    """Begins a trace with every request, as an instrumented client does."""
-
-    server: Server
-
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
-        context = TraceContext(new_trace_id(), new_span_id(), is_sampled=True)
-        return self.server.complete(prompt, max_tokens, headers={TRACEPARENT: context.traceparent})
-
-    def reset_prefix_cache(self, *, external: bool = False) -> None:
-        self.server.reset_prefix_cache(external=external)
 
 
 class Progress:
@@ -208,6 +185,12 @@ class Progress:
         self.status = console.status(name) if console.is_terminal else None
         if self.status:
             self.status.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
 
     @property
     def seconds(self) -> float:

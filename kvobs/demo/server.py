@@ -19,7 +19,6 @@ from functools import cache
 from http import HTTPStatus
 from itertools import cycle
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -91,9 +90,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
 
     def command(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +153,8 @@ class FakeServer:
         self.seen: list[str] = []
         self.fail_at = fail_at
 
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
+    def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion:
+        assert headers.keys() == {"traceparent"}
         self.seen.append(prompt)
         if len(self.seen) == self.fail_at:
             raise ServerError("gone")
