@@ -96,7 +96,7 @@ def check(
     mla: Mla = False,
     model: ModelDir = None,
 ) -> None:
-    """Check a --kv-transfer-config: what it builds and every mistake in it; or running servers and their Prometheus.
+    """Check a --kv-transfer-config and name every mistake in it; or look at running servers and their Prometheus.
 
     Exit status 1 if there is a mistake.
     """

@@ -9,9 +9,7 @@ from urllib.error import URLError
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from kvobs.cli import app
 from kvobs.demo import load, run, server
 from kvobs.demo.scenarios import FAULTS
 from tests.support.top_engines import Site
@@ -139,12 +137,3 @@ def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
     assert rounds == ([20, 20] if repeat else [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), [(["--host", "::1"], "127.0.0.1 or 0.0.0.0"), (["--repeat"], "requires --keep")]
-)
-def test_options_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["demo", *arguments])
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())

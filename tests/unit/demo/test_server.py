@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.processes import end_group, exit_text, group_members
-from kvobs.demo.run import files, folder, host_memory, multi_connector
+from kvobs.demo.run import folder
 from kvobs.demo.server import (
     CORES,
     TAIL,
@@ -29,6 +29,7 @@ from kvobs.demo.server import (
     newest_message,
     root_cause,
 )  # fmt: skip
+from tests.engine.serving import eventually
 
 # --- server: ports, texts, configuration
 
@@ -50,16 +51,8 @@ def test_a_port_that_others_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) 
         assert claim_port(0) == free
 
 
-def test_a_port_in_use_is_an_error_that_names_it() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"Port {port} on 127\.0\.0\.1 can't be used: Address already in use\."):
-            claim_port(port)
-
-
-def test_a_port_just_closed_can_be_used_again() -> None:
+def test_a_port_in_use_is_named_and_one_just_closed_can_be_used_again() -> None:
+    """Connections of the last server that linger in TIME_WAIT are no obstacle."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
@@ -67,6 +60,8 @@ def test_a_port_just_closed_can_be_used_again() -> None:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as accepted:
             accepted.close()
+        with pytest.raises(ServerError, match=rf"Port {port} on 127\.0\.0\.1 can't be used: Address already in use\."):
+            claim_port(port)
     assert claim_port(port) == port
 
 
@@ -84,29 +79,14 @@ def test_the_command_line_carries_every_setting() -> None:
 
 
 def test_each_rank_gets_a_core_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CORES, raising=False)
+    """Servers side by side have those that vLLM's variable names."""
     ours = sorted(os.sched_getaffinity(0))
-    assert cores(1) == ours[:1]
-    assert cores(len(ours) + 1) == [*ours, ours[0]]
-    assert environment(2)[CORES] == f"{cores(2)[0]}|{cores(2)[1]}"
-
-
-@pytest.mark.parametrize("named", ["", "auto", "nobind", "0-3|4-7"])
-def test_servers_side_by_side_have_the_cores_that_vllms_variable_names(
-    named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for unnamed in ("", "auto", "nobind", "0-3|4-7"):
+        monkeypatch.setenv(CORES, unnamed)
+        assert cores(len(ours) + 1) == [*ours, ours[0]]
     monkeypatch.setenv(CORES, "3|1")
     assert cores(3) == [3, 1, 3]
-    monkeypatch.setenv(CORES, named)
-    assert cores(1) == sorted(os.sched_getaffinity(0))[:1]
-
-
-def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
-    from kvobs.schema import config
-
-    extra = multi_connector(host_memory(), files(Path("/disk")))["kv_connector_extra_config"]
-    assert config.read(extra).names == ("cpu", "disk")
-    assert [child["kv_connector"] for child in extra["connectors"]] == ["OffloadingConnector", "ExampleConnector"]
+    assert environment(2)[CORES] == "3|1"
 
 
 # --- server: reading vLLM's log
@@ -123,13 +103,10 @@ LOG = """\
 """
 
 
-def test_the_cause_is_found_among_its_consequences() -> None:
-    assert root_cause(LOG) == "ValueError: No common block size for 16 (CPU_ATTN: 32)."
-
-
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
+        (LOG, "ValueError: No common block size for 16 (CPU_ATTN: 32)."),
         ("", ""),
         ("all is well\n", ""),
         ("Traceback\nModuleNotFoundError: No module named 'x'\n", "ModuleNotFoundError: No module named 'x'"),
@@ -142,7 +119,7 @@ def test_the_cause_is_found_among_its_consequences() -> None:
         ("ValueError: a\nKeyError: b\n", "KeyError: b"),
     ],
 )
-def test_causes_in_other_logs(log: str, cause: str) -> None:
+def test_the_cause_is_the_last_exception_that_is_no_consequence(log: str, cause: str) -> None:
     assert root_cause(log) == cause
 
 
@@ -258,7 +235,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     server.start()
     process = server.process
     assert process is not None
-    wait_for(lambda: "still thinking" in server.log.read_text())
+    assert eventually(lambda: "still thinking" in server.log.read_text())
     begin = time.monotonic()
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
@@ -288,9 +265,9 @@ def test_no_server_is_left_when_its_starter_is_killed(tmp_path: Path) -> None:
     )
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # no one is left to remove what it puts there
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environ) as starter:
-        wait_for(lambda: len(processes_naming(str(tmp_path))) > 1)
+        assert eventually(lambda: len(processes_naming(str(tmp_path))) > 1)
         starter.kill()
-    wait_for(lambda: processes_naming(str(tmp_path)) == [], seconds=4)  # less than it takes to find no model there
+    assert eventually(lambda: processes_naming(str(tmp_path)) == [], 4)  # less than it takes to find no model there
 
 
 def test_requests_carry_their_settings_and_headers(server: Server) -> None:
@@ -363,10 +340,3 @@ def processes_naming(text: str) -> list[int]:
         except OSError:  # it ended while we looked
             continue
     return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
