@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvobs.vllm_api.versions import chunks_of
@@ -38,19 +31,19 @@ if TYPE_CHECKING:
 class HostOffloadingSpec(CPUOffloadingSpec):
     """vLLM's CPU offloading spec, with a worker that copies from host memory to host memory."""
 
-    _worker: OffloadingWorker | None
+    _worker: base.OffloadingWorker | None
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         """Return this process's worker, made on the first call."""
         if self._worker is None:
             self._worker = HostWorker(kv_caches, self.blocks_per_chunk, chunks_of(self))
         return self._worker
 
 
-class HostWorker(OffloadingWorker):
+class HostWorker(base.OffloadingWorker):
     """Copies blocks between the engine's KV cache and host memory, at once and in the calling thread."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
+    def __init__(self, kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
         """Reserve `chunks` x `blocks_per_chunk` blocks of host memory beside each KV cache tensor."""
         self.blocks_per_chunk = blocks_per_chunk
         self.group_refs = kv_caches.group_data_refs
@@ -59,18 +52,22 @@ class HostWorker(OffloadingWorker):
             torch.zeros((chunks, blocks_per_chunk, cache.page_size_bytes), dtype=torch.int8)
             for cache in kv_caches.tensors
         ]
-        self.finished: list[TransferResult] = []
+        self.finished: list[base.TransferResult] = []
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def submit_store(self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec) -> bool:
         return self.copy(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_urgency: bool) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: base.LoadStoreSpec, dst_spec: base.GPULoadStoreSpec, **_urgency: bool
+    ) -> bool:
         """Copy host memory to engine blocks; `expedited`, which vLLM 0.33 adds, means nothing where nothing queues."""
         return self.copy(job_id, dst_spec, src_spec, store=False)
 
-    def copy(self, job_id: int, engine_spec: GPULoadStoreSpec, host_spec: LoadStoreSpec, *, store: bool) -> bool:
+    def copy(
+        self, job_id: int, engine_spec: base.GPULoadStoreSpec, host_spec: base.LoadStoreSpec, *, store: bool
+    ) -> bool:
         """Copy the blocks of one job, KV cache group by group, and note it as finished."""
-        assert isinstance(host_spec, BlockIDsLoadStoreSpec)
+        assert isinstance(host_spec, base.BlockIDsLoadStoreSpec)
         begin, moved = time.perf_counter(), 0
         blocks, chunks = torch.from_numpy(engine_spec.block_ids).long(), torch.from_numpy(host_spec.block_ids).long()
         places = zip(engine_spec.group_sizes, engine_spec.block_indices, self.group_refs, strict=True)
@@ -87,10 +84,10 @@ class HostWorker(OffloadingWorker):
                     engine[blocks[:size], :width] = host[rows, columns, :width]
                 moved += size * width
             blocks, chunks = blocks[size:], chunks[used:]
-        self.finished.append(TransferResult(job_id, True, moved, time.perf_counter() - begin))
+        self.finished.append(base.TransferResult(job_id, True, moved, time.perf_counter() - begin))
         return True
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[base.TransferResult]:
         """Return the jobs finished since the last call."""
         finished, self.finished = self.finished, []
         return finished

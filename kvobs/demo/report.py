@@ -7,21 +7,10 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvobs.schema.signals import (
-    ADMITTED_TOKENS,
-    LOAD_DURATION,
-    LOAD_STALL,
-    LOAD_TOKENS,
-    LOADS,
-    LOOKUPS,
-    OFFERED_TOKENS,
-    SAVE_STALL,
-    UNUSED_HIT_TOKENS,
-    Signal,
-)
+from kvobs.schema import signals
 from kvobs.telemetry.payload.scrapes import Numbers, change
 
-OUTCOMES = LOOKUPS.labels["outcome"]
+OUTCOMES = signals.LOOKUPS.labels["outcome"]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 SOURCES = {
     "local_compute": "computed",
@@ -38,7 +27,6 @@ class ConnectorTotals:
     name: str
     lookups: Mapping[str, int]
     offered: int
-    admitted: int
     unused: int
     loads: Mapping[str, int]
     loaded: int
@@ -64,22 +52,21 @@ def totals_of(names: Iterable[str], before: Iterable[Sample], after: Iterable[Sa
 
 
 def _totals(name: str, grown: Numbers) -> ConnectorTotals:
-    def count(signal: Signal, **labels: str) -> int:
+    def count(signal: signals.Signal, **labels: str) -> int:
         return int(grown.total(signal, connector=name, **labels))
 
-    def seconds(signal: Signal) -> float:
+    def seconds(signal: signals.Signal) -> float:
         return grown.total(signal, "_sum", connector=name)
 
     return ConnectorTotals(
         name=name,
-        lookups={outcome: count(LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
-        offered=count(OFFERED_TOKENS),
-        admitted=count(ADMITTED_TOKENS),
-        unused=count(UNUSED_HIT_TOKENS, reason="other_chosen"),
-        loads={outcome: count(LOADS, outcome=outcome) for outcome in LOADS.labels["outcome"]},
-        loaded=count(LOAD_TOKENS),
-        load_s=seconds(LOAD_DURATION),
-        waited_s=seconds(LOAD_STALL) + seconds(SAVE_STALL),
+        lookups={outcome: count(signals.LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
+        offered=count(signals.OFFERED_TOKENS),
+        unused=count(signals.UNUSED_HIT_TOKENS, reason="other_chosen"),
+        loads={outcome: count(signals.LOADS, outcome=outcome) for outcome in signals.LOADS.labels["outcome"]},
+        loaded=count(signals.LOAD_TOKENS),
+        load_s=seconds(signals.LOAD_DURATION),
+        waited_s=seconds(signals.LOAD_STALL) + seconds(signals.SAVE_STALL),
     )
 
 

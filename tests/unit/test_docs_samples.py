@@ -59,7 +59,7 @@ def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
         by_outcome = {"hit": hits, "miss": misses, "pending": 0, "timeout": 0}
         by_end = {"ok": loads, "failed": 0, "aborted": 0}
         seconds = load_ms * loads / 1e3, wait_ms / 1e3
-        made.append(report.ConnectorTotals(name, by_outcome, offered, loaded, unused, by_end, loaded, *seconds))
+        made.append(report.ConnectorTotals(name, by_outcome, offered, unused, by_end, loaded, *seconds))
     return made
 
 

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvobs.children.validation import (
-    NotUsableError,
-    Validated,
-    clashing_layouts,
-    find_classes,
-    path_of,
-    transfer_config,
-    validate,
-)
+from kvobs.children import validation
 from kvobs.cli.check import rules, vllm_source
 from kvobs.cli.check.source import Router, rewrite, router_of
 from kvobs.cli.topology import Pair
@@ -75,7 +67,7 @@ class Checked:
     by_variable: bool = False
     vllm: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
-    validated: Validated | None = field(default=None, repr=False)
+    validated: validation.Validated | None = field(default=None, repr=False)
     options: Options = field(default_factory=Options)
     failure_policy: str = "fail"
     tracing: str = "off"
@@ -97,8 +89,8 @@ class Checked:
     def _located(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
         for finding in findings:
-            if self.router is Router.NONE and finding.path.startswith(path_of(0)):
-                inner = finding.path.removeprefix(path_of(0)).removeprefix(".")
+            if self.router is Router.NONE and finding.path.startswith(validation.path_of(0)):
+                inner = finding.path.removeprefix(validation.path_of(0)).removeprefix(".")
                 yield replace(finding, path=inner or "kv_connector")
             else:
                 yield finding
@@ -163,13 +155,13 @@ def _check_entries(checked: Checked) -> None:
     """Check the top level, kvobs's options, the exporter's port, and each connector's entry."""
     keys = vllm_source.transfer_keys()  # those of the installed vLLM, if there is one
     transfer_class = versions.transfer_config_with(keys) if keys else versions.TransferConfig
-    checked.add(transfer_config(checked.config, "", transfer_class)[1])
+    checked.add(validation.transfer_config(checked.config, "", transfer_class)[1])
     policy = checked.config.get("kv_load_failure_policy", "fail")
     checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
     extra = checked.config.get(PATH, {})
     if not isinstance(extra, Mapping):
         return
-    checked.validated = validated = validate(extra, policy, transfer_class)
+    checked.validated = validated = validation.validate(extra, policy, transfer_class)
     checked.options = validated.configuration.options
     checked.add(validated.mistakes, validated.warnings)
     for name, entry in validated.entries.values():
@@ -298,19 +290,19 @@ def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
         fix = "run `python -c 'import vllm'` here, and correct what it names"
         checked.add(warnings=[Finding("vLLM", found, fix=fix)])
         return
-    find_classes(validated, classes.class_of)
+    validation.find_classes(validated, classes.class_of)
     checked.add(validated.mistakes, validated.warnings)
     connectors = dict(zip(validated.entries, checked.connectors, strict=True))
     has_hisparse = any(connector.kv_connector == _HISPARSE for connector in checked.connectors)
     for spec in validated.specs:
         entry = validated.entries[spec.index][1]
-        transfer, mistakes = transfer_config(entry, path_of(spec.index), classes.KVTransferConfig)
+        transfer, mistakes = validation.transfer_config(entry, validation.path_of(spec.index), classes.KVTransferConfig)
         checked.add(mistakes)
         if transfer is not None:
             try:
                 facts = classes.facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
-            except NotUsableError as error:
-                checked.add([error.at(path_of(spec.index))])
+            except validation.NotUsableError as error:
+                checked.add([error.at(validation.path_of(spec.index))])
             else:
                 connectors[spec.index].facts = facts
     _check_layouts(checked, is_mla)
@@ -322,7 +314,7 @@ def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
 def _check_layouts(checked: Checked, is_mla: bool | None) -> None:
     """Check that the connectors need one layout; if the model is unknown, for models with and without MLA."""
     kinds = (False, True) if is_mla is None else (is_mla,)
-    clashes = [finding for kind in kinds for finding in clashing_layouts(checked.layouts(is_mla=kind))]
+    clashes = [finding for kind in kinds for finding in validation.clashing_layouts(checked.layouts(is_mla=kind))]
     if len(clashes) == len(kinds):
         checked.add(clashes[:1])
     elif clashes:

@@ -223,7 +223,6 @@ kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"}
 kvobs_lookups_total{connector="disk",engine="0",model_name="tiny",outcome="pending"} 54321.0
 kvobs_offered_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4096.0
 kvobs_offered_tokens_total{connector="disk",engine="0",model_name="tiny"} 2048.0
-kvobs_admitted_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4000.0
 kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="other_chosen"} 64.0
 kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="aborted"} 54321.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="ok"} 3.0
@@ -250,7 +249,6 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
         name="cpu",
         lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0},
         offered=4096,
-        admitted=4000,
         unused=0,
         loads={"ok": 4, "failed": 0, "aborted": 2},
         loaded=3968,
@@ -291,7 +289,7 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
 
 
 def test_columns_that_nobody_needs_are_left_out() -> None:
-    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 1, 0,
+    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
     busy = report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
