@@ -211,6 +211,22 @@ def test_an_address_of_another_machine_is_a_warning(host: str) -> None:
     assert str(finding).isprintable()
 
 
+@pytest.mark.parametrize(
+    ("exporter", "path", "fix"),
+    [
+        ({"prot": 9464}, "kvobs.exporter.prot", "use 'port'"),
+        ({"port": 0}, "kvobs.exporter.port", "use an allowed value, or remove the option"),
+        ({"port": None}, "kvobs.exporter", "use an allowed value, or remove the option"),
+        ({"host": ""}, "kvobs.exporter.host", "use an allowed value, or remove the option"),
+        (True, "kvobs.exporter", "use an allowed value, or remove the option"),
+    ],
+)
+def test_mistakes_in_the_exporters_options_have_their_path(exporter: Any, path: str, fix: str) -> None:
+    (mistake,) = check_text(config_of(kvobs={"exporter": exporter})).mistakes
+    assert (mistake.path, mistake.fix) == (f"{PATH}.{path}", fix)
+    assert mistake.allowed or mistake.found.startswith("found '', ")
+
+
 def test_a_mistake_in_the_variable_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXPORTER_VARIABLE, "9464")
     (mistake,) = check_text(config_of()).mistakes

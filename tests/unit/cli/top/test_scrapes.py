@@ -16,7 +16,7 @@ from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
 from kvobs.telemetry.payload.scrapes import by_owner, change
-from tests.support.top_engines import Engines, answering, count, exporting, serving
+from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
 from tests.support.top_rows import ERRORS, GAUGES, RANKS, busy
 
 
@@ -102,3 +102,13 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
         replace(child, connector_class="") for child in rows[0].connectors
     ]
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
+
+
+def test_vllms_own_metrics_are_read_with_kvobss() -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.send()
+    vllm.send(running=3, waiting=2, first_tokens_s=[0.015])
+    with answering(200, engines.text + vllm.text) as url:
+        row = server_row("here", None, fetch(url))
+    assert (row.running, row.waiting) == (3, 2)
+    assert 0.01 < (row.ttft_p50_s or 0) < 0.02
