@@ -31,9 +31,7 @@ app = typer.Typer(
 )
 
 
-dashboards = typer.Typer(
-    no_args_is_help=True, help="Export dashboards, alerts and their runbook.", rich_markup_mode=None
-)
+dashboards = typer.Typer(no_args_is_help=True, help="Export dashboards, alerts and runbook.", rich_markup_mode=None)
 app.add_typer(dashboards, name="dashboards")
 
 
@@ -68,7 +66,7 @@ def demo(
     host: Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 or 0.0.0.0.")] = "127.0.0.1",
     repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the load until Ctrl-C; requires --keep.")] = False,
     exporter: Annotated[
-        bool, typer.Option("--exporter", help="Serve kvobs's metrics, and export spans, from a process of its own.")
+        bool, typer.Option("--exporter", help="Serve kvobs's metrics, and export spans, from a separate process.")
     ] = False,
     fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.", show_default=False)] = None,
 ) -> None:
@@ -88,17 +86,7 @@ def demo(
     from kvobs.demo.server import ServerError
 
     try:
-        put_in = FAULTS.get(fault or "")
-        Demo(
-            console,
-            port=port,
-            keep=keep,
-            requests=requests,
-            fault=put_in,
-            host=host,
-            repeat=repeat,
-            exporter=exporter,
-        ).run()
+        Demo(console, port, keep, requests, FAULTS.get(fault or ""), host, repeat, exporter).run()
     except KeyboardInterrupt:
         errors.print("\nStopped. Nothing is left running.", style="yellow")
         raise typer.Exit(130) from None
@@ -133,32 +121,31 @@ def topology(
 ) -> None:
     """Print which decode rank reads which KV heads from which prefill ranks."""
     from kvobs.cli import topology
-    from kvobs.topology import Engine, who_reads
+    from kvobs.topology import Engine
 
     if (model is None) == (kv_heads is None and not mla):
         raise typer.BadParameter("give --model, or --kv-heads and/or --mla", param_hint="--kv-heads, --mla, --model")
     prefill, decode = Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size)
+    heads_option = "--model" if model else "--kv-heads"
+    options = "--model"
     try:
         heads, is_mla = topology.read_model(model) if model else (kv_heads or 1, mla)
+        pair = topology.Pair(prefill, decode, heads, is_mla)
+        # Each check reuses the sizes that the previous ones accepted, so that its error is about two options only.
+        checks = {
+            f"--prefill-tp and {heads_option}": pair._replace(decode=prefill),
+            f"--decode-tp and {heads_option}": pair._replace(prefill=decode),
+            "--prefill-tp and --decode-tp": pair._replace(decode=Engine(decode_tp, prefill_block_size)),
+            "--prefill-block-size and --decode-block-size": pair,
+        }
+        for options, checked in checks.items():  # noqa: B007 the error names them
+            checked.reads()
     except ValueError as error:
-        raise fail(f"--model: {error}") from None
-    heads_option = "--model" if model else "--kv-heads"
-    # Each check reuses the sizes that the previous ones accepted, so that its error is about two options only.
-    checks = {
-        f"--prefill-tp and {heads_option}": (prefill, prefill),
-        f"--decode-tp and {heads_option}": (decode, decode),
-        "--prefill-tp and --decode-tp": (prefill, Engine(decode_tp, prefill_block_size)),
-        "--prefill-block-size and --decode-block-size": (prefill, decode),
-    }
-    for options, pair in checks.items():
-        try:
-            who_reads(*pair, heads, is_mla=is_mla)
-        except ValueError as error:
-            raise fail(f"{options}: {error}") from None
+        raise fail(f"{options}: {error}") from None
     if as_json:
-        typer.echo(json.dumps(topology.as_dict(prefill, decode, heads, is_mla=is_mla)))
+        typer.echo(json.dumps(topology.as_dict(pair)))
     else:
-        Console().print(topology.lay_out(prefill, decode, heads, is_mla=is_mla))
+        Console().print(topology.lay_out(pair))
 
 
 @app.command(
@@ -183,8 +170,8 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --once.")] = False,
 ) -> None:
     """Show each connector of running servers live: hits, loads, waits, errors, and the cost of telemetry."""
-    from kvobs.cli.top.live import Top
-    from kvobs.cli.top.servers import Watch, url_of
+    from kvobs.cli.top.live import Top, Watch
+    from kvobs.cli.web import url_of
 
     if as_json and not once:
         raise typer.BadParameter("requires --once", param_hint="--json")
@@ -205,8 +192,6 @@ def top(
 
 
 app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=CHECK_EXAMPLES)(check)
-
-
 app.command(short_help="Write recorded calls as a trace for Perfetto.", epilog=TIMELINE_EXAMPLES)(timeline)
 
 
@@ -236,11 +221,11 @@ def export_dashboards(
     Example: kvobs dashboards export DIR --grafana https://grafana.example.org --label release=monitoring
     """
     from kvobs.cli import dashboards
-    from kvobs.cli.site import Site, pairs
 
     try:
-        site = Site(grafana, runbook, job, cluster, label or (), namespace or (), pairs(threshold or ()))
-        files = dashboards.contents(site)
+        lists = [values or () for values in (label, namespace, threshold)]
+        settings = dashboards.SiteSettings(grafana, runbook, job, cluster, *lists)
+        files = dashboards.contents(settings)
         written = dashboards.export(folder, files, force=force)
     except ValueError as error:
         raise fail(str(error)) from None

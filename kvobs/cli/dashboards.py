@@ -1,12 +1,17 @@
 """Write the boards, rules, manifests and settings that come with kvobs to a folder, with the settings of a site.
 
-An installed package contains them; a checkout has them where they are generated.
+An installed package contains them; a checkout has them where they are generated. Rules and manifests are templates
+with tokens such as ``__job__``; boards and Prometheus's settings are changed where they have the default.
 """
 
-import json
-from pathlib import Path
+from __future__ import annotations
 
-from kvobs.cli.site import Site, fill
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
@@ -16,34 +21,32 @@ PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
           "kubernetes": "generated/templates/kubernetes", "kustomization.yaml": "generated/kustomization.yaml",
           "stack": "stack", "runbook.md": "runbook.md",
           SETTINGS: f"generated/templates/{SETTINGS}"}  # fmt: skip
-"""Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs.
-
-Rules and manifests are templates, and the settings are what fills them: see ``site``.
-"""
+"""Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs."""
 
 
-def contents(site: Site | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
+def contents(
+    settings: SiteSettings | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT
+) -> dict[str, bytes]:
     """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting."""
     files = sources(shipped, checkout)
     defaults = json.loads(files.pop(SETTINGS))
-    return {path: fill(path, content, site or Site(), defaults) for path, content in files.items()}
+    return {path: _fill(path, content, settings or SiteSettings(), defaults) for path, content in files.items()}
 
 
 def sources(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
     """Return all files by their place, as they come with kvobs; ValueError if some are missing."""
-    roots = {place: shipped / place for place in PLACES}
-    if not shipped.is_dir():
-        roots = {place: checkout / source for place, source in PLACES.items()}
+    is_installed = shipped.is_dir()
+    roots = {place: shipped / place if is_installed else checkout / source for place, source in PLACES.items()}
     if missing := [str(root) for root in roots.values() if not root.exists()]:
         raise ValueError(f"this installation of kvobs is incomplete: {', '.join(missing)} is missing; reinstall kvobs")
     return {
-        str(place / path.relative_to(root)): path.read_bytes()
-        for place, root in ((Path(place), root) for place, root in roots.items())
+        str(Path(place) / path.relative_to(root)): path.read_bytes()
+        for place, root in roots.items()
         for path in sorted([root] if root.is_file() else filter(Path.is_file, root.rglob("*")))
     }
 
 
-def export(folder: Path, files: dict[str, bytes], *, force: bool = False) -> list[str]:
+def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> list[str]:
     """Write the files that are missing or different in a folder; return their places.
 
     Raises:
@@ -51,15 +54,112 @@ def export(folder: Path, files: dict[str, bytes], *, force: bool = False) -> lis
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder")
-    differing = [path for path, content in files.items() if not _is(folder / path, content)]
-    taken = [path for path in differing if (folder / path).exists()]
-    if taken and not force:
-        raise ValueError(f"{folder} has different files with these names: {', '.join(taken)}; --force overwrites them")
-    for path in differing:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(files[path])
+    paths = {place: folder / place for place in files}
+    differing = [place for place, path in paths.items() if not path.is_file() or path.read_bytes() != files[place]]
+    existing = [place for place in differing if paths[place].exists()]
+    if existing and not force:
+        names = ", ".join(existing)
+        raise ValueError(f"{folder} has different files with these names: {names}; --force overwrites them")
+    for place in differing:
+        paths[place].parent.mkdir(parents=True, exist_ok=True)
+        paths[place].write_bytes(files[place])
     return differing
 
 
-def _is(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
+# The settings of a site
+
+_LABEL_NAME = r"[A-Za-z_]\w*"
+_KUBERNETES_LABEL = r"([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
+_NAMESPACE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_URL = r"https?://[^\s\"'{}]+"
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """The settings of a site; empty ones keep the default. Without ``grafana`` alerts have no link to a board.
+
+    Raises:
+        ValueError: Prometheus, Kubernetes or a browser would not take one of them.
+    """
+
+    grafana: str = ""
+    runbook: str = ""
+    job: str = ""
+    cluster: str = ""
+    labels: Sequence[str] = ()
+    namespaces: Sequence[str] = ()
+    thresholds: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _require("--grafana", _URL, [self.grafana], "an address such as https://grafana.example.org")
+        _require("--runbook", _URL, [self.runbook], "an address such as https://wiki.example.org/kvobs")
+        _require("--job", r"[\w./-]+", [self.job], "letters, digits and _ . / -")
+        _require("--cluster", _LABEL_NAME, [self.cluster], "the name of a label, such as cluster")
+        _require("--label", _KUBERNETES_LABEL, self.labels, "NAME=VALUE for Kubernetes, such as release=monitoring")
+        _require("--namespace", _NAMESPACE, self.namespaces, "the name of a namespace")
+
+
+def _require(option: str, pattern: str, values: Sequence[str], allowed: str) -> None:
+    for value in values:
+        if value and not re.fullmatch(pattern, value):
+            raise ValueError(f"{option} {value!r} is not valid; use {allowed}")
+
+
+def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[str, Any]) -> bytes:
+    """Return a file's content for a site; ValueError for an unknown threshold."""
+    text = content.decode()
+    old_job, old_cluster = defaults["job"], defaults["cluster"]
+    job, cluster = settings.job or old_job, settings.cluster or old_cluster
+    if path.startswith(("rules/", "kubernetes/")):
+        text = _template(text, settings, defaults)
+    elif path.startswith("boards/"):
+        text = text.replace(defaults["runbook"], settings.runbook or defaults["runbook"])
+        # Matchers, lists of labels, and columns; the variable keeps its name.
+        for place in (r"(?<=[{{,]){}(?==~)", r"(?<=[( ]){}(?=[,)])", r'(?<="){}(?=": (?:"|\d))'):
+            text = re.sub(place.format(old_cluster), cluster, text)
+    elif path == "stack/prometheus.yml":
+        text = text.replace(f"job_name: {old_job}\n", f"job_name: {job}\n")
+    elif path == "stack/alertmanager.yml":
+        text = _in_lists(text, old_cluster, cluster)
+    elif path == "runbook.md":
+        text = text.replace(f'job="{old_job}"', f'job="{job}"')
+        # Its queries are indented.
+        text = re.sub("^    .*$", lambda line: _in_lists(line[0], old_cluster, cluster), text, flags=re.MULTILINE)
+    return text.encode()
+
+
+def _in_lists(text: str, name: str, new: str) -> str:
+    """Replace a name where it is an item of a list in brackets."""
+    return re.sub(rf"(?<=[\[(, ]){name}(?=[\],)])", new, text)
+
+
+def _template(text: str, settings: SiteSettings, defaults: Mapping[str, Any]) -> str:
+    values = {name: getattr(settings, name) or defaults[name] for name in ("job", "cluster", "runbook")}
+    values |= {"grafana": settings.grafana.rstrip("/")} | _thresholds(settings.thresholds, defaults["thresholds"])
+    labels = (label.partition("=") for label in settings.labels)
+    text = _lines(text, "labels", [f"{name}: {json.dumps(value)}" for name, _, value in labels])
+    names = ["namespaceSelector:", f"  matchNames: {json.dumps(list(settings.namespaces))}"]
+    text = _lines(text, "namespaces", names if settings.namespaces else [])
+    if not settings.grafana:
+        text = re.sub(r"^ *dashboard_url: .*\n", "", text, flags=re.MULTILINE)
+    for name, value in values.items():
+        text = text.replace(f"__{name}__", value)
+    return text
+
+
+def _lines(text: str, name: str, lines: Sequence[str]) -> str:
+    """Put lines, indented alike, in the place of one that has a token as its key."""
+    pattern = re.compile(rf"^( *)__{name}__: ''\n", re.MULTILINE)
+    return pattern.sub(lambda match: "".join(f"{match[1]}{line}\n" for line in lines), text)
+
+
+def _thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    values = {name: str(threshold["value"]) for name, threshold in known.items()}
+    for text in chosen:
+        name, _, value = text.partition("=")
+        if name not in known:
+            raise ValueError(f"--threshold {name} is unknown; use one of: {', '.join(known)}")
+        if not re.fullmatch(r"\d+(\.\d+)?", value):
+            raise ValueError(f"--threshold {text} is not valid; use {name}=NUMBER ({known[name]['meaning']})")
+        values[name] = value
+    return values

@@ -1,4 +1,4 @@
-"""Read a page over HTTP, limited in time and size; whatever fails is one exception."""
+"""Complete the address of a server, and read a page over HTTP, limited in time and size."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException, HTTPResponse
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvobs.cli.output import printable
 
+VLLM_PORT = 8000
 TIMEOUT_S = 10.0
 AT_MOST = 64 * 2**20
 """Bytes of an answer: a hundred times the size of vLLM's."""
+
+
+def url_of(text: str, default_port: int = VLLM_PORT) -> str:
+    """Return the URL of a server's metrics: ``localhost`` is ``http://localhost:8000/metrics``, at vLLM's port.
+
+    Raises:
+        ValueError: not a valid address.
+    """
+    allowed = "use HOST[:PORT] or http(s)://HOST[:PORT][/PATH]"
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host, port = parts.hostname, parts.port  # reading an invalid port raises
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a server address ({error}); {allowed}") from None
+    is_plain = text.isprintable() and " " not in text and "@" not in parts.netloc
+    if parts.scheme not in ("http", "https") or not host or host.isdecimal() or not is_plain:
+        raise ValueError(f"{text!r} is not a server address; {allowed}")
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    netloc = parts.netloc if "://" in text or port is not None else f"{parts.netloc.removesuffix(':')}:{default_port}"
+    return parts._replace(netloc=netloc, path=path, fragment="").geturl()
 
 
 class NoAnswerError(Exception):
@@ -20,8 +42,6 @@ class NoAnswerError(Exception):
 
 
 class Page(NamedTuple):
-    """An answer."""
-
     text: str
     content_type: str
 

@@ -1,7 +1,9 @@
 """Receive OpenTelemetry spans on this machine, by OTLP over HTTP, and keep them to look at.
 
-What decodes them comes with vLLM, and is imported where it is used: this file imports without it.
+The libraries that decode them come with vLLM, and are imported where they are used: this file imports without them.
 """
+
+from __future__ import annotations
 
 import gzip
 import sys
@@ -11,7 +13,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 from kvobs.demo.server import HOST
@@ -20,26 +21,25 @@ PATH = "/v1/traces"
 
 
 @dataclass(frozen=True)
-class Span:
-    """A span as it arrived; ids are lower-case hex."""
+class ReceivedSpan:
+    """A span as it arrived; ids are lower-case hex.
+
+    ``parent_id`` is empty for a root; ``links`` are the trace and span ids of the spans that it links to; ``error`` is
+    whether its status is an error; ``scope`` is the instrumentation, and ``resource`` the process that made it.
+    """
 
     name: str
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Empty for a root."""
     start_ns: int = 0
     end_ns: int = 0
     attributes: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[tuple[str, str], ...] = ()
-    """Trace and span ids of the spans that it links to."""
     kind: str = "INTERNAL"
     error: bool = False
-    """Whether its status is an error."""
     scope: str = ""
-    """Which instrumentation made it."""
     resource: Mapping[str, Any] = field(default_factory=dict)
-    """Which process made it."""
 
 
 class Collector:
@@ -52,52 +52,46 @@ class Collector:
     """
 
     def __init__(self, protocol: str = "http/protobuf") -> None:
-        self.spans: list[Span] = []
+        self.spans: list[ReceivedSpan] = []
         self.endpoint = ""
-        """What vLLM's `--otlp-traces-endpoint` takes; known inside the block."""
+        """The value of vLLM's `--otlp-traces-endpoint`; known inside the block."""
         self.env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol}
-        """What a server needs in its environment beside the endpoint."""
+        """The environment that a server needs beside the endpoint."""
 
-    def trace(self, trace_id: str) -> list[Span]:
-        """Return the spans of one trace so far, in order of arrival."""
+    def trace(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def __enter__(self) -> Self:
-        self._listener = Listener(self.spans)
+        self._listener = _Listener(self.spans)
         self.endpoint = f"http://{HOST}:{self._listener.server_address[1]}{PATH}"
         Thread(target=self._listener.serve_forever, args=(0.02,), name="collector", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._listener.shutdown()
         self._listener.server_close()
 
 
-class Listener(ThreadingTCPServer):
+class _Listener(ThreadingTCPServer):
     """Adds the spans that arrive on a free port; a connection carries one request."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, spans: list[Span]) -> None:
-        super().__init__((HOST, 0), Handler)
+    def __init__(self, spans: list[ReceivedSpan]) -> None:
+        super().__init__((HOST, 0), _Handler)
         self.spans = spans
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show what failed, unless only the other side went away."""
+        """Show an error, unless only the other side went away."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
-    server: Listener
+class _Handler(BaseHTTPRequestHandler):
+    server: _Listener
 
     def do_POST(self) -> None:
-        """Take spans."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             spans = list(decode(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body))
@@ -111,50 +105,47 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, the name that the base class has
-        """Say nothing."""
+        pass
 
 
-def decode(body: bytes) -> Iterator[Span]:
-    """Yield the spans in the bytes of an ExportTraceServiceRequest; raise `ValueError` if they are none."""
+def decode(body: bytes) -> Iterator[ReceivedSpan]:
+    """Yield the spans in the bytes of an ExportTraceServiceRequest; raise `ValueError` for other bytes."""
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span as Message
-    from opentelemetry.proto.trace.v1.trace_pb2 import Status
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
     try:
         request = ExportTraceServiceRequest.FromString(body)
     except DecodeError as error:
-        raise ValueError(f"This is no ExportTraceServiceRequest: {error}.") from error
+        raise ValueError(f"This is not an ExportTraceServiceRequest: {error}.") from error
     for process in request.resource_spans:
-        resource = plain_dict(process.resource.attributes)
+        resource = _plain_dict(process.resource.attributes)
         for scope in process.scope_spans:
             for span in scope.spans:
-                yield Span(
+                yield ReceivedSpan(
                     name=span.name,
                     trace_id=span.trace_id.hex(),
                     span_id=span.span_id.hex(),
                     parent_id=span.parent_span_id.hex(),
                     start_ns=span.start_time_unix_nano,
                     end_ns=span.end_time_unix_nano,
-                    attributes=plain_dict(span.attributes),
+                    attributes=_plain_dict(span.attributes),
                     links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
-                    kind=Message.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
+                    kind=Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
                     error=span.status.code == Status.STATUS_CODE_ERROR,
                     scope=scope.scope.name,
                     resource=resource,
                 )
 
 
-def plain_dict(attributes: Any) -> dict[str, Any]:
-    """Return attributes as a dict."""
-    return {attribute.key: plain(attribute.value) for attribute in attributes}
+def _plain_dict(attributes: Any) -> dict[str, Any]:
+    return {attribute.key: _plain(attribute.value) for attribute in attributes}
 
 
-def plain(value: Any) -> Any:
-    """Return an attribute's value as Python has it."""
+def _plain(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [plain(entry) for entry in value.array_value.values]
+        return [_plain(entry) for entry in value.array_value.values]
     if kind == "kvlist_value":
-        return plain_dict(value.kvlist_value.values)
+        return _plain_dict(value.kvlist_value.values)
     return getattr(value, kind) if kind else None

@@ -1,6 +1,6 @@
 """The demo's load: many questions about a few documents, in rounds between which caches are emptied.
 
-How each child comes to serve, for certain, on real connectors asked in the order cpu, disk:
+How each connector comes to serve, for certain, in the order cpu, disk:
 - OffloadingConnector (cpu) finds any prefix it has seen, block by block; ExampleConnector (disk) only whole prompts.
   So a new question about a known document is served by cpu alone.
 - Emptying the connectors' caches empties cpu; ExampleConnector has no such hook and its files stay. So the same
@@ -8,12 +8,13 @@ How each child comes to serve, for certain, on real connectors asked in the orde
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvobs.demo.server import Completion
+from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 BLOCK = 32
 """Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""
@@ -21,27 +22,26 @@ BLOCK = 32
 ANSWER_TOKENS = 12
 
 
-class Answers(Protocol):
-    """The server's interface for the load."""
+class Answering(Protocol):
+    """The part of a server that the load uses."""
 
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
-        """Answer a prompt greedily."""
+    def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion: ...
 
-    def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Empty vLLM's own cache, and the connectors' too."""
+    def reset_prefix_cache(self, *, external: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """One pass over all documents, after emptying caches."""
+    """One pass over all documents with one of two sets of questions, after emptying caches.
+
+    ``says`` names the connector that serves it, and the reason; ``empties`` names vLLM's own prefix cache, `vllm`, and
+    the caches of those connectors that can empty theirs, `connectors`.
+    """
 
     title: str
     says: str
-    """Which connector serves it, and why."""
     questions: int
-    """Which set of questions, 0 or 1."""
     empties: tuple[str, ...] = ()
-    """Any of `vllm`, its own prefix cache, and `connectors`, the caches of those that can."""
 
 
 ROUNDS = (
@@ -54,8 +54,6 @@ ROUNDS = (
 
 @dataclass(frozen=True)
 class RoundResult:
-    """The result of a round."""
-
     round: Round
     seconds: float
     prompt_tokens: int
@@ -64,7 +62,7 @@ class RoundResult:
 
 
 def run_rounds(
-    server: Answers,
+    server: Answering,
     requests: int,
     *,
     concurrency: int = 4,
@@ -72,53 +70,48 @@ def run_rounds(
 ) -> Iterator[RoundResult]:
     """Send about `requests` requests in four rounds of equal size, at least one a document; yield each round's result.
 
-    `on_answer` is called for each answer: round, answers so far, total answers.
+    `concurrency` are sent at a time; each begins a trace, as an instrumented client does. `on_answer` is called for
+    each answer: round, answers so far, total answers.
     """
     each = max(len(DOCUMENTS), round(requests / len(ROUNDS)))
     for part in ROUNDS:
         if part.empties:
             server.reset_prefix_cache(external="connectors" in part.empties)
-        yield run_round(server, part, prompts(part.questions, each), concurrency, on_answer)
+        begin = time.monotonic()
+        answers: dict[str, Completion] = {}
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            running = {
+                pool.submit(server.complete, prompt, ANSWER_TOKENS, headers=_trace_headers()): prompt
+                for prompt in prompts(part.questions, each)
+            }
+            for done in as_completed(running):
+                answers[running[done]] = done.result()
+                on_answer(part, len(answers), each)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
+        yield RoundResult(
+            part,
+            time.monotonic() - begin,
+            sum(answer.prompt_tokens for answer in answers.values()),
+            {prompt: answer.tokens for prompt, answer in answers.items()},
+        )
 
 
-def run_round(
-    server: Answers,
-    part: Round,
-    asked: list[str],
-    concurrency: int,
-    on_answer: Callable[[Round, int, int], None],
-) -> RoundResult:
-    """Send the prompts of one round, `concurrency` at a time."""
-    begin = time.monotonic()
-    answers: dict[str, Completion] = {}
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        running = {pool.submit(server.complete, prompt, ANSWER_TOKENS): prompt for prompt in asked}
-        for done in as_completed(running):
-            answers[running[done]] = done.result()
-            on_answer(part, len(answers), len(asked))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
-    return RoundResult(
-        part,
-        time.monotonic() - begin,
-        sum(answer.prompt_tokens for answer in answers.values()),
-        {prompt: answer.tokens for prompt, answer in answers.items()},
-    )
+def _trace_headers() -> dict[str, str]:
+    return {TRACEPARENT: TraceContext(new_trace_id(), new_span_id(), is_sampled=True).traceparent}
 
 
 def differing(results: list[RoundResult]) -> list[str]:
-    """Return the prompts that two rounds answered differently: none, unless a child loaded the wrong blocks."""
-    first: dict[str, tuple[int, ...]] = {}
-    wrong: dict[str, None] = {}
+    """Return the prompts that rounds answered differently: none, unless a connector loaded the wrong blocks."""
+    answers: dict[str, set[tuple[int, ...]]] = {}
     for result in results:
         for prompt, tokens in result.answers.items():
-            if first.setdefault(prompt, tokens) != tokens:
-                wrong[prompt] = None
-    return list(wrong)
+            answers.setdefault(prompt, set()).add(tokens)
+    return [prompt for prompt, different in answers.items() if len(different) > 1]
 
 
-# --- prompts
+# Prompts
 
 
 def prompts(questions: int, count: int) -> list[str]:
@@ -132,15 +125,15 @@ def prompts(questions: int, count: int) -> list[str]:
 
 def document(title: str, about: tuple[str, ...]) -> str:
     """Return a document of about 900 characters: some thirty blocks."""
-    sentences = [f"{line} Section {i + 1} of the {title} handbook says no more than that." for i, line in
-                 enumerate(about * 3)]  # fmt: skip
+    end = f"of the {title} handbook says no more than that."
+    sentences = [f"{line} Section {i} {end}" for i, line in enumerate(about * 3, 1)]
     return f"{title.upper()}\n\n" + " ".join(sentences)[:900]
 
 
 def question(questions: int, index: int) -> str:
     """Return one question of a set; two to three blocks long, and no two alike."""
-    what = QUESTIONS[questions][index % len(QUESTIONS[questions])]
-    return f"Q{index + 1}: {what} Please answer in one short sentence and name the section."
+    text = QUESTIONS[questions][index % len(QUESTIONS[questions])]
+    return f"Q{index + 1}: {text} Please answer in one short sentence and name the section."
 
 
 def whole_blocks_and_a_bit(prompt: str) -> str:

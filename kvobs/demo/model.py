@@ -1,6 +1,6 @@
 """Create a tiny Llama with random weights: quick to load, with answers that depend strongly on its KV cache.
 
-Created without torch or transformers, in a fraction of a second and with the same bytes everywhere.
+It is created without torch or transformers, in a fraction of a second and with the same bytes everywhere.
 """
 
 import json
@@ -81,7 +81,7 @@ def printable() -> npt.NDArray[np.bool_]:
 
     Half a character would be held back by the server until the rest arrives, and would spoil times to first token.
     """
-    return np.array([False] * FIRST_BYTE + [len(char) == 1 and " " <= char <= "~" for char in byte_texts()])
+    return np.array([False] * FIRST_BYTE + [ord(" ") <= byte <= ord("~") for byte in range(256)])
 
 
 def alphabet() -> list[str]:
@@ -90,11 +90,6 @@ def alphabet() -> list[str]:
     hidden = (byte for byte in range(256) if byte not in visible)
     shifted = {byte: 256 + index for index, byte in enumerate(hidden)}
     return [chr(shifted.get(byte, byte)) for byte in range(256)]
-
-
-def byte_texts() -> list[str]:
-    """Return the text of each byte token: an ASCII character, or nothing for half of a longer one."""
-    return [chr(byte) if chr(byte).isascii() else "" for byte in range(256)]
 
 
 def tokenizer() -> dict[str, Any]:

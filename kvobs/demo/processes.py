@@ -9,8 +9,8 @@ from typing import Protocol
 from kvobs.vllm_api.proc import stat
 
 
-class Process(Protocol):
-    """What we use of a child process: `subprocess.Popen` has it."""
+class ServerProcess(Protocol):
+    """The part of `subprocess.Popen` that is used of a server's process."""
 
     pid: int
 
@@ -20,30 +20,25 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Return its exit status once it has ended; raise `subprocess.TimeoutExpired` if it has not in time."""
 
-    def send_signal(self, sig: int, /) -> None:
-        """Send it a signal, unless it has ended."""
+    def send_signal(self, sig: int, /) -> None: ...
 
-    def terminate(self) -> None:
-        """Ask it to end."""
+    def terminate(self) -> None: ...
 
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self) -> None: ...
 
 
 def group_members(group: int) -> list[int]:
     """Return the running processes of a process group, without zombies."""
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and in_group(int(entry), group)]
+    members = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, ValueError):  # it has ended
+            state, _parent, its_group = stat(int(entry))[1][:3]
+            if int(its_group) == group and state not in "ZX":
+                members.append(int(entry))
+    return members
 
 
-def in_group(pid: int, group: int) -> bool:
-    """Return whether a process runs in a process group; False if it has ended."""
-    with suppress(OSError, ValueError):
-        state, _parent, found = stat(pid)[1][:3]
-        return int(found) == group and state not in "ZX"
-    return False
-
-
-def end_group(process: Process, grace: float) -> None:
+def end_group(process: ServerProcess, grace: float) -> None:
     """Terminate the leader of a process group, and kill the rest of the group after `grace` seconds."""
     try:
         process.terminate()
@@ -66,5 +61,4 @@ def kill_group(group: int) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Return an exit status as text."""
     return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

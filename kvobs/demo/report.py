@@ -1,4 +1,4 @@
-"""Compute lookups, offers and loads of each child between two readings of /metrics, and render them as a table."""
+"""Compute lookups, offers and loads of each connector between two readings of /metrics, and render them as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,10 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvobs.schema.signals import (
-    ADMITTED_TOKENS,
-    LOAD_DURATION,
-    LOAD_STALL,
-    LOAD_TOKENS,
-    LOADS,
-    LOOKUPS,
-    OFFERED_TOKENS,
-    SAVE_STALL,
-    UNUSED_HIT_TOKENS,
-    Signal,
-)
+from kvobs.schema import signals
 from kvobs.telemetry.payload.scrapes import Numbers, change
 
-OUTCOMES = LOOKUPS.labels["outcome"]
+OUTCOMES = signals.LOOKUPS.labels["outcome"]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 SOURCES = {
     "local_compute": "computed",
@@ -33,16 +22,13 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class ConnectorTotals:
-    """One child's numbers."""
+    """One connector's numbers; those of lookups and loads by outcome, of loads over both modes."""
 
     name: str
     lookups: Mapping[str, int]
-    """By outcome."""
     offered: int
-    admitted: int
     unused: int
     loads: Mapping[str, int]
-    """By outcome, over both modes."""
     loaded: int
     load_s: float
     """Total time of its loads, each on the slowest rank."""
@@ -51,71 +37,66 @@ class ConnectorTotals:
 
     @property
     def load_ms(self) -> float:
-        """Mean duration of a load; 0 without loads."""
         return 1e3 * self.load_s / self.loads["ok"] if self.loads["ok"] else 0
 
     @property
     def asked(self) -> int:
-        """Number of requests it has answered, with a hit or without."""
+        """Return the number of requests that it has answered, with a hit or without."""
         return self.lookups["hit"] + self.lookups["miss"]
 
 
-def children(names: Iterable[str], before: Iterable[Sample], after: Iterable[Sample]) -> list[ConnectorTotals]:
-    """Return each named child's numbers between two readings, summed over engines; zeros for one without series."""
-    grown = growth(before, after)
-    return [_child(name, grown) for name in names]
+def totals_of(names: Iterable[str], before: Iterable[Sample], after: Iterable[Sample]) -> list[ConnectorTotals]:
+    """Return each connector's numbers between two readings, summed over engines; zeros for one without series."""
+    grown = _growth(before, after)
+    return [_totals(name, grown) for name in names]
 
 
-def _child(name: str, grown: Numbers) -> ConnectorTotals:
-    def count(signal: Signal, **labels: str) -> int:
+def _totals(name: str, grown: Numbers) -> ConnectorTotals:
+    def count(signal: signals.Signal, **labels: str) -> int:
         return int(grown.total(signal, connector=name, **labels))
 
-    def seconds(signal: Signal) -> float:
+    def seconds(signal: signals.Signal) -> float:
         return grown.total(signal, "_sum", connector=name)
 
     return ConnectorTotals(
         name=name,
-        lookups={outcome: count(LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
-        offered=count(OFFERED_TOKENS),
-        admitted=count(ADMITTED_TOKENS),
-        unused=count(UNUSED_HIT_TOKENS, reason="other_chosen"),
-        loads={outcome: count(LOADS, outcome=outcome) for outcome in LOADS.labels["outcome"]},
-        loaded=count(LOAD_TOKENS),
-        load_s=seconds(LOAD_DURATION),
-        waited_s=seconds(LOAD_STALL) + seconds(SAVE_STALL),
+        lookups={outcome: count(signals.LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
+        offered=count(signals.OFFERED_TOKENS),
+        unused=count(signals.UNUSED_HIT_TOKENS, reason="other_chosen"),
+        loads={outcome: count(signals.LOADS, outcome=outcome) for outcome in signals.LOADS.labels["outcome"]},
+        loaded=count(signals.LOAD_TOKENS),
+        load_s=seconds(signals.LOAD_DURATION),
+        waited_s=seconds(signals.LOAD_STALL) + seconds(signals.SAVE_STALL),
     )
 
 
 def sources(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, int]:
     """Return source -> number of prompt tokens, by vLLM's own metrics."""
-    grown = growth(before, after)
+    grown = _growth(before, after)
     return {words: int(grown.sum(PROMPT_TOKENS, source=source)) for source, words in SOURCES.items()}
 
 
-def growth(before: Iterable[Sample], after: Iterable[Sample]) -> Numbers:
+def _growth(before: Iterable[Sample], after: Iterable[Sample]) -> Numbers:
     """Return by how much each series grew between two readings."""
     old, new = ({(s.name, frozenset(s.labels.items())): s.value for s in samples} for samples in (before, after))
     return Numbers.of(change(old, new).items())
 
 
-# --- text
-
-
 def table(rows: Sequence[ConnectorTotals]) -> Table:
-    """Return a table with one child per row; columns of outcomes without any count are omitted."""
+    """Return a table with one connector per row; columns of outcomes without any count are omitted."""
     outcomes = [outcome for outcome in OUTCOMES
                 if outcome in ("hit", "miss") or any(row.lookups[outcome] for row in rows)]  # fmt: skip
     failed = any(row.loads[outcome] for row in rows for outcome in ("failed", "aborted"))
-    columns = ["", "lookups", *(OUTCOME_TITLES[outcome] for outcome in outcomes), "offered", "loaded", "loads"]
-    columns += [*(["failed"] if failed else []), "unused"]
+    columns = ["", "lookups", *(OUTCOME_TITLES[outcome] for outcome in outcomes), "offered", "loaded", "loads",
+               *(["failed"] if failed else []), "unused"]  # fmt: skip
     out = Table(title="Lookups, offers and loads by connector", title_justify="left", title_style="bold",
                 box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for column in columns:
         unit = "\ntokens" if column in ("offered", "loaded", "unused") else ""
         out.add_column(column + unit, justify="left" if column == "" else "right", no_wrap=True, vertical="bottom")
     for row in rows:
-        cells = [row.asked, *(row.lookups[outcome] for outcome in outcomes), row.offered, row.loaded, row.loads["ok"]]
-        cells += [*([row.loads["failed"] + row.loads["aborted"]] if failed else []), row.unused]
+        cells = [row.asked, *(row.lookups[outcome] for outcome in outcomes), row.offered, row.loaded, row.loads["ok"],
+                 *([row.loads["failed"] + row.loads["aborted"]] if failed else []), row.unused]  # fmt: skip
         out.add_row(row.name, *(f"{cell:,}" for cell in cells))
     return out
 
@@ -130,7 +111,7 @@ LEGEND = (
 
 
 def time_line(rows: Iterable[ConnectorTotals]) -> str:
-    """Return a line with each child's mean load duration, and the time that steps waited for its loads and saves."""
+    """Return a line with each connector's mean load duration, and the time that steps waited for it."""
     parts = []
     for row in rows:
         loads = f"{row.load_ms:,.0f} ms per load, " if row.loads["ok"] else ""
@@ -139,7 +120,6 @@ def time_line(rows: Iterable[ConnectorTotals]) -> str:
 
 
 def source_line(tokens: Mapping[str, int]) -> str:
-    """Return a line with the shares of the sources of prompt tokens."""
     whole = sum(tokens.values())
     parts = ", ".join(f"{round(100 * count / whole) if whole else 0} % {words}" for words, count in tokens.items())
     return f"Of {whole:,} prompt tokens: {parts}."

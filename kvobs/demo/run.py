@@ -1,4 +1,4 @@
-"""`kvobs demo` from end to end: model, server, load, report."""
+"""Run `kvobs demo` from end to end: model, server, load, report."""
 
 import json
 import os
@@ -11,25 +11,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.markup import escape
 
 from kvobs.demo import load, report
-from kvobs.demo.collector import Collector, Span
+from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
 from kvobs.demo.scenarios import Fault, evidence
-from kvobs.demo.server import CORES, HOST, Completion, Server, ServerError, claim_port, cores, parse_metrics
+from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD
-from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"
-HOST_MEMORY = 64 * 1024 * 1024
+HOST_MEMORY = 64 * 2**20
 ARRIVE_S = 5.0
 """Time for spans to reach the collector, at most."""
 REQUEST = "llm_request"
@@ -37,7 +36,6 @@ REQUEST = "llm_request"
 ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 """Environment variable with a collector to use instead of the demo's own."""
 STACK = "docker compose --profile cpu up --build     # the boards: http://localhost:3000/d/kvobs-overview"
-"""In a checkout."""
 PAUSE_S = 5.0
 """Between two rounds of a load that is repeated."""
 EXPORTER_PORT = ExporterOptions().port or 0
@@ -61,21 +59,21 @@ class Demo:
     """Whether kvobs's metrics and spans leave by its exporter."""
 
     def run(self) -> list[report.ConnectorTotals]:
-        """Run the demo and return each child's numbers.
+        """Run the demo and return each connector's numbers.
 
         With `keep` the server runs until Ctrl-C, and its folder is kept. Raises `ServerError`.
         """
         with folder(keep=self.keep) as work, ExitStack() as stack:
-            with self.step("model") as done:
+            with Progress(self.console, "model") as step:
                 make_model(work / "model")
-                done("a Llama with random weights and one token per byte")
+                step.succeed("a Llama with random weights and one token per byte")
             config, ranks = multi_connector(host_memory(), files(work / "disk")), 1
             if self.fault:
                 config, ranks = with_fault(self.fault, work), self.fault.ranks
             if self.exporter:
                 config = with_exporter(config, self.host, EXPORTER_PORT if self.port else 0)
             collector = stack.enter_context(Collector())
-            with self.step("server") as done:
+            with Progress(self.console, "server") as step:
                 args = ("--otlp-traces-endpoint", os.environ.get(ENDPOINT, collector.endpoint))
                 env = {} if ENDPOINT in os.environ else collector.env
                 env |= {"OTEL_BSP_SCHEDULE_DELAY": "500"}  # vLLM's own spans would take 5 s
@@ -87,15 +85,15 @@ class Demo:
                     args,
                     env | (on_one_core(ranks) if ranks > 1 else {}),
                     tensor_parallel=ranks,
-                    on_progress=done.starting,
+                    on_progress=lambda _seconds, message: step.show(message),
                     host=self.host,
                 )
                 if self.exporter:
                     stack.callback(see_exporter_end, metrics_url(server))
                 stack.enter_context(server)
-                done(f"vLLM with kvobs is up on {server.url}")
+                step.succeed(f"vLLM with kvobs is up on {server.url}")
                 if self.exporter:
-                    done.note(f"kvobs's metrics are at {metrics_url(server)}")
+                    step.note(f"kvobs's metrics are at {metrics_url(server)}")
             rows = self.measure(server)
             self.show_slowest_load(collector)
             self.look_further(server, work)
@@ -104,22 +102,21 @@ class Demo:
             return rows
 
     def measure(self, server: Server) -> list[report.ConnectorTotals]:
-        """Send the load and show its results."""
         before = readings(server)
         results = []
-        with self.step("load") as done:
+        with Progress(self.console, "load") as step:
             if self.fault:
-                done.note(f"{self.fault.name}: {self.fault.says}")
-            for result in load.run_rounds(TracingClient(server), self.requests, on_answer=done.progress):
+                step.note(f"{self.fault.name}: {self.fault.says}")
+            for result in load.run_rounds(server, self.requests, on_answer=step.count):
                 results.append(result)
-                what = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
-                done.note(what if self.fault else f"{what}  {result.round.says}")
+                line = f"{result.round.title:21} {len(result.answers):4} answers in {result.seconds:4.1f} s"
+                step.note(line if self.fault else f"{line}  {result.round.says}")
             if wrong := load.differing(results):
                 raise server.failure(f"{len(wrong)} prompts got a different answer when their blocks were loaded.")
-            done("loaded or computed: the same answers, token for token")
+            step.succeed("loaded or computed: the same answers, token for token")
         time.sleep(SETTLE_S)
         after = readings(server)
-        rows = report.children(NAMES, before, after)
+        rows = report.totals_of(NAMES, before, after)
         self.console.print()
         self.console.print(report.table(rows))
         self.console.print(report.LEGEND, style="dim")
@@ -131,9 +128,8 @@ class Demo:
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:
-        """Show the trace of the slowest load."""
         deadline = time.monotonic() + ARRIVE_S
-        spans: Sequence[Span] = ()
+        spans: Sequence[ReceivedSpan] = ()
         while REQUEST not in [span.name for span in spans] and time.monotonic() < deadline:
             time.sleep(0.5)
             loads = [span for span in collector.spans if span.name.startswith(f"{LOAD.name} ")]
@@ -145,23 +141,19 @@ class Demo:
 
     def look_further(self, server: Server, work: Path) -> None:
         """Print commands that show more, each on a line that can be copied whole."""
+        url = metrics_url(server)
         if self.keep:
-            lines = [
-                f"{sys.argv[0]} top {metrics_url(server).removesuffix('/metrics')}",
-                f"curl -s {metrics_url(server)} | grep kvobs_",
-                f"less {work / LOG}",
-            ]
+            lines = [f"{sys.argv[0]} top {url.removesuffix('/metrics')}", f"curl -s {url} | grep kvobs_",
+                     f"less {work / LOG}"]  # fmt: skip
         else:
             option, port = (" --exporter", EXPORTER_PORT) if self.exporter else ("", 8000)
             lines = [f"{sys.argv[0]} demo --keep --port 8000{option}     # keeps the server running until Ctrl-C",
                      f"curl -s http://{HOST}:{port}/metrics | grep kvobs_"]  # fmt: skip
-        lines.append(STACK)
         self.console.print("\n[bold]Next steps[/]")
-        self.copyable(*lines)
-        self.console.print(
-            "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
-        )
-        self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CHILDREN))}'")
+        self.copyable(*lines, STACK)
+        title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
+        self.console.print(title)
+        self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CONNECTORS))}'")
 
     def copyable(self, *lines: str) -> None:
         """Print lines without wrapping them."""
@@ -176,35 +168,10 @@ class Demo:
                 server.check_alive()
                 time.sleep(PAUSE_S if self.repeat else 1)
                 if self.repeat:
-                    for _ in load.run_rounds(TracingClient(server), self.requests):
+                    for _ in load.run_rounds(server, self.requests):
                         pass
         except KeyboardInterrupt:
             self.console.print("\nStopped.")
-
-    @contextmanager
-    def step(self, name: str) -> Iterator["Progress"]:
-        """Show a step of the demo while it runs."""
-        step = Progress(self.console, name)
-        try:
-            yield step
-        finally:
-            step.end()
-
-
-@dataclass(frozen=True)
-class TracingClient:
-    """Begins a trace with every request, as an instrumented client does."""
-
-    server: Server
-
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
-        """Answer a prompt greedily."""
-        context = TraceContext(new_trace_id(), new_span_id(), is_sampled=True)
-        return self.server.complete(prompt, max_tokens, headers={TRACEPARENT: context.traceparent})
-
-    def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Empty vLLM's own cache, and the connectors' too."""
-        self.server.reset_prefix_cache(external=external)
 
 
 class Progress:
@@ -214,44 +181,41 @@ class Progress:
 
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name, self.begin = console, name, time.monotonic()
-        self.said, self.next_line = "", self.EVERY_S
+        self.last, self.next_s = "", self.EVERY_S
         self.status = console.status(name) if console.is_terminal else None
         if self.status:
             self.status.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
+
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
         return time.monotonic() - self.begin
 
-    def starting(self, _seconds: float, doing: str) -> None:
-        """Show the newest message of the server's log."""
-        self.show(doing)
-
-    def progress(self, part: load.Round, done: int, total: int) -> None:
-        """Show the progress of a round."""
+    def count(self, part: load.Round, done: int, total: int) -> None:
         self.show(f"{part.title}: {done} of {total}")
 
     def show(self, doing: str) -> None:
-        """Show what the step is doing now, in a line that never wraps."""
+        """Show the activity of the step in a line that never wraps."""
         text = f"{self.name:8} {self.seconds:4.0f} s  {doing}"[: self.console.width - 3]
         if self.status:
             self.status.update(escape(text))
-        elif self.seconds >= self.next_line and doing != self.said:
-            self.said, self.next_line = doing, self.seconds + self.EVERY_S
+        elif self.seconds >= self.next_s and doing != self.last:
+            self.last, self.next_s = doing, self.seconds + self.EVERY_S
             self.note(text)
 
     def note(self, text: str) -> None:
-        """Keep a line in view for good."""
         self.console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def __call__(self, result: str) -> None:
-        """Show the result of the step."""
+    def succeed(self, result: str) -> None:
         self.end()
         self.console.print(f"[green]✓[/] {self.name:8} {self.seconds:4.1f} s  {escape(result)}", soft_wrap=True)
 
     def end(self) -> None:
-        """Take the changing line away."""
         if self.status:
             self.status.stop()
 
@@ -281,7 +245,6 @@ def multi_connector(*connectors: dict[str, Any], names: Sequence[str] = NAMES) -
 
 
 def child(kv_connector: str, **extra: Any) -> dict[str, Any]:
-    """Return a child's configuration."""
     return {"kv_connector": kv_connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -300,7 +263,7 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
     """Return the demo's configuration with this fault in the connector ``cpu``; the other one can serve instead."""
     faulty = host_memory()
     faulty["kv_connector"] = "FaultyOffloadingConnector"
-    faulty["kv_connector_module_path"] = "kvobs.demo.faulty_connector"
+    faulty["kv_connector_module_path"] = "kvobs.demo.host_offload"
     faulty["kv_connector_extra_config"]["fault"] = fault.name
     # The file-based one can't serve with several ranks.
     config = multi_connector(faulty, files(work / "disk") if fault.ranks == 1 else host_memory())
@@ -341,13 +304,13 @@ def readings(server: Server) -> list[Sample]:
     while True:
         try:
             with urllib.request.urlopen(url, timeout=ARRIVE_S) as answer:
-                own = parse_metrics(answer.read().decode())
+                exported = parse_metrics(answer.read().decode())
             break
         except OSError as error:  # it starts beside the engine
             if time.monotonic() > deadline:
                 raise server.failure(f"kvobs's exporter, {url}, gave no answer: {error}.") from error
             time.sleep(0.2)
-    return [*(sample for sample in samples if not sample.name.startswith("kvobs_")), *own]
+    return [*(sample for sample in samples if not sample.name.startswith("kvobs_")), *exported]
 
 
 def on_one_core(ranks: int) -> dict[str, str]:
@@ -355,8 +318,8 @@ def on_one_core(ranks: int) -> dict[str, str]:
     return {CORES: "|".join(str(core) for core in cores(1) * ranks)}
 
 
-GPU_CHILDREN = (
+GPU_CONNECTORS = (
     child("OffloadingConnector", cpu_bytes_to_use=10 * 2**30),
     child("ExampleConnector", shared_storage_path="/var/tmp/kv"),
 )
-"""The demo's children as they are configured on a GPU, where vLLM needs no spec of ours."""
+"""The demo's connectors as they are configured on a GPU, where vLLM needs no spec of kvobs."""

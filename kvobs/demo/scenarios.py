@@ -5,42 +5,28 @@ from dataclasses import dataclass
 
 from prometheus_client.samples import Sample
 
-from kvobs.schema.signals import (
-    CALL_ERRORS,
-    LOAD_DURATION,
-    LOADS,
-    QUARANTINES,
-    RANK_SKEW,
-    RECOMPUTED_TOKENS,
-    SLOWEST_RANK,
-    Kind,
-    Signal,
-)
-
-NAMED = "connector"
+from kvobs.schema import signals
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the connector ``cpu``."""
+    """A fault of the connector ``cpu``: the tensor parallel size that it needs, and the metrics that show it."""
 
     name: str
     says: str
     ranks: int
-    """Tensor parallel size that it needs."""
     is_isolated: bool
-    shown_by: tuple[Signal, ...]
-    """The metrics that show it."""
+    shown_by: tuple[signals.Signal, ...]
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("slow-connector", "cpu reports each load 1.2 s late", 1, False, (LOAD_DURATION, LOADS)),
+        Fault("slow-connector", "cpu reports each load 1.2 s late", 1, False, (signals.LOAD_DURATION, signals.LOADS)),
         Fault("failing-connector", "cpu raises on each load, and is isolated", 1, True,
-              (CALL_ERRORS, QUARANTINES, LOADS, RECOMPUTED_TOKENS)),
+              (signals.CALL_ERRORS, signals.QUARANTINES, signals.LOADS, signals.RECOMPUTED_TOKENS)),
         Fault("slow-rank", "cpu's loads end 1.2 s later on rank 1 of two", 2, False,
-              (SLOWEST_RANK, RANK_SKEW, LOAD_DURATION)),
+              (signals.SLOWEST_RANK, signals.RANK_SKEW, signals.LOAD_DURATION)),
     )
 }  # fmt: skip
 
@@ -50,9 +36,9 @@ def evidence(fault: Fault, samples: Iterable[Sample]) -> Iterator[str]:
     sums: dict[tuple[str, str], float] = {}
     for sample in samples:
         for signal in fault.shown_by:
-            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in (NAMED, *signal.labels)
+            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in ("connector", *signal.labels)
                                if name in sample.labels)  # fmt: skip
-            if signal.kind is not Kind.HISTOGRAM and sample.name == signal.name and sample.value:
+            if signal.kind is not signals.Kind.HISTOGRAM and sample.name == signal.name and sample.value:
                 yield f"{signal.name}{{{labels}}} {sample.value:g}"
             elif sample.name in (f"{signal.name}_sum", f"{signal.name}_count"):
                 sums[sample.name, labels] = sums.get((sample.name, labels), 0) + sample.value

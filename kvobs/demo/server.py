@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -18,15 +19,13 @@ from functools import cache
 from http import HTTPStatus
 from itertools import cycle
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import Process, end_group, exit_text
-from kvobs.demo.server_log import COLOUR, newest_message, root_cause
+from kvobs.demo.processes import ServerProcess, end_group, exit_text
 from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
@@ -36,16 +35,9 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 TAIL = 25
 """Lines of the log's end that an error shows."""
 
-Progress = Callable[[float, str], None]
-"""Called about five times a second during the start, with the elapsed seconds and the newest log message."""
-
 
 class ServerError(RuntimeError):
     """The server could not start, died, or answered with an error; the text says which and ends with its log's end."""
-
-
-def ignore_progress(seconds: float, doing: str) -> None:
-    """Show nothing."""
 
 
 @dataclass
@@ -67,25 +59,25 @@ class Server:
     args: Sequence[str] = ()
     """More arguments of `vllm serve`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Overrides the environment that `environment()` returns."""
+    """Overrides the environment that `environment` returns."""
     dtype: str = "float32"
     tensor_parallel: int = 1
     timeout: float = 240.0
     """Seconds to come up. Twenty are usual; the first start after an installation takes a minute."""
-    on_progress: Progress = ignore_progress
+    on_progress: Callable[[float, str], None] = lambda _seconds, _doing: None
+    """Called about five times a second during the start, with the elapsed seconds and the newest log message."""
     launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.vllm_serve")
-    """What takes the arguments of `vllm serve`."""
+    """The command that takes the arguments of `vllm serve`."""
     host: str = HOST
     """The address it listens on: this, or 0.0.0.0, all of them."""
 
-    process: Process | None = field(default=None, init=False, repr=False)
+    process: ServerProcess | None = field(default=None, init=False, repr=False)
     scratch: Path | None = field(default=None, init=False, repr=False)
-    """Its folder for temporary files; short, because sockets in it have short names only."""
+    """Its folder for temporary files; short, because names of sockets are."""
     ready: bool = field(default=False, init=False, repr=False)
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Self:
@@ -98,20 +90,17 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
 
-    # --- life
-
     def command(self) -> list[str]:
-        """Return the command line: this server's settings as `vllm serve` takes them."""
-        line = [*self.launch, str(self.model), "--served-model-name", NAME]
-        line += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
-        line += ["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-        # ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
-        line += ["--no-enable-chunked-prefill"]
+        """Return the command line of `vllm serve` with this server's settings."""
+        # Chunked prefill: ExampleConnector saves only the first chunk of a prompt, and fails when it loads the whole.
+        line = [
+            *(*self.launch, str(self.model), "--served-model-name", NAME, "--dtype", self.dtype, "--enforce-eager"),
+            *("--host", self.host, "--port", str(self.port), "--max-model-len", "2048", "--block-size", "32"),
+            "--no-enable-chunked-prefill",
+        ]
         if self.tensor_parallel > 1:
             line += ["--tensor-parallel-size", str(self.tensor_parallel)]
         if self.kv_transfer_config is not None:
@@ -119,7 +108,7 @@ class Server:
         return [*line, *self.args]
 
     def start(self) -> None:
-        """Start the process, in a process group of its own: a Ctrl-C in the terminal reaches us, and only us."""
+        """Start the process, in another process group: a Ctrl-C in the terminal reaches this one only."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvobs-"))
         ours = {PARENT: str(os.getpid()), "TMPDIR": str(self.scratch)}
@@ -127,15 +116,14 @@ class Server:
         with self.log.open("wb") as log:
             self.process = self.launched(log, env)
 
-    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> Process:
-        """Return a new process that runs the command line."""
+    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ServerProcess:
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=env,
-            # No session of its own: Linux shares CPU time out between sessions, and ranks that wait for each
+            # Not in another session: Linux shares CPU time out between sessions, and ranks that wait for each
             # other on one core were seen to leave none to the processes of other sessions.
             process_group=0,
         )
@@ -153,7 +141,6 @@ class Server:
         self.ready = True
 
     def healthy(self) -> bool:
-        """Return whether the server answers on `/health`."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == HTTPStatus.OK)
@@ -163,8 +150,8 @@ class Server:
     def check_alive(self) -> None:
         """Raise `ServerError` if the server process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise self.failure(f"The server exited {'while serving' if self.ready else 'before it was ready'} "
-                               f"({exit_text(code)}).")  # fmt: skip
+            when = "while serving" if self.ready else "before it was ready"
+            raise self.failure(f"The server exited {when} ({exit_text(code)}).")
 
     def stop(self) -> None:
         """End the server and every process it started; return when they are gone.
@@ -180,8 +167,6 @@ class Server:
                 remove_scratch(self.scratch)
             self.process, self.scratch, self.ready = None, None, False
 
-    # --- the log
-
     def tail(self, lines: int) -> list[str]:
         """Return the last lines of the log, without colours."""
         with suppress(OSError), self.log.open("rb") as log:
@@ -196,8 +181,6 @@ class Server:
                 what += f"\nThe error in its log: {cause}"
         tail = "\n".join(f"  {line}" for line in self.tail(TAIL)) or "  (nothing)"
         return ServerError(f"{what}\nThe end of its log, {self.log}:\n{tail}")
-
-    # --- requests
 
     def complete(
         self,
@@ -217,7 +200,6 @@ class Server:
         return Completion.parse(json.loads(answer))
 
     def metrics(self) -> list[Sample]:
-        """Return every sample of `/metrics`."""
         return parse_metrics(self.request("/metrics").decode())
 
     def reset_prefix_cache(self, *, external: bool = False, timeout: float = 30.0) -> None:
@@ -233,24 +215,18 @@ class Server:
             time.sleep(0.05)
 
     def request(
-        self,
-        path: str,
-        body: object = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 30.0,
+        self, path: str, body: object = None, headers: Mapping[str, str] | None = None, timeout: float = 30.0
     ) -> bytes:
         """Send a GET, or a POST if there is a body, and return the answer's bytes; `ServerError` unless it is a 200."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
-                content: bytes = answer.read()
-                return content
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             said = f"{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
-            raise (
-                self.failure(said) if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else ServerError(said)
-            ) from error
+            is_broken = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
+            raise (self.failure(said) if is_broken else ServerError(said)) from error
         except OSError as error:
             self.check_alive()
             raise self.failure(f"{path} got no answer: {error}.") from error
@@ -258,8 +234,6 @@ class Server:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server answered to one prompt."""
-
     text: str
     tokens: tuple[int, ...]
     """Token ids of the answer; empty where the server doesn't return them."""
@@ -268,20 +242,19 @@ class Completion:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> Self:
-        """Take it out of the JSON of `/v1/completions`."""
         choice = answer["choices"][0]
         return cls(choice["text"], tuple(choice.get("token_ids") or ()), answer["usage"]["prompt_tokens"], answer)
 
 
 def environment(tensor_parallel: int = 1) -> dict[str, str]:
-    """Return the environment for a server on a CPU: ours, with what makes it quiet, small and repeatable."""
+    """Return the environment of a quiet, small and repeatable server on a CPU."""
     return {
         **os.environ,
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_SERVER_DEV_MODE": "1",  # opens /reset_prefix_cache
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        # One thread a rank, each on a core of its own: two threads that spin for one core cost milliseconds a step.
+        # One thread a rank, each on its core: two threads that spin on one core cost milliseconds a step.
         CORES: "|".join(str(core) for core in cores(tensor_parallel)),
         # With two ranks vLLM compiles one small function, whatever --enforce-eager says: each rank takes seconds for it
         # at the first request.
@@ -299,8 +272,8 @@ def cores(count: int) -> list[int]:
     They are those that vLLM's variable names, if it does, else those that this process may use.
     """
     named = os.environ.get(CORES, "").split("|")
-    ours = [int(core) for core in named] if all(map(str.isdecimal, named)) else sorted(os.sched_getaffinity(0))
-    return [ours[rank % len(ours)] for rank in range(count)]
+    usable = [int(core) for core in named] if all(map(str.isdecimal, named)) else sorted(os.sched_getaffinity(0))
+    return [usable[rank % len(usable)] for rank in range(count)]
 
 
 def claim_port(port: int) -> int:
@@ -322,8 +295,7 @@ def claim_port(port: int) -> int:
                 f"Port {port} on {HOST} can't be used: {error.strerror}. "
                 "Stop the process that listens there, or choose another port (0 picks a free one)."
             ) from error
-        free: int = probe.getsockname()[1]
-        return free
+        return port
 
 
 @cache
@@ -334,7 +306,6 @@ def _own_ports() -> Iterator[int]:
 
 
 def parse_metrics(text: str) -> list[Sample]:
-    """Parse Prometheus text into samples: name, labels, value."""
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
@@ -344,3 +315,36 @@ def remove_scratch(scratch: Path) -> None:
         for leak in Path("/dev/shm").glob(f"{rendezvous.name}*"):
             leak.unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
+
+
+# vLLM's log
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+LINE = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:INFO|WARNING|ERROR) \S+ \S+ \[[^]]*\] (?P<message>.*\S)")
+"""vLLM's own log lines: `(EngineCore pid=7) INFO 11-20 14:04:31 [core.py:144] message`."""
+PROCESS = re.compile(r"^\([^)]*pid=\d+\) ")
+EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .*\S")
+CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDead")
+
+
+def newest_message(lines: Sequence[str]) -> str:
+    """Return the message of the newest log line that is one, without process, time and file."""
+    matches = (LINE.match(line) for line in reversed(lines))
+    return next((match["message"].strip() for match in matches if match), "")
+
+
+def root_cause(log: str) -> str:
+    """Return the last exception in a log that isn't merely the consequence of another, or nothing.
+
+    The end of vLLM's log rarely shows it: each process up the tree repeats that the one below it failed.
+    """
+    cause, is_chained = "", False
+    for line in COLOUR.sub("", log).splitlines():
+        match = LINE.match(line)
+        message = match["message"] if match else PROCESS.sub("", line)
+        if message.startswith("The above exception was the direct cause"):
+            is_chained = True
+        elif EXCEPTION.match(message) and not CONSEQUENCE.search(message):
+            cause = cause if is_chained else message.rstrip()
+            is_chained = False
+    return cause

@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.filesize import decimal
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvobs.demo.collector import Span
+from kvobs.demo.collector import ReceivedSpan
 
 BAR = 16
 """Characters that stand for the whole trace."""
@@ -20,28 +19,26 @@ GUIDE = 4
 CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
 
 
-@dataclass(frozen=True)
-class Row:
-    """A span at its place in the tree."""
+class Row(NamedTuple):
+    """A span at its place in the tree, with its parent's attributes."""
 
-    span: Span
+    span: ReceivedSpan
     depth: int
     title: str
     above: Mapping[str, Any]
-    """Its parent's attributes."""
 
 
-def tree(spans: Sequence[Span]) -> Tree:
-    """Return the tree of the spans of one trace, children in order of start; errors are red.
+def tree(spans: Sequence[ReceivedSpan]) -> Tree:
+    """Return the tree of the spans of one trace, siblings in order of start; errors are red.
 
     A line has the span's start in milliseconds since the first span, its duration, its position in the whole, and its
     main attributes. A span without its parent is a root.
     """
     known = {span.span_id: span for span in spans}  # once each: a sender without an answer sends again
-    children = defaultdict(list)
+    by_parent = defaultdict(list)
     for span in sorted(known.values(), key=lambda span: span.start_ns):
-        children[span.parent_id if span.parent_id in known else ""].append(span)
-    rows = list(rows_under(None, children))
+        by_parent[span.parent_id if span.parent_id in known else ""].append(span)
+    rows = list(rows_under(None, by_parent))
     out = Tree(heading(known.values()), guide_style="dim")
     branches = [out]
     for row, line in zip(rows, lines(rows), strict=True):
@@ -50,25 +47,23 @@ def tree(spans: Sequence[Span]) -> Tree:
     return out
 
 
-def rows_under(parent: Span | None, children: Mapping[str, Sequence[Span]], depth: int = 1) -> Iterator[Row]:
+def rows_under(
+    parent: ReceivedSpan | None, by_parent: Mapping[str, Sequence[ReceivedSpan]], depth: int = 1
+) -> Iterator[Row]:
     """Yield the spans under one, each followed by those under it."""
-    for span in children.get(parent.span_id if parent else "", ()):
+    for span in by_parent.get(parent.span_id if parent else "", ()):
         above = parent.attributes if parent else {}
         yield Row(span, depth, title(span, above), above)
-        yield from rows_under(span, children, depth + 1)
+        yield from rows_under(span, by_parent, depth + 1)
 
 
-# --- words
-
-
-def heading(spans: Iterable[Span]) -> Text:
-    """Return a heading with the ids of the trace and its requests."""
+def heading(spans: Iterable[ReceivedSpan]) -> Text:
     traces = dict.fromkeys(span.trace_id for span in spans)
     requests = dict.fromkeys(str(span.attributes.get("gen_ai.request.id", "")) for span in spans)
     return Text.assemble(("trace ", "dim"), ", ".join(traces), "  ", (", ".join(filter(None, requests)), "bold"))
 
 
-def title(span: Span, above: Mapping[str, Any]) -> str:
+def title(span: ReceivedSpan, above: Mapping[str, Any]) -> str:
     """Return a span's name, with its connector and rank unless they are in the name or its parent."""
     words = span.name
     connector, rank = (span.attributes.get(key, "") for key in (CONNECTOR, RANK))
@@ -79,10 +74,9 @@ def title(span: Span, above: Mapping[str, Any]) -> str:
     return words if rank in ("", above.get(RANK)) else f"{words} rank {rank}"
 
 
-def details(span: Span, above: Mapping[str, Any]) -> Iterator[str]:
+def details(span: ReceivedSpan, above: Mapping[str, Any]) -> Iterator[str]:
     """Yield a span's main attributes that are neither in its title nor on its parent."""
-    own = {key: value for key, value in span.attributes.items() if above.get(key) != value}
-    has = {key.removeprefix("kv_transfer."): value for key, value in own.items()}
+    has = {key.removeprefix("kv_transfer."): n for key, n in span.attributes.items() if above.get(key) != n}
     if offers := {key.removeprefix(OFFERED): n for key, n in span.attributes.items() if key.startswith(OFFERED)}:
         yield "offered: " + " ".join(f"{name} {tokens:,}" for name, tokens in offers.items())
     if "tokens" in has:
@@ -95,19 +89,11 @@ def details(span: Span, above: Mapping[str, Any]) -> Iterator[str]:
     if "slowest_rank" in has:
         behind = f" by {1e3 * has['rank_skew']:,.1f} ms" if "rank_skew" in has else ""
         yield f"rank {has['slowest_rank']} last{behind}"
-    if has.get("sampling.reason", "parent") != "parent":  # what the client asked for needs no reason
+    if has.get("sampling.reason", "parent") != "parent":  # a client's wish needs no reason
         yield f"sampled: {has['sampling.reason']}"
     for trace_id, _span_id in span.links:
         if trace_id != span.trace_id:
             yield f"linked to trace {trace_id[:8]}"
-
-
-def service(span: Span) -> str:
-    """Return the name of the service that a span comes from."""
-    return str(span.resource.get("service.name", ""))
-
-
-# --- lines
 
 
 def lines(rows: Sequence[Row]) -> Iterator[Table]:
@@ -117,11 +103,11 @@ def lines(rows: Sequence[Row]) -> Iterator[Table]:
     begin, end = min(row.span.start_ns for row in rows), max(row.span.end_ns for row in rows)
     width = max(GUIDE * row.depth + cell_len(row.title) for row in rows)
     digits = len(milliseconds(end - begin))
-    several = len({service(row.span) for row in rows}) > 1
-    for row in rows:
+    services = [str(row.span.resource.get("service.name", "")) for row in rows]
+    for row, service in zip(rows, services, strict=True):
         span = row.span
         start, stop = span.start_ns - begin, span.end_ns - begin
-        words = [service(span), *details(span, row.above)] if several else details(span, row.above)
+        words = [service] * (len({*services}) > 1) + list(details(span, row.above))
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(width=width - GUIDE * row.depth, no_wrap=True)
         line.add_column(width=digits, justify="right", no_wrap=True, style="dim")

@@ -249,7 +249,6 @@ class Rig:
         return self.output
 
     def run(self, steps: int) -> None:
-        """Run so many steps."""
         for _ in range(steps):
             self.step()
 

@@ -135,7 +135,6 @@ class Shown(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Shown:
-        """Read vLLM's ``SchedulerOutput``."""
         return cls(
             frozenset(output.num_scheduled_tokens),
             frozenset(output.finished_req_ids),
@@ -146,8 +145,6 @@ class Shown(NamedTuple):
 
 @dataclass
 class _Meta(KVConnectorMetadata):
-    """The connector's own metadata, with its script's tag."""
-
     tag: str
 
 

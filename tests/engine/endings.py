@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import Process, group_members
+from kvobs.demo.processes import ServerProcess, group_members
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
 from kvobs.vllm_api.proc import stat
@@ -248,7 +248,7 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     )
 
 
-def _wait(process: Process) -> int | None:
+def _wait(process: ServerProcess) -> int | None:
     try:
         return process.wait(GONE_S)
     except subprocess.TimeoutExpired:

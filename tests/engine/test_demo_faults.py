@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvobs.cli.top.live import Watch
 from kvobs.cli.top.rows import ConnectorRow
-from kvobs.cli.top.servers import Watch, url_of
+from kvobs.cli.web import url_of
 from kvobs.demo import report
-from kvobs.demo.collector import Collector, Span
-from kvobs.demo.faulty_connector import SLOW_RANK, SLOW_S
+from kvobs.demo.collector import Collector, ReceivedSpan
+from kvobs.demo.host_offload import SLOW_RANK, SLOW_S
 from kvobs.demo.run import Demo
 from kvobs.demo.scenarios import FAULTS
 from kvobs.demo.server import Server
@@ -29,9 +30,9 @@ class Seen:
 
     printed: StringIO = field(default_factory=StringIO)
     top: dict[str, ConnectorRow] = field(default_factory=dict)
-    spans: Sequence[Span] = ()
+    spans: Sequence[ReceivedSpan] = ()
 
-    def span(self, name: str, **attributes: Any) -> Span:
+    def span(self, name: str, **attributes: Any) -> ReceivedSpan:
         return next(
             span
             for span in self.spans

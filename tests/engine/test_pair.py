@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector, Span
+from kvobs.demo.collector import Collector, ReceivedSpan
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.pair import NIXL, Pair, hand_over, pair
 from tests.engine.readings import Growth
@@ -40,10 +40,10 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Co
         yield engines
 
 
-def of_request(collector: Collector, name: str, request: str) -> Span:
+def of_request(collector: Collector, name: str, request: str) -> ReceivedSpan:
     """Wait for the span of this name about a request, as a client knows it."""
 
-    def found() -> list[Span]:
+    def found() -> list[ReceivedSpan]:
         return [s for s in collector.spans if s.name == name and s.attributes["gen_ai.request.id"].startswith(request)]
 
     assert eventually(lambda: bool(found())), (name, request, [s.name for s in collector.spans])

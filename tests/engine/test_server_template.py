@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.processes import Process, end_group, group_members
+from kvobs.demo.processes import ServerProcess, end_group, group_members
 from kvobs.demo.server import Server, ServerError
 from kvobs.demo.vllm_serve import PARENT
 from tests.engine.forked_server import PR_SET_CHILD_SUBREAPER, ROOT, ForkedProcess, ForkedServer, template
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[..., Server]] = {
 
 
 @contextmanager
-def started(folder: Path, *doing: str, kind: str = "forked", **more: Any) -> Iterator[tuple[Process, Server]]:
+def started(folder: Path, *doing: str, kind: str = "forked", **more: Any) -> Iterator[tuple[ServerProcess, Server]]:
     """Start a stand-in without waiting until it serves."""
     server = KINDS[kind](folder / "no model", folder / "server.log", args=doing, **more)
     server.port = 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector, Span
+from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
 from tests.engine.children_tracing import SPAN as OF_CHILD
@@ -74,21 +74,21 @@ def ask(server: Server, text: str, plan: Any = None, *, headers: Mapping[str, st
     return server.complete(text, TOKENS, kv_transfer_params=params or None, headers=headers)
 
 
-def arrived(collector: Collector, trace: str, *names: str) -> list[Span]:
+def arrived(collector: Collector, trace: str, *names: str) -> list[ReceivedSpan]:
     """Wait for spans of these names in a trace, and return all of it."""
     eventually(lambda: set(names) <= {span.name for span in collector.trace(trace)})
     return collector.trace(trace)
 
 
-def named(spans: list[Span], name: str) -> list[Span]:
+def named(spans: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
     return [span for span in spans if span.name == name]
 
 
-def of(span: Span, attribute: str) -> Any:
+def of(span: ReceivedSpan, attribute: str) -> Any:
     return span.attributes[f"kv_transfer.{attribute}"]
 
 
-def kvobs_spans(collector: Collector) -> list[Span]:
+def kvobs_spans(collector: Collector) -> list[ReceivedSpan]:
     return [span for span in collector.spans if span.scope == "kvobs"]
 
 

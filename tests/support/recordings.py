@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -43,7 +42,7 @@ def recorded(
     memory[writer.live * 8 : writer.live * 8 + len(layer_times)] = layer_times
     snapshot = read(memory)
     assert snapshot is not None
-    return Process(Path("r"), snapshot, is_alive=False)
+    return Process(snapshot, is_alive=False)
 
 
 def run(*arguments: object, columns: int = 100) -> tuple[int, str]:

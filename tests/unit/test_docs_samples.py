@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.demo import report, tree
-from kvobs.demo.collector import Span
+from kvobs.demo.collector import ReceivedSpan
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from kvobs.telemetry.payload.wire import Increments
@@ -59,7 +59,7 @@ def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
         by_outcome = {"hit": hits, "miss": misses, "pending": 0, "timeout": 0}
         by_end = {"ok": loads, "failed": 0, "aborted": 0}
         seconds = load_ms * loads / 1e3, wait_ms / 1e3
-        made.append(report.ConnectorTotals(name, by_outcome, offered, loaded, unused, by_end, loaded, *seconds))
+        made.append(report.ConnectorTotals(name, by_outcome, offered, unused, by_end, loaded, *seconds))
     return made
 
 
@@ -74,10 +74,10 @@ def test_the_demos_table_is_what_it_prints() -> None:
     assert set(numbers(comment)) <= set(numbers(" ".join(lines)))
 
 
-def span(name: str, number: int, begin_ms: float, ms: float, parent: int = 0, **attributes: object) -> Span:
+def span(name: str, number: int, begin_ms: float, ms: float, parent: int = 0, **attributes: object) -> ReceivedSpan:
     named = {f"kv_transfer.{key.replace('__', '.')}": value for key, value in attributes.items()}
     begin = round(begin_ms * 1e6)
-    return Span(name, "1f91", str(number), str(parent), begin, begin + round(ms * 1e6), {**REQUEST, **named})
+    return ReceivedSpan(name, "1f91", str(number), str(parent), begin, begin + round(ms * 1e6), {**REQUEST, **named})
 
 
 REQUEST = {"gen_ai.request.id": "cmpl-8f56e1363ce8d56a-0"}

@@ -17,7 +17,6 @@ import yaml
 from typer.testing import CliRunner
 
 from kvobs.cli import app, dashboards
-from kvobs.cli.site import Site
 from tests.support import charts
 
 ROOT = Path(__file__).parents[2]
@@ -34,33 +33,17 @@ def values(name: str) -> Any:
     return yaml.safe_load((EXAMPLES / name / "values.yaml").read_text())
 
 
-def checked(*args: str) -> dict[str, Any]:
-    """Return what ``kvobs check`` says of a line with these arguments."""
-    found = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
-    said: dict[str, Any] = json.loads(found.stdout)
-    return said
-
-
 def assert_right(args: list[str], connectors: list[str]) -> None:
-    found = checked(*args)
-    assert found["mistakes"] == []
-    assert found["warnings"] == []
+    """Assert that ``kvobs check`` has nothing against a line with these arguments, and that it has these connectors."""
+    result = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
+    found = json.loads(result.stdout)
+    assert (found["mistakes"], found["warnings"]) == ([], [])
     config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert config["kv_connector_module_path"] == "kvobs"
     assert [each["kv_connector"] for each in config["kv_connector_extra_config"]["connectors"]] == connectors
     options = config["kv_connector_extra_config"]["kvobs"]
     assert options["exporter"] == {"host": "0.0.0.0"}, "Prometheus is not in the pod"
     assert len(options["names"]) == len(connectors)
-
-
-def test_there_are_examples_of_these_and_the_page_names_them() -> None:
-    assert {path.name for path in EXAMPLES.iterdir()} == set(NAMES)
-    page = (ROOT / "docs/deployment.md").read_text()
-    for name in NAMES:
-        assert f"](examples/{name}/" in page
-
-
-# --- values
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -107,14 +90,16 @@ def test_the_modelservice_starts_right_configurations() -> None:
         assert mounted == {volume["name"] for volume in content[role]["volumes"]}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_images_are_those_of_the_page(name: str) -> None:
-    text = "\n".join(path.read_text() for path in (EXAMPLES / name).glob("*.yaml"))
-    (repository,) = set(re.findall(r"registry\.example\.com/[\w-]+", text))
-    (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
+def test_the_page_names_each_example_and_has_its_image() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} == set(NAMES)
     page = (ROOT / "docs/deployment.md").read_text()
-    assert f"FROM vllm/vllm-openai:{tag}\n" in page
-    assert f"docker build --tag {repository}:{tag}" in page
+    for name in NAMES:
+        assert f"](examples/{name}/" in page
+        text = "\n".join(path.read_text() for path in (EXAMPLES / name).glob("*.yaml"))
+        (repository,) = set(re.findall(r"registry\.example\.com/[\w-]+", text))
+        (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
+        assert f"FROM vllm/vllm-openai:{tag}\n" in page
+        assert f"docker build --tag {repository}:{tag}" in page
 
 
 # --- what kubectl builds
@@ -190,7 +175,7 @@ def test_arguments_that_moved_are_an_error_and_not_overwritten(tmp_path: Path) -
 @pytest.mark.parametrize("name", NAMES)
 def test_monitoring_has_all_of_an_export_with_the_example_s_pods(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / name / "monitoring", tmp_path, dirs_exist_ok=True)
-    files = dashboards.contents(Site(labels=["release=mon"], namespaces=["llm"]))
+    files = dashboards.contents(dashboards.SiteSettings(labels=["release=mon"], namespaces=["llm"]))
     dashboards.export(tmp_path / "export", files)
     objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tmp_path)}
     boards = {f"kvobs-{board}" for board in ("overview", "connector", "prefill-decode", "slow-loads")}

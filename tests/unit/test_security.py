@@ -81,9 +81,8 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert len(found) > 100, "the test finds imports"
     talking = {name for name, imported in found if imported in TALKS}
     assert talking == {
-        "web.py",  # the command kvobs top, which reads the /metrics that it is given
-        "servers.py",  # their addresses
-        "port.py",  # the command kvobs check, which looks whether the exporter's port is free
+        "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
+        "check.py",  # the command kvobs check, which looks whether the exporter's port is free
         "live.py",  # the same with --server and --prometheus, which reads what it is given
         "ports.py",  # the exporter and that command: which address a host stands for
         "feed.py",  # starts the exporter, over a socket without address

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -58,8 +58,7 @@ def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Fac
         raise NotUsableError(found, fix="name the class of a KV connector")
     known = [hook.name for hook in HOOKS.values() if is_timed(hook) and hasattr(cls, hook.name)]
     empty = tuple(name for name in known if _is_empty(cls, name))
-    sleep = versions.sleep_mode_hook(cls)
-    extra = transfer.kv_connector_extra_config
+    sleep, extra = versions.sleep_mode_hook(cls), transfer.kv_connector_extra_config
     return Facts(
         class_path=f"{cls.__module__}.{cls.__qualname__}",
         package=_package_of(cls.__module__),
@@ -71,10 +70,7 @@ def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Fac
         requires_piecewise=_answer(
             "requires_piecewise_for_cudagraph", lambda: cls.requires_piecewise_for_cudagraph(extra)
         ),
-        layouts=(
-            _layout(cls, transfer, has_hisparse=has_hisparse, is_mla=False),
-            _layout(cls, transfer, has_hisparse=has_hisparse, is_mla=True),
-        ),
+        layouts=(_layout(cls, transfer, has_hisparse, False), _layout(cls, transfer, has_hisparse, True)),
         has_handshake="get_handshake_metadata" not in empty,
         must_deliver=_must_deliver(cls, transfer),
     )
@@ -93,7 +89,7 @@ def _is_empty(cls: Any, hook: str) -> bool:
     return inspect.isfunction(member) and is_empty(MethodType(member, cls))
 
 
-def _layout(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool, is_mla: bool) -> str | None:
+def _layout(cls: Any, transfer: KVTransferConfig, has_hisparse: bool, is_mla: bool) -> str | None:
     """Return the layout that the class needs, given the parts of vLLM's configuration that vLLM's classes read."""
     vllm_config = SimpleNamespace(
         kv_transfer_config=transfer,
@@ -136,6 +132,4 @@ def _package_of(module: str) -> str | None:
     return None
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+_distributions = cache(packages_distributions)

@@ -17,10 +17,10 @@ from rich.console import Console
 from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
 from kvobs.cli.check.live import Looked, look
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
-from kvobs.cli.check.rewrite import Router
-from kvobs.cli.check.source import read
-from kvobs.cli.top.servers import url_of
+from kvobs.cli.check.source import Router, read
+from kvobs.cli.output import examples
 from kvobs.cli.topology import read_model
+from kvobs.cli.web import url_of
 from kvobs.schema.findings import Finding
 from kvobs.topology import Engine
 
@@ -58,14 +58,14 @@ ModelDir = Annotated[
 ]
 
 
-EXAMPLES = """\b
-Examples:
-  kvobs check kvobs.json
-  kvobs check start-server.sh
-  kvobs check vllm.yaml --json
-  kvobs check "vllm serve MODEL --kv-transfer-config '{...}'"
-  kvobs check --rewrite stock.json
-  kvobs check --server localhost:9464 --prometheus localhost:9090"""
+EXAMPLES = examples(
+    "kvobs check kvobs.json",
+    "kvobs check start-server.sh",
+    "kvobs check vllm.yaml --json",
+    """kvobs check "vllm serve MODEL --kv-transfer-config '{...}'\"""",
+    "kvobs check --rewrite stock.json",
+    "kvobs check --server localhost:9464 --prometheus localhost:9090",
+)
 
 
 def check(
@@ -96,7 +96,7 @@ def check(
     mla: Mla = False,
     model: ModelDir = None,
 ) -> None:
-    """Check a --kv-transfer-config: what it builds and every mistake in it; or running servers and their Prometheus.
+    """Check a --kv-transfer-config and name every mistake in it; or look at running servers and their Prometheus.
 
     Exit status 1 if there is a mistake.
     """
@@ -178,10 +178,7 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoRet
 
 def _print_findings(out: Console, checked: Checked | Looked, printed: Container[Finding] = ()) -> None:
     """Print each finding that is not printed yet in one line, also in a pipe."""
-    warnings, mistakes = (
-        [finding for finding in findings if finding not in printed] for findings in (checked.warnings, checked.mistakes)
-    )
-    for line in lines(warnings, mistakes):
+    for line in lines(checked.warnings, checked.mistakes, printed):
         out.print(line, soft_wrap=True)
 
 

@@ -8,14 +8,14 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
-from kvobs.cli.top.scrapes import PREFIX
-from kvobs.cli.top.servers import NO_METRICS, PLAIN, values_of
+from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, values_of
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
@@ -26,12 +26,13 @@ _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILIN
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
-_LOST = "measurements of kvobs were lost, serving is not affected"
-_QUARANTINED = "connectors are in quarantine now"
-_COUNTS = (
-    (signals.INTERNAL_ERRORS, _LOST, "look for 'kvobs' in the log"),
-    (signals.QUARANTINED, _QUARANTINED, "look at kvobs_call_errors_total and the log"),
-)
+_COUNTS = {
+    signals.INTERNAL_ERRORS: (
+        "measurements of kvobs were lost, serving is not affected",
+        "look for 'kvobs' in the log",
+    ),
+    signals.QUARANTINED: ("connectors are in quarantine now", "look at kvobs_call_errors_total and the log"),
+}
 
 
 @dataclass(slots=True)
@@ -43,11 +44,9 @@ class Looked:
     warnings: list[Finding] = field(default_factory=list)
 
     def warn(self, path: str, found: str, fix: str) -> None:
-        """Add a warning."""
         self.warnings.append(Finding(path, found, fix=fix))
 
     def refuse(self, path: str, found: str, fix: str) -> None:
-        """Add a mistake."""
         self.mistakes.append(Finding(path, found, fix=fix))
 
 
@@ -79,11 +78,11 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
         return set()
     numbers = Numbers.of(values.items())
     series = Counter(_SERIES.findall(text))
-    infos = numbers.by_name.get(signals.CONNECTOR_INFO.name, [])
+    connectors = {labels.get("connector", "?") for labels, _ in numbers.by_name.get(signals.CONNECTOR_INFO.name, [])}
     looked.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
-        "connectors": ", ".join(sorted({labels.get("connector", "?") for labels, _ in infos})) or "none yet",
+        "connectors": ", ".join(sorted(connectors)) or "none yet",
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",
     }
@@ -96,7 +95,7 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
         looked.refuse(url, found, "report it: Prometheus refuses such an answer")
-    for signal, meaning, fix in _COUNTS:
+    for signal, (meaning, fix) in _COUNTS.items():
         if total := numbers.total(signal):
             looked.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
     builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
@@ -107,10 +106,8 @@ def _exemplars(url: str) -> int | None:
     """Return how many exemplars of kvobs a server has; None if it serves no OpenMetrics."""
     text, content_type = get(url, OPENMETRICS)
     if not content_type.startswith(OPENMETRICS) and url.endswith("/metrics"):
-        try:
+        with suppress(NoAnswerError):
             text, content_type = get(f"{url}/", OPENMETRICS)  # where vLLM's API server has it
-        except NoAnswerError:
-            return None
     if not content_type.startswith(OPENMETRICS):
         return None
     return sum(line.startswith(PREFIX) and " # {" in line for line in text.splitlines())
@@ -141,9 +138,8 @@ def _look_at_prometheus(looked: Looked, prometheus: str, urls: Sequence[str]) ->
         labels = series["metric"]
         engine = f"engine {labels.get('engine', '?')} of {labels.get('instance', '?')}"
         found = f"has kvobs's metrics of {engine} {series['value'][1]} times: sums, and alerts, are doubled"
-        looked.refuse(
-            prometheus, printable(found), "scrape kvobs_.* in one job only: see 'Scraping' in docs/metrics.md"
-        )
+        fix = "scrape kvobs_.* in one job only: see 'Scraping' in docs/metrics.md"
+        looked.refuse(prometheus, printable(found), fix)
 
 
 def _look_at_rules(looked: Looked, where: str, facts: dict[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -175,10 +171,8 @@ def _look_at_jobs(
     jobs: dict[str, list[Mapping[str, Any]]] = {}
     for target in targets:
         jobs.setdefault(target.get("labels", {}).get("job", "?"), []).append(target)
-    facts["jobs"] = ", ".join(
-        f"{job} ({sum(target.get('health') == 'up' for target in members)} of {len(members)} up)"
-        for job, members in sorted(jobs.items())
-    )
+    ups = {job: sum(target.get("health") == "up" for target in members) for job, members in jobs.items()}
+    facts["jobs"] = ", ".join(f"{job} ({ups[job]} of {len(members)} up)" for job, members in sorted(jobs.items()))
     for name in ("kvobs", "vllm"):
         if name not in jobs:
             found = f"has no job {name!r}, which kvobs's boards and alerts select"
@@ -202,12 +196,9 @@ def _port(url: str) -> int:
 
 
 def _data(prometheus: str, path: str, **query: str) -> Any:
-    """Return the data of an answer of Prometheus's API."""
     text, _ = get(f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}", "application/json")
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         answer = json.loads(text)
         if answer["status"] == "success":
             return answer["data"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise NoAnswerError("is not a Prometheus server: its API gave an unexpected answer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from rich.text import Text
 from kvobs.cli import topology
 from kvobs.cli.check.check import Checked, CheckedConnector
 from kvobs.cli.check.live import Looked
-from kvobs.cli.check.rewrite import Router
+from kvobs.cli.check.source import Router
+from kvobs.cli.output import count
 from kvobs.schema.findings import Finding
 from kvobs.schema.version import __version__
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -33,8 +34,7 @@ def lay_out_text(checked: Checked) -> Group:
         parts = [Text(_headline(checked)), Text(), _connectors(checked.connectors, _entry_rows), Text()]
         parts += [_pairs(_together(checked), "together"), Text(), _pairs(checked.off, "off", "why"), Text()]
     if checked.engines is not None:
-        prefill, decode, heads, is_mla = checked.engines
-        parts += [topology.lay_out(prefill, decode, heads, is_mla=is_mla), Text()]
+        parts += [topology.lay_out(checked.engines), Text()]
     return Group(*parts)
 
 
@@ -45,31 +45,30 @@ def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
     off = {feature: why for feature, why in checked.off.items() if feature not in printed}
     parts: list[RenderableType] = [Text(), _connectors(checked.connectors, _class_rows), Text()]
     parts += [_pairs(_of_classes(checked), "of the classes together"), Text()]
-    if off:
-        parts += [_pairs(off, "off", "why"), Text()]
+    parts += [_pairs(off, "off", "why"), Text()] if off else []
     return Group(*parts)
 
 
-def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding]) -> Iterator[Text]:
-    """Yield a line for each warning and mistake, with its fix."""
+def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding], printed: Container[Finding] = ()) -> Iterator[Text]:
+    """Yield a line for each warning and mistake that is not printed yet, with its fix."""
     for findings, title, style in ((warnings, "warning", "yellow"), (mistakes, "mistake", "red")):
         for finding in findings:
-            text = Text(f"{title}: {finding}")
-            text.stylize(style, 0, len(f"{title}: {finding.path}:"))
-            yield text
+            if finding not in printed:
+                text = Text(f"{title}: {finding}")
+                text.stylize(style, 0, len(f"{title}: {finding.path}:"))
+                yield text
 
 
 def lay_out_live(looked: Looked) -> Group:
-    """Return the facts about running servers and Prometheus."""
     return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
 
 
 def verdict(checked: Checked | Looked) -> Text:
     """Return the last line: the number of mistakes and warnings, and whether classes were left out."""
     mistakes, warnings = len(checked.mistakes), len(checked.warnings)
-    parts = [f"{mistakes} mistake{'' if mistakes == 1 else 's'}" if mistakes else "no mistakes"]
+    parts = [count(mistakes, "mistake") if mistakes else "no mistakes"]
     if warnings:
-        parts.append(f"{warnings} warning{'' if warnings == 1 else 's'}")
+        parts.append(count(warnings, "warning"))
     has_gap = isinstance(checked, Checked) and "classes" in checked.off
     gap = "; the connectors' classes were not checked" if has_gap else ""
     return Text(", ".join(parts) + gap, style="bold red" if mistakes else "bold green")
@@ -77,7 +76,6 @@ def verdict(checked: Checked | Looked) -> Text:
 
 def as_dict(checked: Checked) -> dict[str, Any]:
     """Return the output as plain data; None: unknown without building the connector, or without vLLM."""
-    readers = {} if checked.engines is None else topology.as_dict(*checked.engines[:3], is_mla=checked.engines.is_mla)
     return {
         "kvobs": __version__,
         "vllm": checked.vllm,
@@ -89,7 +87,7 @@ def as_dict(checked: Checked) -> dict[str, Any]:
         "spans_go_to": checked.spans_go_to,
         "options": checked.options.model_dump(mode="json"),
         "off": checked.off,
-        "readers": readers,
+        "readers": {} if checked.engines is None else topology.as_dict(checked.engines),
         "mistakes": [asdict(finding) for finding in checked.mistakes],
         "warnings": [asdict(finding) for finding in checked.warnings],
     }
@@ -97,15 +95,14 @@ def as_dict(checked: Checked) -> dict[str, Any]:
 
 def _headline(checked: Checked) -> str:
     version = f"vLLM {checked.vllm}" if checked.vllm else "vLLM (not installed here)"
-    count = f"{len(checked.connectors)} connector{'' if len(checked.connectors) == 1 else 's'}"
+    between = f"{version} and {count(len(checked.connectors), 'connector')}"
     if checked.router is Router.KVOBS:
         by = ", enabled by KVOBS_ENABLE in this environment" if checked.by_variable else ""
-        return f"kvobs {__version__} routes between {version} and {count}{by}."
-    return f"kvobs is not in this configuration. With --rewrite it would route between {version} and {count}:"
+        return f"kvobs {__version__} routes between {between}{by}."
+    return f"kvobs is not in this configuration. With --rewrite it would route between {between}:"
 
 
 def _connectors(connectors: Sequence[CheckedConnector], rows_of: Callable[[CheckedConnector], dict[str, str]]) -> Table:
-    """Return a table with a column for each connector."""
     out = _table("", *(Text(connector.name) for connector in connectors))
     columns = [rows_of(connector) for connector in connectors]
     for row in max(columns, key=len):
@@ -114,7 +111,6 @@ def _connectors(connectors: Sequence[CheckedConnector], rows_of: Callable[[Check
 
 
 def _entry_rows(connector: CheckedConnector) -> dict[str, str]:
-    """Return the properties of a connector's entry, as row name -> text."""
     return {
         "kv_connector": connector.kv_connector,
         "kv_role": connector.kv_role or "?",
@@ -123,7 +119,6 @@ def _entry_rows(connector: CheckedConnector) -> dict[str, str]:
 
 
 def _class_rows(connector: CheckedConnector) -> dict[str, str]:
-    """Return the properties of a connector's class, as row name -> text."""
     facts = connector.facts
     if facts is None:
         return {}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from kvobs.children.known import OURS, ROUTER, missing_libraries
 from kvobs.children.validation import misplaced
 from kvobs.cli.check import vllm_source
-from kvobs.cli.check.rewrite import Router
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
 
@@ -21,18 +20,16 @@ _DEEPEST = 8  # routers within routers
 
 
 class Findings(NamedTuple):
-    """Mistakes and warnings."""
-
     mistakes: list[Finding]
     warnings: list[Finding]
 
 
-def findings(whole: Mapping[str, Any], router: Router, *, has_vllm: bool) -> Findings:
-    """Return the mistakes and the warnings about the entries of a configuration with a router.
+def findings(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -> Findings:
+    """Return the mistakes and the warnings about the entries of a configuration.
 
     Args:
         whole: the configuration as kvobs would get it.
-        router: the router of the configuration as it is.
+        is_stock: whether vLLM's own router is in the configuration as it is.
         has_vllm: whether this is the environment of an engine, where libraries must be installed.
     """
     found = Findings([], misplaced(whole, ""))
@@ -43,7 +40,7 @@ def findings(whole: Mapping[str, Any], router: Router, *, has_vllm: bool) -> Fin
             _check_own_options(found, entry, path)
         found.warnings.extend([*misplaced(entry, path), *_nested(entry, path)])
     found.warnings.extend(_roles(whole))
-    if router is Router.STOCK:
+    if is_stock:
         found.warnings.extend(_same_class(whole))
     return found
 
@@ -70,7 +67,6 @@ def _name(entry: Any) -> str | None:
 
 
 def _libraries(entry: Mapping[str, Any], path: str) -> list[Finding]:
-    """Return the mistake of each library that a connector of vLLM needs and that is not installed."""
     return [
         Finding(
             f"{path}.kv_connector",
@@ -124,11 +120,9 @@ def _same_class(whole: Mapping[str, Any]) -> list[Finding]:
 
 _NUMBERS = {
     "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
-    "SimpleCPUOffloadConnector": (
-        *("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"),
-        *("disk_capacity_bytes", "disk_buffer_slots"),
-    ),
-}
+    "SimpleCPUOffloadConnector":
+        ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
+}  # fmt: skip
 _SMALL = 1 << 20
 _EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
@@ -167,10 +161,9 @@ def _check_offloading(found: Findings, extra: Mapping[str, Any], place: str) -> 
             found.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
         return  # a class from elsewhere has other options
     if not size:
-        is_old = "num_cpu_blocks" in extra
-        fix = (
-            "replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use" if is_old else 'add "cpu_bytes_to_use"'
-        )
+        fix = 'add "cpu_bytes_to_use"'
+        if "num_cpu_blocks" in extra:
+            fix = "replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use"
         found.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", "", f"{fix}, {_EXAMPLE}"))
     elif _is_number(size) and int(size) < _SMALL:
         text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"

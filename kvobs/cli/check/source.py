@@ -1,19 +1,27 @@
-"""Read the configuration that `kvobs check` is given: JSON, a `vllm serve` line or script, or vLLM's YAML file.
+"""Read the configuration that `kvobs check` is given, and change it to use kvobs.
 
-A line and a YAML file may have other options of vLLM that matter to the check; these are read too.
+It may be JSON, a `vllm serve` line or script, or vLLM's YAML file. A line and a YAML file may have other options of
+vLLM that matter to the check; these are read too.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvobs.children.known import OURS, ROUTER
+from kvobs.schema.config import PATH, ConfigError
+from kvobs.schema.config import read as read_extra
+from kvobs.vllm_api.versions import TransferConfig
 
 _OPTION = "kv-transfer-config"
 _FLAGS = ("disable-log-stats", "otlp-traces-endpoint", "api-server-count", "tensor-parallel-size")
@@ -75,7 +83,6 @@ def parse(text: str) -> Source:
 
 
 def _object(text: str) -> Mapping[str, Any]:
-    """Parse JSON text that must be an object."""
     try:
         config = json.loads(text)
     except RecursionError:
@@ -186,3 +193,52 @@ def _yaml(text: str) -> Source:
 def _plain(config: Any) -> Mapping[str, Any]:
     """Convert loaded YAML to JSON's types: all keys are text, and there are no dates."""
     return _checked(json.loads(json.dumps(config, default=str)))
+
+
+# The router
+
+_STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
+_AT_THE_TOP = ("engine_id", "kv_load_failure_policy")  # inherited by connectors; read at the top level only
+
+
+class Router(Enum):
+    """The router that a configuration puts between vLLM and the connectors."""
+
+    KVOBS = auto()
+    STOCK = auto()
+    NONE = auto()
+
+
+def router_of(config: Mapping[str, Any]) -> Router:
+    """Return the configured router, without looking at the environment."""
+    if config.get("kv_connector") != ROUTER:
+        return Router.NONE
+    module = config.get("kv_connector_module_path")
+    if module in OURS:
+        return Router.KVOBS
+    return Router.STOCK if module in _STOCK else Router.NONE
+
+
+def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration changed to use kvobs; unchanged if it uses kvobs already."""
+    old = copy.deepcopy(dict(config))
+    router = router_of(config)
+    if router is Router.KVOBS:
+        return old
+    head = {"kv_connector": ROUTER, "kv_connector_module_path": "kvobs"}
+    new = head | {key: value for key, value in old.items() if key not in head}
+    if router is Router.NONE:
+        keys = [key for key in TransferConfig.model_fields if key in old and key not in _AT_THE_TOP]
+        new[PATH] = {"connectors": [{key: old[key] for key in keys}]}
+    _fill_in_names(new.get(PATH))
+    return new
+
+
+def _fill_in_names(extra: Any) -> None:
+    """Add the connectors' names as kvobs chooses them, if they are valid names."""
+    options = extra.get("kvobs", {}) if isinstance(extra, dict) else None
+    if isinstance(options, dict):
+        with suppress(ConfigError):  # a class name may be an invalid name
+            named = {**options, "names": list(read_extra(extra).names)}
+            read_extra({**extra, "kvobs": named})
+            extra["kvobs"] = named

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvobs.cli import table
-from kvobs.cli.output import examples, fail, warn
-from kvobs.cli.timeline import recordings, requests, summary
+from kvobs.cli.output import examples, fail, show, warn
+from kvobs.cli.timeline import recordings, tables
 from kvobs.cli.timeline.chrome_trace import write
 from kvobs.cli.timeline.recordings import Process
 from kvobs.cli.timeline.transfers import Joined, join
@@ -77,10 +76,10 @@ def timeline(
 
 def nanoseconds(text: str) -> int:
     """Return a duration such as 500ms, 10s or 2m in nanoseconds."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise typer.BadParameter(f"{text!r} is not a duration; use e.g. 500ms, 10s or 2m", param_hint="--last")
-    return int(float(found[1]) * _UNITS_NS[found[2]])
+    return int(float(match[1]) * _UNITS_NS[match[2]])
 
 
 def _keep_last(processes: Sequence[Process], joined: Sequence[Joined], last_ns: int) -> list[Joined]:
@@ -90,16 +89,16 @@ def _keep_last(processes: Sequence[Process], joined: Sequence[Joined], last_ns: 
         since[process.run] = max(since.get(process.run, 0), process.last_ns - last_ns)
     for process in processes:
         process.keep_from(since[process.run])
-    return [one for one in joined if one.end is None or one.end >= since[one.run]]
+    return [transfer for transfer in joined if transfer.end is None or transfer.end >= since[transfer.run]]
 
 
 def _print_requests(joined: Sequence[Joined], *, as_json: bool) -> None:
-    found = requests.passages(joined)
+    passages = tables.passages(joined)
     if as_json:
-        for one in found:
-            typer.echo(json.dumps(requests.as_dict(one), separators=(", ", ": ")))
-    elif found:
-        table.show(Console(), requests.lines(found))
+        for passage in passages:
+            typer.echo(json.dumps(tables.as_dict(passage)))
+    elif passages:
+        show(Console(), tables.of_requests(passages))
     else:
         warn("no request was looked up, loaded or saved in these recordings")
 
@@ -110,11 +109,11 @@ def _write(processes: Sequence[Process], joined: Sequence[Joined], output: Path)
     except OSError as error:
         raise fail(f"{output} can't be written: {error.strerror}") from None
     console = Console()
-    table.show(console, summary.of_processes(processes))
-    for line in summary.of_calls(processes):
+    show(console, tables.of_processes(processes))
+    for line in tables.of_calls(processes):
         console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
-    for part in (summary.in_progress(joined), summary.slowest_loads(joined)):
+    for part in (tables.in_progress(joined), tables.slowest_loads(joined)):
         if part:
             console.print()
-            table.show(console, part)
+            show(console, part)
     console.print(f"\n{output}: {events:,} events; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from kvobs.cli.timeline.recordings import OPEN, UNREPORTED, Process, Transfer
 from kvobs.telemetry.timeline.flight import OWN
 
-Key = tuple[str, int, int]  # kind, child, request
 ON_RANKS = ("load", "save")
 
 
@@ -75,68 +74,67 @@ def join(processes: Sequence[Process]) -> list[Joined]:
     engines: dict[tuple[str, int], list[Process]] = defaultdict(list)
     for process in processes:
         engines[process.run, process.engine].append(process)
-    return sorted((one for own in engines.values() for one in _of_engine(own)), key=lambda one: one.start)
+    return sorted((whole for members in engines.values() for whole in _of_engine(members)), key=lambda w: w.start)
 
 
 def _of_engine(processes: Sequence[Process]) -> Iterator[Joined]:
     read_ns = max(process.read_ns for process in processes)
     schedulers = [process for process in processes if process.rank is None]
-    ranks = [process for process in processes if process.rank is not None]
-    on_ranks = [(process, _by_key(process)) for process in ranks]
+    ranks = {process.rank: process for process in processes if process.rank is not None}
+    on_ranks = {rank: _by_key(process) for rank, process in ranks.items()}
     # On a machine without the scheduler the first rank's stand for the engine's.
-    for process in schedulers or ranks[:1]:
-        for key, own in _by_key(process).items():
-            found = [_joined(process, one, read_ns) for one in own]
+    for process in schedulers or [*ranks.values()][:1]:
+        for key, transfers in _by_key(process).items():
+            joined = [_joined(process, transfer, read_ns) for transfer in transfers]
             if key[0] in ON_RANKS:
-                for other, by_key in on_ranks:
-                    _add_rank(found, other, by_key.get(key, ()))
+                for rank, by_key in on_ranks.items():
+                    _add_rank(joined, rank, ranks[rank].first_ns, by_key.get(key, ()))
             if process.rank is not None:
-                for one in found:
-                    _conclude(one)
-            yield from found
+                for whole in joined:
+                    _conclude(whole)
+            yield from joined
 
 
-def _by_key(process: Process) -> dict[Key, list[Transfer]]:
-    found: dict[Key, list[Transfer]] = defaultdict(list)
-    for one in process.transfers:
-        found[one.kind, one.child, one.request].append(one)
-    return found
+def _by_key(process: Process) -> dict[tuple[str, int, int], list[Transfer]]:
+    by_key = defaultdict(list)
+    for transfer in process.transfers:
+        by_key[transfer.key].append(transfer)
+    return by_key
 
 
-def _joined(process: Process, one: Transfer, read_ns: int) -> Joined:
-    connector = "" if one.child == OWN else process.children[one.child]
+def _joined(process: Process, transfer: Transfer, read_ns: int) -> Joined:
+    connector = "" if transfer.connector == OWN else process.connectors[transfer.connector]
     return Joined(
-        process.run, process.engine, one.kind, connector, one.request, one.start, one.end, one.tokens, one.outcome,
-        read_ns,
+        process.run, process.engine, transfer.kind, connector, transfer.request, transfer.start, transfer.end,
+        transfer.tokens, transfer.outcome, read_ns,
     )  # fmt: skip
 
 
-def _add_rank(found: Sequence[Joined], process: Process, own: Iterable[Transfer]) -> None:
+def _add_rank(joined: Sequence[Joined], rank: int, first_ns: int, transfers: Iterable[Transfer]) -> None:
     """Add a rank's records of successive loads or saves of one request."""
-    assert process.rank is not None
-    starts = [one.start for one in found]
+    starts = [whole.start for whole in joined]
     parts: dict[int, Part] = {}
-    for one in own:
-        at = max(0, bisect_right(starts, one.start) - 1)
-        if one.end is None and at in parts and parts[at].end is not None and found[at].kind == "save":
+    for transfer in transfers:
+        at = max(0, bisect_right(starts, transfer.start) - 1)
+        if transfer.end is None and at in parts and parts[at].end is not None and joined[at].kind == "save":
             continue  # it was reported before it was promised
-        is_known = one.begun is not None or one.start != one.end
-        outcome = UNREPORTED if one.end is None and not found[at].is_open else one.outcome
-        parts[at] = Part(process.rank, one.start if is_known else None, one.end, outcome)
-    for at, whole in enumerate(found):
+        is_known = transfer.begun is not None or transfer.start != transfer.end
+        outcome = UNREPORTED if transfer.end is None and not joined[at].is_open else transfer.outcome
+        parts[at] = Part(rank, transfer.start if is_known else None, transfer.end, outcome)
+    for at, whole in enumerate(joined):
         part = parts.get(at)
         if part is not None:
             whole.parts.append(part)
         # Wait for ranks whose recording shows the transfer open, or covers its start without showing it.
-        if whole.is_open and (part.end is None if part is not None else process.first_ns <= whole.start):
-            whole.waits_for.append(process.rank)
+        if whole.is_open and (part.end is None if part is not None else first_ns <= whole.start):
+            whole.waits_for.append(rank)
 
 
-def _conclude(one: Joined) -> None:
+def _conclude(whole: Joined) -> None:
     """Derive the end over all ranks from their parts, where the scheduler's is not known."""
-    one.waits_for = [part.rank for part in one.parts if part.end is None]
-    if one.waits_for:
-        one.end, one.outcome = None, OPEN
+    whole.waits_for = [part.rank for part in whole.parts if part.end is None]
+    if whole.waits_for:
+        whole.end, whole.outcome = None, OPEN
     else:
-        one.end = one.start + max(part.spent_ns or 0 for part in one.parts)
-        one.outcome = next((part.outcome for part in one.parts if part.outcome != "ok"), "ok")
+        whole.end = whole.start + max(part.spent_ns or 0 for part in whole.parts)
+        whole.outcome = next((part.outcome for part in whole.parts if part.outcome != "ok"), "ok")

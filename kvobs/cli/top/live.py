@@ -1,4 +1,4 @@
-"""The live view: servers are scraped in threads; keys sort and quit."""
+"""Scrape servers in threads, and show their rows live; keys sort and quit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import select
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,76 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from kvobs.cli.top.rows import as_dict
+from kvobs.cli.top.rows import Server, as_dict, server_row
+from kvobs.cli.top.scrapes import Scrape, fetch
 from kvobs.cli.top.screen import SORTS, picture
-from kvobs.cli.top.servers import Watch, scrape_all
+from kvobs.cli.web import NoAnswerError
 
+NOT_YET = "no answer yet"
+ONLY_ONE = "one answer so far"
 STDIN = 0
 LOOK_S = 0.5  # between two draws of the screen, on which ages grow
 KEYS = "q quit  < > sort"
 HUNG_UP = "\x04"  # Ctrl-D, and what is read from a terminal that is gone
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A server's last scrape and its rows, or the error and its start."""
+
+    scrape: Scrape | None = None
+    since_start: Server | None = None
+    lately: Server | None = None
+    """Between the last two scrapes."""
+    error: str | None = None
+    error_since_s: float = 0.0
+
+
+class Watch:
+    """Scrapes one server repeatedly; the last result is replaced as a whole."""
+
+    def __init__(self, url: str, interval_s: float) -> None:
+        self.url = url
+        self.address = url.removeprefix("http://").removesuffix("/metrics")
+        self.reading = Reading()
+        self._interval_s = interval_s
+
+    def scrape(self) -> None:
+        """Scrape once; after a failure the next scrape counts as the first."""
+        last = self.reading
+        try:
+            scrape = fetch(self.url)
+            lately = server_row(self.address, last.scrape, scrape) if last.scrape else None
+            self.reading = Reading(scrape, server_row(self.address, None, scrape), lately)
+        except NoAnswerError as error:
+            since = last.error_since_s if last.error else time.monotonic()
+            self.reading = Reading(error=str(error), error_since_s=since)
+
+    def run(self) -> None:
+        """Scrape in each interval, for ever."""
+        while True:
+            begin = time.monotonic()
+            self.scrape()
+            time.sleep(max(0.0, begin + self._interval_s - time.monotonic()))
+
+    def row(self, reading: Reading, *, since_start: bool) -> Server:
+        """Return the server's row."""
+        if reading.error is not None:
+            seconds = time.monotonic() - reading.error_since_s
+            again = f", for {seconds:.0f} s" if seconds >= 1 else ""
+            return Server(self.address, error=f"{reading.error}{again}")
+        if reading.since_start is None:
+            return Server(self.address, error=NOT_YET)
+        return reading.since_start if since_start else reading.lately or Server(self.address, error=ONLY_ONE)
+
+
+def scrape_all(watches: Sequence[Watch]) -> None:
+    """Scrape all servers once, at the same time."""
+    threads = [threading.Thread(target=watch.scrape, daemon=True) for watch in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @dataclass
@@ -45,7 +108,7 @@ class Top:
         if as_json:
             self.console.file.write(json.dumps(as_dict(servers), allow_nan=False) + "\n")
         else:
-            self._print(picture(servers, self.interval_s, self.console.width))
+            self.console.print(Text("\n").join(picture(servers, self.interval_s, self.console.width)), soft_wrap=True)
         return all(server.error is None for server in servers)
 
     def run(self) -> None:
@@ -55,12 +118,12 @@ class Top:
             return
         while True:
             scrape_all(self.watches)
-            self._print([*self._picture(), Text()])
+            self.console.print(Text("\n").join([*self._picture(), Text()]), soft_wrap=True)
             time.sleep(self.interval_s)
 
     def _run_on_terminal(self) -> None:
         for watch in self.watches:
-            watch.begin()
+            threading.Thread(target=watch.run, daemon=True).start()
         with keyboard(STDIN) as read, Live(console=self.console, screen=True, auto_refresh=False) as live:
             keys = ""
             while not set(keys) & {"q", "Q", HUNG_UP}:
@@ -86,9 +149,6 @@ class Top:
         pairs = zip(self.watches, readings, strict=True)
         servers = [watch.row(reading, since_start=since_start) for watch, reading in pairs]
         return picture(servers, self.interval_s, self.console.width, height, self.by)
-
-    def _print(self, lines: Sequence[Text]) -> None:
-        self.console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -45,7 +44,7 @@ class ConnectorRow:
     """Summed over ranks, as that of saves."""
     save_stall_s: float
     gain_s: float | None
-    """Time that its loads saved, without the time that requests waited for them."""
+    """Time that its loads saved, less the time that requests waited for them."""
     failed_loads: float
     exceptions: float
     skew_p99_s: float | None
@@ -139,6 +138,7 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
     began = numbers.values(signals.OLDEST_IN_FLIGHT)
+    gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
     return ConnectorRow(
         engine,
         connector,
@@ -154,7 +154,7 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
         scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS) / seconds,
         load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
-        gain_s=_gain(numbers, seconds),
+        gain_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
         failed_loads=numbers.total(signals.LOADS, outcome="failed") / seconds,
         exceptions=numbers.total(signals.CALL_ERRORS) / seconds,
         skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
@@ -168,22 +168,15 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
     )
 
 
-def _gain(numbers: Numbers, seconds: float) -> float | None:
-    """Return what loads gained per second; None before any could be weighed."""
-    if not numbers.values(signals.LOAD_WAITED):
-        return None
-    return (numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)) / seconds
-
-
 Placed = tuple[int, ConnectorRow]  # with the position of its server
 
 
 def ordered(servers: Sequence[Server], by: str | None) -> list[Placed]:
     """Return the connectors of all servers: as configured, or by a field, the largest first; missing values last."""
 
-    def number(entry: Placed) -> float:
-        value: float | None = getattr(entry[1], by or "")
-        return -math.inf if value is None else value
+    def number(entry: Placed) -> tuple[bool, float]:
+        value = getattr(entry[1], by or "")
+        return value is not None, value or 0.0
 
     placed = [(i, row) for i, server in enumerate(servers) for row in server.connectors]
     return placed if by is None else sorted(placed, key=number, reverse=True)
@@ -191,10 +184,8 @@ def ordered(servers: Sequence[Server], by: str | None) -> list[Placed]:
 
 def as_dict(servers: Iterable[Server]) -> dict[str, Any]:
     """Return what ``--json`` prints: each field under its name, rates with ``_per_s`` behind it."""
-    return {
-        "servers": [{**_named(asdict(s)), "connectors": [_named(asdict(c)) for c in s.connectors]} for s in servers]
-    }
 
+    def named(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{name}_per_s" if name in RATES else name: value for name, value in fields.items()}
 
-def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{name}_per_s" if name in RATES else name: value for name, value in fields.items()}
+    return {"servers": [named(asdict(s)) | {"connectors": [named(asdict(c)) for c in s.connectors]} for s in servers]}

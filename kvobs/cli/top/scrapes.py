@@ -1,19 +1,27 @@
-"""Parse the text of /metrics: the part of kvobs's metrics, and of vLLM's own, that `kvobs top` shows."""
+"""Read from /metrics the part of kvobs's metrics, and of vLLM's own, that `kvobs top` shows."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvobs.cli.output import printable
+from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
+from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import Kind
 from kvobs.telemetry.payload.scrapes import Series, Values
 
+PLAIN = "text/plain"
 PREFIX = "kvobs_"
+NO_METRICS = (
+    f"no {PREFIX}* metrics here: where the exporter runs they are at its own port "
+    f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled"
+)
 # Of vLLM's own metrics, which an exporter does not have.
 RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
 _OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
@@ -43,6 +51,25 @@ class Scrape:
     values: Values
     """kvobs's metrics."""
     vllm: Values = field(default_factory=dict)
+
+
+def fetch(url: str) -> Scrape:
+    """Read a server's metrics once; ``NoAnswerError`` if there are none."""
+    text = get(url, PLAIN).text
+    return Scrape(time.monotonic(), time.time(), values_of(text), parse_vllm(text))
+
+
+def values_of(text: str) -> Values:
+    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of an engine."""
+    try:
+        values = parse(text)
+    except ValueError as error:
+        raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
+    if not values:
+        raise NoAnswerError(NO_METRICS)
+    if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
+        raise NoAnswerError("its engine has ended")  # its exporter shows it; vLLM's own server has no such metric
+    return values
 
 
 def parse(text: str) -> dict[Series, float]:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from kvobs.cli.output import NONE, amount, duration, percent, signed, whole
 from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
-from kvobs.cli.units import NONE, amount, duration, percent, signed, whole
 
 NAME_AT_MOST = 24
 ADDRESS_AT_MOST = 40
 
 
-@dataclass(frozen=True)
-class Column:
-    """A number of each connector."""
+class Column(NamedTuple):
+    """A number of each connector; connectors are sorted by the field ``by``; "{}" is the number in ``words``."""
 
     title: str
     unit: str
-    """Below the title."""
     by: str
-    """The field that it is sorted by."""
     show: Callable[[ConnectorRow], str]
     width: int = 6
     words: str = ""
-    """Its text in a line; "{}" is the number."""
 
 
 def columns(*, since_start: bool) -> list[Column]:
-    """Return all columns of connectors, in their order."""
-
     def stall(row: ConnectorRow) -> str:
         return duration(row.stall_s) if since_start else amount(1e3 * row.stall_s)
 
@@ -76,10 +70,7 @@ SORTS: tuple[str | None, ...] = (None, *(column.by for column in columns(since_s
 """What they can be sorted by, in the order of the columns; None: as they are configured."""
 
 
-@dataclass(frozen=True)
-class ServerColumn:
-    """A number, or a version, of each server."""
-
+class ServerColumn(NamedTuple):
     title: str
     width: int
     show: Callable[[Server], str]
@@ -132,21 +123,20 @@ def _order(by: str | None) -> str:
 
 def _server_lines(servers: Sequence[Server], width: int, at_most: int | None) -> list[Text]:
     """Return a line for each server, below their header; those that are not read come first where not all fit."""
-    several = len(servers) > 1
     numbered = list(enumerate(servers, 1))
     if at_most is not None and len(servers) > at_most:
         numbered = sorted(sorted(numbered, key=lambda entry: entry[1].error is None)[: at_most - 1])
+    several = "   " if len(servers) > 1 else ""
     address = min(ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
     model = max(5, *(cell_len(server.model) for server in servers))
-    room = width - (3 if several else 0) - sum(column.width + 1 for column in OF_SERVERS) - 3
+    room = width - len(several) - sum(column.width + 1 for column in OF_SERVERS) - 3
     versions = VERSIONS if address + model + sum(column.width + 1 for column in VERSIONS) <= room else ()
     room -= sum(column.width + 1 for column in versions)
     address = min(address, room - 5)
     model = min(model, room - address)
     titles = [f"{column.title:{column.width}}" for column in versions]
     titles += [f"{column.title:>{column.width}}" for column in OF_SERVERS]
-    before = "   " if several else ""
-    lines = [Text(f"{before}{'server':{address}}  {' '.join(['model'.ljust(model), *titles])}", style="bold")]
+    lines = [Text(f"{several}{'server':{address}}  {' '.join(['model'.ljust(model), *titles])}", style="bold")]
     for i, server in numbered:
         start = (f"{i:>2} " if several else "") + fit(server.address, address)
         if server.error is not None:
@@ -215,10 +205,11 @@ class _Table:
 
 def _fitting(entries: Sequence[Sequence[Text]], at_most: int | None) -> list[Text]:
     """Return the lines of the entries that fit; where not all do, the last line says how many are left out."""
-    is_too_long = at_most is not None and sum(map(len, entries)) > at_most
-    lines: list[Text] = []
-    for n, entry in enumerate(entries):
-        if is_too_long and len(lines) + len(entry) >= (at_most or 0):
-            return [*lines, Text(f"and {len(entries) - n} more connectors", style="dim")]
-        lines += entry
-    return lines
+    lines = [line for entry in entries for line in entry]
+    if at_most is None or len(lines) <= at_most:
+        return lines
+    shown = 0
+    while sum(map(len, entries[: shown + 1])) < at_most:
+        shown += 1
+    more = Text(f"and {len(entries) - shown} more connectors", style="dim")
+    return [*(line for entry in entries[:shown] for line in entry), more]

@@ -1,18 +1,28 @@
-"""What `kvobs dashboards export` writes, from a checkout and from a wheel."""
+"""What `kvobs dashboards export` writes, from a checkout and from a wheel, with a site's settings or without."""
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import promql_parser
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from dashboards import alerts, site
+from dashboards.kubernetes import LABEL
 from kvobs.cli import app, dashboards
+from kvobs.cli.dashboards import SiteSettings
+from tests.support.board_lint import matchers, queries, selectors
 
 ROOT = Path(__file__).parents[3]
 FILES = {"boards/a.json": b"{}", "runbook.md": b"# Runbook\n", "stack/grafana/x.yaml": b""}
@@ -96,20 +106,149 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def kvobs(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(app, ["dashboards", "export", *arguments])
     return result.exit_code, result.output
 
 
 def test_the_command_says_what_it_wrote_and_what_was_there(tmp_path: Path) -> None:
-    code, output = kvobs("dashboards", "export", str(tmp_path / "new"))
+    code, output = kvobs(str(tmp_path / "new"))
     assert code == 0
     assert [line for line in output.splitlines() if line.endswith("runbook.md")] == [str(tmp_path / "new/runbook.md")]
-    assert kvobs("dashboards", "export", str(tmp_path / "new"))[1].startswith("0 files written")
-
-
-def test_the_command_ends_with_one_line_where_it_can_not(tmp_path: Path) -> None:
-    (tmp_path / "runbook.md").write_text("mine")
-    code, output = kvobs("dashboards", "export", str(tmp_path))
+    assert kvobs(str(tmp_path / "new"))[1].startswith("0 files written")
+    (tmp_path / "new/runbook.md").write_text("mine")
+    code, output = kvobs(str(tmp_path / "new"))
     assert code == 1
     assert "different files with these names: runbook.md" in output
-    assert kvobs("dashboards", "export", "/proc/kvobs")[0] == 1
+    assert kvobs("/proc/kvobs")[0] == 1
+
+
+# --- a site's settings
+
+OURS = {
+    "grafana": "https://grafana.example.org/g/",
+    "runbook": "https://wiki.example.org/kvobs",
+    "job": "llm/kvobs",
+    "cluster": "k8s_cluster",
+}
+THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4.294967296", "self_share": "1.5"}
+CHOSEN = [f"{name}={value}" for name, value in THRESHOLDS.items()]
+WHOLE = SiteSettings(**OURS, labels=["release=mon", "team/a=b"], namespaces=["a", "b"], thresholds=CHOSEN)
+DEFAULTS = dashboards.contents()
+CHANGED = dashboards.contents(WHOLE)
+
+
+def made_for(**texts: str) -> str:
+    numbers = {name: float(value) if "." in value else int(value) for name, value in THRESHOLDS.items()}
+    return alerts.rules_yaml(site.Site(**texts, **numbers))  # type: ignore[arg-type]
+
+
+def test_rules_are_those_that_the_generator_makes_for_the_site() -> None:
+    assert CHANGED["rules/kvobs.rules.yml"].decode() == made_for(**OURS | {"grafana": OURS["grafana"].rstrip("/")})
+    assert DEFAULTS["rules/kvobs.rules.yml"].decode() == alerts.rules_yaml(site.Site(grafana=""))
+    of_stack = dashboards.contents(SiteSettings(grafana="http://localhost:3000"))["rules/kvobs.rules.yml"]
+    assert of_stack == (dashboards.CHECKOUT / "generated/rules/kvobs.rules.yml").read_bytes()
+
+
+def test_manifests_are_those_of_the_checkout_unless_something_is_chosen() -> None:
+    for name in ("podmonitor", "prometheusrule"):
+        place = f"kubernetes/{name}.yaml"
+        assert DEFAULTS[place] == (dashboards.CHECKOUT / "generated" / place).read_bytes()
+
+
+def test_nothing_of_a_template_and_no_link_to_this_machine_is_left() -> None:
+    tokens = [site.token(name) for name in (*OURS, *site.thresholds(), "labels", "namespaces")]
+    for path, content in (*DEFAULTS.items(), *CHANGED.items()):
+        assert not [token for token in (*tokens, "localhost") if token in content.decode()], path
+
+
+def test_manifests_have_the_labels_namespaces_and_job() -> None:
+    monitor, rule = (yaml.safe_load(CHANGED[f"kubernetes/{name}.yaml"]) for name in ("podmonitor", "prometheusrule"))
+    for manifest in (monitor, rule):
+        assert manifest["metadata"]["labels"] == LABEL | {"release": "mon", "team/a": "b"}
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+    jobs = [endpoint["relabelings"][0]["replacement"] for endpoint in monitor["spec"]["podMetricsEndpoints"]]
+    assert jobs == ["vllm", "llm/kvobs"]
+    assert rule["spec"] == yaml.safe_load(CHANGED["rules/kvobs.rules.yml"])
+    scraped = yaml.safe_load(CHANGED["stack/prometheus.yml"])["scrape_configs"]
+    assert [job["job_name"] for job in scraped] == ["vllm", "llm/kvobs", "otel-collector"]
+    assert b'up{job="llm/kvobs"}' in CHANGED["runbook.md"]
+
+
+@pytest.mark.parametrize("path", [path for path in DEFAULTS if path.startswith("boards/")])
+def test_boards_ask_by_the_label_of_the_cluster_and_link_the_runbook(path: str) -> None:
+    board: dict[str, Any] = json.loads(CHANGED[path])
+    for where, expr in queries(board):
+        for selector, _ in selectors(expr):
+            assert matchers(selector).get("k8s_cluster") in {"=~$cluster", "=~$cluster|"}, where
+            assert "cluster" not in matchers(selector)
+        groups = [set(group.split(", ")) for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", expr)]
+        assert not [group for group in groups if "cluster" in group], where
+        promql_parser.parse(expr.replace("$__rate_interval", "5m"))
+    (variable,) = [v for v in board["templating"]["list"] if v["name"] == "cluster"]
+    assert variable["query"]["query"] == "label_values(kvobs_connector_info{}, k8s_cluster)"
+    for panel in board["panels"]:
+        for step in panel.get("transformations", ()):
+            assert "cluster" not in step["options"].get("renameByName", {})
+    assert OURS["runbook"] in [link.get("url") for link in board["links"]]
+    assert site.RUNBOOK not in CHANGED[path].decode()
+    back = CHANGED[path].decode().replace("k8s_cluster", "cluster").replace(OURS["runbook"], site.RUNBOOK)
+    assert back == DEFAULTS[path].decode(), "nothing else changes"
+
+
+def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
+    """With a label that alerts do not have, an alert of one cluster would silence those of the others."""
+    routing = yaml.safe_load(CHANGED["stack/alertmanager.yml"])
+    assert "k8s_cluster" in routing["route"]["group_by"]
+    assert "cluster" not in routing["route"]["group_by"]
+    for rule in routing["inhibit_rules"]:
+        assert "k8s_cluster" in rule["equal"]
+        assert "cluster" not in rule["equal"]
+    asked = re.findall(r"^    (\S.*)$", CHANGED["runbook.md"].decode(), re.MULTILINE)
+    assert [query for query in asked if "k8s_cluster" in query]
+    assert not [query for query in asked if re.search(r"\bcluster\b", query)]
+    for path in ("stack/alertmanager.yml", "runbook.md"):
+        back = CHANGED[path].decode().replace("k8s_cluster", "cluster").replace("llm/kvobs", "kvobs")
+        assert back == DEFAULTS[path].decode(), "nothing else changes"
+
+
+def test_exported_settings_of_prometheus_load_the_exported_rules(tmp_path: Path) -> None:
+    dashboards.export(tmp_path, CHANGED)
+    tool = shutil.which("promtool")
+    assert tool, "promtool is missing: run `make promtool`"
+    command = [tool, "check", "config", "prometheus.yml"]
+    said = subprocess.run(command, cwd=tmp_path / "stack", capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    assert re.search(r"SUCCESS: \d\d rules found", said.stdout)
+
+
+def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
+    options = [part for name, value in OURS.items() for part in (f"--{name}", value)]
+    options += ["--label", "release=mon", "--label", "team/a=b", "--namespace", "a", "--namespace", "b"]
+    options += [part for threshold in CHOSEN for part in ("--threshold", threshold)]
+    code, output = kvobs(str(tmp_path), *options)
+    assert code == 0, output
+    assert {path: (tmp_path / path).read_bytes() for path in CHANGED} == CHANGED
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--grafana", "grafana.example.org", "is not valid; use an address such as https://grafana.example.org"),
+        ("--runbook", "wiki", "--runbook 'wiki'"),
+        ("--job", 'a"b', "use letters, digits"),
+        ("--cluster", "a-b", "use the name of a label"),
+        ("--label", "release", "use NAME=VALUE for Kubernetes"),
+        ("--namespace", "A_b", "use the name of a namespace"),
+        ("--threshold", "few_failed", "--threshold few_failed is not valid; use few_failed=NUMBER (failed loads in"),
+        ("--threshold", "few_failde=3", "is unknown; use one of: failed_share, few_failed"),
+        ("--threshold", "few_failed=-3", "--threshold few_failed=-3 is not valid; use few_failed=NUMBER"),
+        ("--threshold", "few_failed=3=4", "--threshold few_failed=3=4"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_a_line_and_nothing_is_written(
+    option: str, value: str, says: str, tmp_path: Path
+) -> None:
+    code, output = kvobs(str(tmp_path / "new"), option, value)
+    assert code == 1
+    assert says in output
+    assert not (tmp_path / "new").exists()

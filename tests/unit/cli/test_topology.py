@@ -4,31 +4,18 @@ import io
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from kvobs.cli.topology import as_dict, facts, lay_out, read_model, table, unread
-from kvobs.topology import Engine, heads_of, who_reads
+from kvobs.cli.topology import Pair, as_dict, facts, lay_out, read_model, unread
+from kvobs.topology import Engine, heads_of
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 HEADS = [1, 2, 3, 4, 6, 8, 16, 24, 64, 128]
-
-
-class Pair(NamedTuple):
-    """Two engines of which one can read from the other, and their model."""
-
-    prefill: Engine
-    decode: Engine
-    kv_heads: int
-    is_mla: bool
-
-    @property
-    def heads(self) -> int:
-        return 1 if self.is_mla else self.kv_heads
 
 
 def fits(*pairs: tuple[int, int]) -> bool:
@@ -46,118 +33,88 @@ def pairs(draw: st.DrawFn) -> Pair:
     return Pair(Engine(prefill, size), Engine(decode, size * times), heads, draw(st.booleans()))
 
 
-def printed(what: RenderableType, width: int = 80) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width).print(what)
-    return file.getvalue()
-
-
-def expand(ends: list[int]) -> range:
-    first, last = ends
-    return range(first, last + 1)
+def total(pair: Pair) -> int:
+    return 1 if pair.is_mla else pair.kv_heads
 
 
 @given(pairs())
-def test_the_data_says_what_the_arithmetic_says(pair: Pair) -> None:
-    data = json.loads(json.dumps(as_dict(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)))
-    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
-    assert [(row["rank"], row["blocks"]) for row in data["reads"]] == [(read.rank, read.blocks) for read in reads]
-    for row, read in zip(data["reads"], reads, strict=True):
-        assert expand(row["heads"]) == heads_of(read.rank, pair.decode.tp_size, pair.heads)
-        assert tuple(source["rank"] for source in row["sources"]) == read.sources
-        assert tuple(expand(source["heads"]) for source in row["sources"]) == read.heads
+def test_the_data_has_the_reads_of_the_arithmetic(pair: Pair) -> None:
+    data = json.loads(json.dumps(as_dict(pair)))
+    for row, read in zip(data["reads"], pair.reads(), strict=True):
+        needed = heads_of(read.rank, pair.decode.tp_size, total(pair))
+        assert (row["rank"], row["blocks"]) == (read.rank, read.blocks)
+        assert row["heads"] == [needed[0], needed[-1]]
+        assert row["sources"] == [
+            {"rank": source, "heads": [heads[0], heads[-1]]}
+            for source, heads in zip(read.sources, read.heads, strict=True)
+        ]
     for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
-        holders = [rank for rank in range(engine.tp_size) if 0 in heads_of(rank, engine.tp_size, pair.heads)]
+        holders = [rank for rank in range(engine.tp_size) if 0 in heads_of(rank, engine.tp_size, total(pair))]
         assert data[name]["ranks_per_head"] == len(holders)
         assert (data[name]["tp_size"], data[name]["block_size"]) == engine
 
 
 @given(pairs())
 def test_a_prefill_rank_is_read_from_or_named_as_a_copy_of_one_that_is(pair: Pair) -> None:
-    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
-    idle = unread(pair.prefill, reads)
-    sources = {source for read in reads for source in read.sources}
+    idle = unread(pair)
+    sources = {source for read in pair.reads() for source in read.sources}
     named = [rank for ranks in idle for rank in ranks]
     assert sorted([*named, *sources]) == list(range(pair.prefill.tp_size))
-    read_heads = {heads_of(source, pair.prefill.tp_size, pair.heads) for source in sources}
-    assert all(heads_of(rank, pair.prefill.tp_size, pair.heads) in read_heads for rank in named)
-    assert all(one.stop < next_one.start for one, next_one in pairwise(idle)), "one range in two"
+    read_heads = {heads_of(source, pair.prefill.tp_size, total(pair)) for source in sources}
+    assert all(heads_of(rank, pair.prefill.tp_size, total(pair)) in read_heads for rank in named)
+    assert all(ranks.stop < following.start for ranks, following in pairwise(idle)), "one range in two"
 
 
 @given(pairs())
-def test_a_row_of_the_table_is_a_read(pair: Pair) -> None:
-    reads = who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla)
-    expected = [
-        [
-            str(read.rank),
-            words(heads_of(read.rank, pair.decode.tp_size, pair.heads), pair.is_mla),
-            words(heads, pair.is_mla),
-            str(source),
-            str(read.blocks),
-        ]
-        for read in reads
-        for source, heads in zip(read.sources, read.heads, strict=True)
-    ]
-    lines = printed(table(reads, is_mla=pair.is_mla)).splitlines()
-    assert [line.split() for line in lines[3:]] == expected
+def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> None:
+    def words(heads: range, is_mla: bool = pair.is_mla) -> str:
+        if is_mla:
+            return "latent"
+        return str(heads[0]) if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
 
-
-def words(heads: range, is_mla: bool) -> str:
-    if is_mla:
-        return "latent"
-    return str(heads[0]) if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
-
-
-@given(pairs())
-def test_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> None:
-    output = printed(lay_out(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
+    file = io.StringIO()
+    Console(file=file, width=80).print(lay_out(pair))
+    output = file.getvalue()
     assert max(map(len, output.splitlines())) <= 80
     assert "…" not in output
     assert "\x1b" not in output
-    said = " ".join(output.split())
-    assert said.startswith(facts(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
-    idle = unread(pair.prefill, who_reads(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla))
-    named = ", ".join(words(ranks, is_mla=False) for ranks in idle)
-    assert said.endswith(f"since they hold copies: {named}.") if idle else "copies: " not in said
+    table = output.partition("─\n")[2].partition("\n\n")[0]
+    assert [line.split() for line in table.splitlines()] == [
+        [
+            *(str(read.rank), words(heads_of(read.rank, pair.decode.tp_size, total(pair)))),
+            *(words(heads), str(source), str(read.blocks)),
+        ]
+        for read in pair.reads()
+        for source, heads in zip(read.sources, read.heads, strict=True)
+    ]
+    text = " ".join(output.split())
+    assert text.startswith(facts(pair))
+    idle = ", ".join(words(ranks, is_mla=False) for ranks in unread(pair))
+    assert text.endswith(f"since they hold copies: {idle}.") if idle else "copies: " not in text
 
 
 @pytest.mark.parametrize(
     ("pair", "says"),
     [
-        (
-            Pair(Engine(4, 16), Engine(2, 16), 8, False),
-            "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens.",
-        ),
-        (
-            Pair(Engine(1, 1), Engine(1, 1), 1, False),
-            "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token.",
-        ),
-        (
-            Pair(Engine(8, 16), Engine(2, 48), 4, False),
-            "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode rank; "
-            "3 prefill blocks of 16 tokens to a decode block.",
-        ),
-        (
-            Pair(Engine(2, 16), Engine(8, 16), 4, False),
-            "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill rank; "
-            "blocks of 16 tokens.",
-        ),
-        (
-            Pair(Engine(4, 16), Engine(2, 16), 128, True),
-            "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a decode rank; "
-            "blocks of 16 tokens.",
-        ),
+        ((4, 16, 2, 16, 8, False), "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens."),
+        ((1, 1, 1, 1, 1, False), "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token."),
+        ((8, 16, 2, 48, 4, False), "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode "
+                                   "rank; 3 prefill blocks of 16 tokens to a decode block."),
+        ((2, 16, 8, 16, 4, False), "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill "
+                                   "rank; blocks of 16 tokens."),
+        ((4, 16, 2, 16, 128, True), "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a "
+                                    "decode rank; blocks of 16 tokens."),
     ],
-    ids=lambda value: f"{value.prefill.tp_size}-{value.decode.tp_size}" if isinstance(value, Pair) else "",
-)
-def test_the_facts_are_printed_in_words(pair: Pair, says: str) -> None:
-    assert facts(pair.prefill, pair.decode, pair.kv_heads, is_mla=pair.is_mla) == says
+)  # fmt: skip
+def test_the_facts_are_printed_in_words(pair: tuple[int, int, int, int, int, bool], says: str) -> None:
+    prefill_tp, prefill_block, decode_tp, decode_block, heads, is_mla = pair
+    assert facts(Pair(Engine(prefill_tp, prefill_block), Engine(decode_tp, decode_block), heads, is_mla)) == says
 
 
 def test_what_does_not_fit_is_refused() -> None:
     for made in (lay_out, as_dict):
         with pytest.raises(ValueError, match="TP size 3 with 8 KV heads"):
-            made(Engine(3, 16), Engine(1, 16), 8)
+            made(Pair(Engine(3, 16), Engine(1, 16), 8))
 
 
 @pytest.mark.parametrize(

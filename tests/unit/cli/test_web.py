@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvobs.cli import web
-from kvobs.cli.web import NoAnswerError, get
+from kvobs.cli.web import NoAnswerError, get, url_of
 from tests.support.top_engines import answering, exporting
 
 
@@ -82,6 +82,36 @@ def test_where_nobody_answers_the_reason_is_named(url: str) -> None:
         get(url)
 
 
-def test_a_refusal_is_named() -> None:
-    with answering(404, "") as url, pytest.raises(NoAnswerError, match="answers 404 Not Found"):
-        get(url)
+# --- addresses
+
+
+ADDRESSES = {
+    "localhost:8000": "http://localhost:8000/metrics",
+    "localhost:8000/": "http://localhost:8000/metrics",
+    "localhost": "http://localhost:8000/metrics",
+    "gpu-7/metrics/": "http://gpu-7:8000/metrics/",
+    "[::1]": "http://[::1]:8000/metrics",
+    "http://gpu-7": "http://gpu-7/metrics",
+    "http://gpu-7:8000": "http://gpu-7:8000/metrics",
+    "https://vllm.example/prefill/metrics": "https://vllm.example/prefill/metrics",
+    "gpu-7:8000/metrics/": "http://gpu-7:8000/metrics/",
+    "[::1]:8000": "http://[::1]:8000/metrics",
+    "http://gpu-7/metrics?name=x#there": "http://gpu-7/metrics?name=x",
+}
+
+
+def test_addresses_are_completed() -> None:
+    assert {address: url_of(address) for address in ADDRESSES} == ADDRESSES
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "", ":8000", "8000", "http://", "ftp://gpu-7:8000", "file:///etc/passwd", "gpu-7:port", "gpu-7:99999",
+        "http://[::1", "a b:8000", "gpu-7:8000\n", "\x1b[2J:8000", "user:secret@gpu-7:8000",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a server address.*; use HOST\[:PORT\] or ") as refused:
+        url_of(given)
+    assert str(refused.value).isprintable()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import Tokenizer
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvobs.demo import load, model, report
-from kvobs.demo.server import (
-    Completion,
-    ServerError,
-    parse_metrics,
-)
+from kvobs.demo.host_offload import HostWorker
+from kvobs.demo.server import Completion, ServerError, parse_metrics
 
 # --- model
 
@@ -31,19 +31,15 @@ def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_a_finished_model_is_left_alone(tmp_path: Path) -> None:
-    """A second call writes nothing."""
-    weights = model.make_model(tmp_path) / "model.safetensors"
+def test_a_finished_model_is_left_alone_and_a_part_of_one_is_made_anew(tmp_path: Path) -> None:
+    """A folder without config.json was left by an interrupted run."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"half")
+    model.make_model(tmp_path)
+    assert weights.stat().st_size > 1_000_000
     weights.write_bytes(b"mine")
     model.make_model(tmp_path)
     assert weights.read_bytes() == b"mine"
-
-
-def test_a_half_made_model_is_made_anew(tmp_path: Path) -> None:
-    """A folder without config.json was left by an interrupted run."""
-    (tmp_path / "model.safetensors").write_bytes(b"half")
-    model.make_model(tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_size > 1_000_000
 
 
 SPECIAL = ("<s>", "</s>", "<unk>")
@@ -58,12 +54,6 @@ def test_every_byte_is_one_token_and_comes_back(text: str) -> None:
     assert TOKENIZER.decode(encoded.ids) == text
 
 
-@pytest.mark.parametrize("special", SPECIAL)
-def test_a_special_tokens_name_is_that_token(special: str) -> None:
-    """As in any model's tokenizer."""
-    assert len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1
-
-
 TOKENIZER = Tokenizer.from_str(json.dumps(model.tokenizer()))
 
 
@@ -71,6 +61,7 @@ def test_the_model_answers_in_printable_characters_only() -> None:
     """All 95 of them and nothing else, no end of text either: every answer has the length that was asked for."""
     tokens = np.flatnonzero(model.printable())
     assert TOKENIZER.decode(tokens.tolist()) == "".join(chr(code) for code in range(32, 127))
+    assert all(len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1 for special in SPECIAL)
     head = dict(model.weights(np.random.default_rng(0)))["lm_head.weight"]
     assert not head[~model.printable()].any()
 
@@ -80,16 +71,6 @@ def test_the_model_answers_in_printable_characters_only() -> None:
 
 def offload_job(blocks_per_chunk: int, group_sizes: list[int], firsts: list[int], rng: np.random.Generator) -> None:
     """Store a job's blocks to host memory, wipe them, load them, and compare every byte of the whole cache."""
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-        GPULoadStoreSpec,
-    )
-    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-
-    from kvobs.demo.host_offload import HostWorker
-
     blocks, chunks, page, used = 64, 48, 24, 20  # the last 4 bytes of a page are padding
     caches = [torch.from_numpy(rng.integers(-128, 128, (blocks, page), dtype=np.int8)) for _ in range(3)]
     refs = [[CanonicalKVCacheRef(0, used), CanonicalKVCacheRef(1, page)], [CanonicalKVCacheRef(2, used)]]
@@ -133,22 +114,10 @@ def offload_job(blocks_per_chunk: int, group_sizes: list[int], firsts: list[int]
 def test_blocks_come_back_from_host_memory_byte_for_byte(
     blocks_per_chunk: int, group_sizes: tuple[int, int], firsts: tuple[int, int], seed: int
 ) -> None:
-    """Whatever the chunk size, number of groups, and place inside a chunk where a job begins."""
     offload_job(blocks_per_chunk, list(group_sizes), list(firsts), np.random.default_rng(seed))
 
 
 def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
-    """A chunk filled by two jobs holds the blocks of both."""
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-        GPULoadStoreSpec,
-    )
-    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-
-    from kvobs.demo.host_offload import HostWorker
-
     cache = torch.arange(4, dtype=torch.int8).repeat(8, 1).T.contiguous()  # block b is full of b
     worker = HostWorker(CanonicalKVCaches([CanonicalKVCacheTensor(cache, 8)], [[CanonicalKVCacheRef(0, 8)]]), 2, 1)
     for job, (block, place) in enumerate([(1, 0), (2, 1)]):
@@ -161,7 +130,6 @@ def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
 
 
 def test_prompts_differ_and_share_their_document() -> None:
-    """Each is a question of its own about one of four documents of some thirty blocks."""
     both = [load.prompts(questions, 24) for questions in (0, 1)]
     assert len({prompt for prompts in both for prompt in prompts}) == 48
     for prompts in both:
@@ -170,16 +138,12 @@ def test_prompts_differ_and_share_their_document() -> None:
     assert max(map(len, both[0] + both[1])) + load.ANSWER_TOKENS < 2048
 
 
-@pytest.mark.parametrize("questions", [0, 1])
-def test_no_prompt_has_a_length_that_the_disk_child_cannot_find_again(questions: int) -> None:
-    """ExampleConnector saves and looks up such a prompt under two different keys."""
-    assert not [prompt for prompt in load.prompts(questions, 400) if len(prompt) % load.BLOCK == 1]
-
-
-def test_no_two_prompts_are_one_to_the_disk_child() -> None:
-    """It distinguishes prompts by their whole blocks only."""
+def test_exampleconnector_finds_each_prompt_again_and_takes_no_two_for_one() -> None:
+    """It looks a prompt that ends one token into a block up under another key, and distinguishes whole blocks only."""
     prompts = load.prompts(0, 24) + load.prompts(1, 24)
     assert len({prompt[: (len(prompt) - 1) // load.BLOCK * load.BLOCK] for prompt in prompts}) == len(prompts)
+    many = load.prompts(0, 400) + load.prompts(1, 400)
+    assert not [prompt for prompt in many if len(prompt) % load.BLOCK == 1]
 
 
 class FakeServer:
@@ -189,8 +153,8 @@ class FakeServer:
         self.seen: list[str] = []
         self.fail_at = fail_at
 
-    def complete(self, prompt: str, max_tokens: int) -> Completion:
-        """Answer, or fail."""
+    def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion:
+        assert headers.keys() == {"traceparent"}
         self.seen.append(prompt)
         if len(self.seen) == self.fail_at:
             raise ServerError("gone")
@@ -199,7 +163,6 @@ class FakeServer:
         return Completion("", (len(prompt),) * max_tokens, len(prompt), {})
 
     def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Note it among the prompts."""
         self.seen.append(f"reset{' external' * external}")
 
 
@@ -217,12 +180,10 @@ def test_the_load_repeats_its_prompts_around_cache_resets() -> None:
 
 @pytest.mark.parametrize(("requests", "each"), [(1, 4), (16, 4), (96, 24), (97, 24), (99, 25)])
 def test_rounds_are_of_equal_size_and_touch_every_document(requests: int, each: int) -> None:
-    """Small requests are raised to one a document."""
     assert [len(result.answers) for result in load.run_rounds(FakeServer(), requests)] == [each] * 4
 
 
 def test_the_load_stops_at_the_first_failure() -> None:
-    """The error comes through, and what was not yet sent is never sent."""
     server = FakeServer(fail_at=3)
     with pytest.raises(ServerError, match="gone"):
         list(load.run_rounds(server, 4000, concurrency=1))
@@ -233,18 +194,12 @@ def test_the_load_stops_at_the_first_failure() -> None:
 
 
 def test_progress_counts_every_answer() -> None:
-    """From 1 to the round's size, four times."""
     recorded: list[tuple[str, int, int]] = []
-    list(
-        load.run_rounds(
-            FakeServer(), 16, on_answer=lambda part, done, total: recorded.append((part.title, done, total))
-        )
-    )
+    list(load.run_rounds(FakeServer(), 16, on_answer=lambda part, *counts: recorded.append((part.title, *counts))))
     assert recorded == [(part.title, done, 4) for part in load.ROUNDS for done in (1, 2, 3, 4)]
 
 
 def test_an_answer_that_changes_between_rounds_is_found() -> None:
-    """That is how wrong blocks would show."""
     result = load.RoundResult(load.ROUNDS[0], 1.0, 10, {"a": (1, 2), "b": (3,)})
     again = load.RoundResult(load.ROUNDS[2], 1.0, 10, {"a": (1, 2), "b": (4,)})
     assert load.differing([result, again]) == ["b"]
@@ -268,7 +223,6 @@ kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"}
 kvobs_lookups_total{connector="disk",engine="0",model_name="tiny",outcome="pending"} 54321.0
 kvobs_offered_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4096.0
 kvobs_offered_tokens_total{connector="disk",engine="0",model_name="tiny"} 2048.0
-kvobs_admitted_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4000.0
 kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="other_chosen"} 64.0
 kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="aborted"} 54321.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="ok"} 3.0
@@ -290,12 +244,11 @@ vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external
 
 def test_the_report_counts_the_growth_of_each_child() -> None:
     """Over all engines and both modes, and nothing that was there before."""
-    cpu, disk, other = report.children(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    cpu, disk, other = report.totals_of(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert cpu == report.ConnectorTotals(
         name="cpu",
         lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0},
         offered=4096,
-        admitted=4000,
         unused=0,
         loads={"ok": 4, "failed": 0, "aborted": 2},
         loaded=3968,
@@ -305,10 +258,12 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
     assert cpu.load_ms == 20
     assert (cpu.asked, disk.asked, disk.offered, disk.unused, disk.loaded) == (19, 0, 2048, 64, 0)
     assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
+    assert report.time_line([cpu, disk]) == (
+        "Time: cpu 20 ms per load, 750 ms of waiting in model steps; disk 54,321 ms of waiting in model steps."
+    )
 
 
 def test_the_report_says_where_prompt_tokens_came_from() -> None:
-    """By vLLM's own account."""
     tokens = report.sources(parse_metrics(BEFORE), parse_metrics(AFTER))
     assert tokens == {"computed": 250, "in vLLM's own cache": 500, "loaded by the connectors": 250}
     assert report.source_line(tokens) == (
@@ -317,15 +272,7 @@ def test_the_report_says_where_prompt_tokens_came_from() -> None:
     assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
 
 
-def test_the_report_says_how_long_loads_took_and_what_steps_waited_for() -> None:
-    rows = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
-    assert report.time_line(rows) == (
-        "Time: cpu 20 ms per load, 750 ms of waiting in model steps; disk 54,321 ms of waiting in model steps."
-    )
-
-
 def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
-    """Return a table as it is printed."""
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(report.table(rows))
@@ -334,7 +281,7 @@ def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
 
 def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
-    text = shown(report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
+    text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if "disk" in line)
     assert row.count("54,321") == 1
@@ -342,10 +289,9 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
 
 
 def test_columns_that_nobody_needs_are_left_out() -> None:
-    """No "not yet", "timed out" or "failed" where there was none."""
-    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 1, 0,
+    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
-    busy = report.children(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    busy = report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert "yet" in shown(busy)
     assert "failed" in shown(busy)

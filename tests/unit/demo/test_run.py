@@ -9,9 +9,7 @@ from urllib.error import URLError
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from kvobs.cli import app
 from kvobs.demo import load, run, server
 from kvobs.demo.scenarios import FAULTS
 from tests.support.top_engines import Site
@@ -41,6 +39,15 @@ class FakeServer:
             raise KeyboardInterrupt
 
 
+@pytest.fixture
+def demo_without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Server", FakeServer)
+    monkeypatch.setattr(run, "make_model", lambda _folder: None)
+    for step in ("measure", "show_slowest_load", "look_further"):
+        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+
+
+@pytest.mark.usefixtures("demo_without_engine")
 @pytest.mark.parametrize("endpoint", [None, "http://otel-collector:4317"])
 def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
     endpoint: str | None, monkeypatch: pytest.MonkeyPatch
@@ -48,10 +55,6 @@ def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
     monkeypatch.delenv(run.ENDPOINT, raising=False)
     if endpoint:
         monkeypatch.setenv(run.ENDPOINT, endpoint)
-    monkeypatch.setattr(run, "Server", FakeServer)
-    monkeypatch.setattr(run, "make_model", lambda _folder: None)
-    for step in ("measure", "show_slowest_load", "look_further"):
-        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
     run.Demo(Console(quiet=True), host="0.0.0.0").run()
     *_, (option, sent_to), env = FakeServer.last.arguments
     assert option == "--otlp-traces-endpoint"
@@ -60,34 +63,23 @@ def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
     assert ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL" in env) is (endpoint is None)
 
 
-@pytest.mark.parametrize(("port", "exporter_port"), [(0, None), (8000, 9464)])
+@pytest.mark.usefixtures("demo_without_engine")
+@pytest.mark.parametrize(("port", "claimed", "used"), [(0, 0, 40000), (8000, 9464, 9464)])
 def test_the_exporter_listens_beside_the_server(
-    port: int, exporter_port: int | None, monkeypatch: pytest.MonkeyPatch
+    port: int, claimed: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimed: list[int] = []
-
-    def claim(wanted: int) -> int:
-        claimed.append(wanted)
-        return wanted or 40000
-
-    monkeypatch.setattr(run, "claim_port", claim)
-    monkeypatch.setattr(run, "Server", FakeServer)
-    monkeypatch.setattr(run, "make_model", lambda _folder: None)
-    for step in ("measure", "show_slowest_load", "look_further"):
-        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+    monkeypatch.setattr(run, "claim_port", {claimed: used}.__getitem__)
     ended: list[str] = []
     monkeypatch.setattr(run, "see_exporter_end", ended.append)
     out = StringIO()
     run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=FAULTS["failing-connector"]).run()
     config = FakeServer.last.arguments[2]
     options = config["kv_connector_extra_config"]["kvobs"]
-    wanted = exporter_port or 40000
-    assert options["exporter"] == {"host": "0.0.0.0", "port": wanted}
+    assert options["exporter"] == {"host": "0.0.0.0", "port": used}
     assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
     assert config["kv_load_failure_policy"] == "recompute"
-    assert claimed == [exporter_port or 0]
-    assert f"kvobs's metrics are at http://127.0.0.1:{wanted}/metrics" in out.getvalue()
-    assert ended == [f"http://127.0.0.1:{wanted}/metrics"]
+    assert f"kvobs's metrics are at http://127.0.0.1:{used}/metrics" in out.getvalue()
+    assert ended == [f"http://127.0.0.1:{used}/metrics"]
 
 
 def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,18 +137,3 @@ def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
     assert rounds == ([20, 20] if repeat else [])
-
-
-def test_a_server_listens_where_its_options_say(tmp_path: Path) -> None:
-    for host in ("127.0.0.1", "0.0.0.0"):
-        line = server.Server(tmp_path, tmp_path / "log", host=host).command()
-        assert line[line.index("--host") + 1] == host
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), [(["--host", "::1"], "127.0.0.1 or 0.0.0.0"), (["--repeat"], "requires --keep")]
-)
-def test_options_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["demo", *arguments])
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())

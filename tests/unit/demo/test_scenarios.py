@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 from prometheus_client.samples import Sample
 
-from kvobs.demo.run import with_fault
+from kvobs.demo.run import files, host_memory, multi_connector, with_fault
 from kvobs.demo.scenarios import FAULTS, evidence
 from kvobs.schema.config import read
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_s_configuration_is_valid(fault: str, tmp_path: Path) -> None:
-    config = with_fault(FAULTS[fault], tmp_path)
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_the_demos_configuration_is_valid_with_each_fault_and_without(fault: str | None, tmp_path: Path) -> None:
+    config = with_fault(FAULTS[fault], tmp_path) if fault else multi_connector(host_memory(), files(tmp_path))
     extra = config["kv_connector_extra_config"]
     assert read(extra).names == ("cpu", "disk")
-    assert extra["connectors"][0]["kv_connector_extra_config"]["fault"] in FAULTS
+    assert extra["connectors"][0]["kv_connector_extra_config"].get("fault") == fault
 
 
 def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:

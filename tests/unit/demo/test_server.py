@@ -2,20 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvobs.demo.processes import end_group, exit_text, group_members
-from kvobs.demo.run import files, folder, host_memory, multi_connector
+from kvobs.demo.run import folder
 from kvobs.demo.server import (
     CORES,
     TAIL,
@@ -24,14 +26,15 @@ from kvobs.demo.server import (
     claim_port,
     cores,
     environment,
-)
-from kvobs.demo.server_log import newest_message, root_cause
+    newest_message,
+    root_cause,
+)  # fmt: skip
+from tests.engine.serving import eventually
 
 # --- server: ports, texts, configuration
 
 
 def test_port_0_gives_a_port_that_is_free() -> None:
-    """Another each time, one that can be listened on, and that no connection gets meanwhile."""
     ports = [claim_port(0) for _ in range(50)]
     assert len(set(ports)) == 50
     assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -48,17 +51,7 @@ def test_a_port_that_others_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) 
         assert claim_port(0) == free
 
 
-def test_a_port_in_use_is_an_error_that_names_it() -> None:
-    """And says what to do."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"Port {port} on 127\.0\.0\.1 can't be used: Address already in use\."):
-            claim_port(port)
-
-
-def test_a_port_just_closed_can_be_used_again() -> None:
+def test_a_port_in_use_is_named_and_one_just_closed_can_be_used_again() -> None:
     """Connections of the last server that linger in TIME_WAIT are no obstacle."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,52 +60,33 @@ def test_a_port_just_closed_can_be_used_again() -> None:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as accepted:
             accepted.close()
+        with pytest.raises(ServerError, match=rf"Port {port} on 127\.0\.0\.1 can't be used: Address already in use\."):
+            claim_port(port)
     assert claim_port(port) == port
 
 
-@pytest.mark.parametrize(("code", "text"), [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL")])
-def test_exit_statuses_are_printed_in_words(code: int, text: str) -> None:
-    """A negative one is a signal."""
-    assert exit_text(code) == text
-
-
 def test_the_command_line_carries_every_setting() -> None:
-    """In the words of `vllm serve`; the user's own arguments last, so that they win."""
-    server = Server(Path("m"), Path("l"), {"kv_connector": "X"}, 8000, ["--seed", "1"], tensor_parallel=2)
+    """The user's own arguments come last, so that they win."""
+    server = Server(
+        Path("m"), Path("l"), {"kv_connector": "X"}, 8000, ["--seed", "1"], tensor_parallel=2, host="0.0.0.0"
+    )
     line = server.command()
-    for option, value in [("--port", "8000"), ("--tensor-parallel-size", "2"), ("--dtype", "float32"),
-                          ("--kv-transfer-config", '{"kv_connector": "X"}')]:  # fmt: skip
+    for option, value in [("--port", "8000"), ("--host", "0.0.0.0"), ("--tensor-parallel-size", "2"),
+                          ("--dtype", "float32"), ("--kv-transfer-config", '{"kv_connector": "X"}')]:  # fmt: skip
         assert line[line.index(option) + 1] == value
     assert line[-2:] == ["--seed", "1"]
     assert "--kv-transfer-config" not in Server(Path("m"), Path("l")).command()
 
 
 def test_each_rank_gets_a_core_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the environment has them in vLLM's notation."""
-    monkeypatch.delenv(CORES, raising=False)
+    """Servers side by side have those that vLLM's variable names."""
     ours = sorted(os.sched_getaffinity(0))
-    assert cores(1) == ours[:1]
-    assert cores(len(ours) + 1) == [*ours, ours[0]]
-    assert environment(2)[CORES] == f"{cores(2)[0]}|{cores(2)[1]}"
-
-
-@pytest.mark.parametrize("named", ["", "auto", "nobind", "0-3|4-7"])
-def test_servers_side_by_side_have_the_cores_that_vllms_variable_names(
-    named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for unnamed in ("", "auto", "nobind", "0-3|4-7"):
+        monkeypatch.setenv(CORES, unnamed)
+        assert cores(len(ours) + 1) == [*ours, ours[0]]
     monkeypatch.setenv(CORES, "3|1")
     assert cores(3) == [3, 1, 3]
-    monkeypatch.setenv(CORES, named)
-    assert cores(1) == sorted(os.sched_getaffinity(0))[:1]
-
-
-def test_the_demo_configuration_is_one_that_kvobs_accepts() -> None:
-    """Names and children in the same order."""
-    from kvobs.schema import config
-
-    extra = multi_connector(host_memory(), files(Path("/disk")))["kv_connector_extra_config"]
-    assert config.read(extra).names == ("cpu", "disk")
-    assert [child["kv_connector"] for child in extra["connectors"]] == ["OffloadingConnector", "ExampleConnector"]
+    assert environment(2)[CORES] == "3|1"
 
 
 # --- server: reading vLLM's log
@@ -129,14 +103,10 @@ LOG = """\
 """
 
 
-def test_the_cause_is_found_among_its_consequences() -> None:
-    """The last exception that doesn't point to another one, of whatever process."""
-    assert root_cause(LOG) == "ValueError: No common block size for 16 (CPU_ATTN: 32)."
-
-
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
+        (LOG, "ValueError: No common block size for 16 (CPU_ATTN: 32)."),
         ("", ""),
         ("all is well\n", ""),
         ("Traceback\nModuleNotFoundError: No module named 'x'\n", "ModuleNotFoundError: No module named 'x'"),
@@ -149,13 +119,11 @@ def test_the_cause_is_found_among_its_consequences() -> None:
         ("ValueError: a\nKeyError: b\n", "KeyError: b"),
     ],
 )
-def test_causes_in_other_logs(log: str, cause: str) -> None:
-    """A log without an exception has none; one outside vLLM's log format counts too."""
+def test_the_cause_is_the_last_exception_that_is_no_consequence(log: str, cause: str) -> None:
     assert root_cause(log) == cause
 
 
 def test_the_newest_message_is_shown_without_its_frame() -> None:
-    """Process, time, file and space around it left out; what is not a log line is passed over."""
     assert newest_message(LOG.splitlines()) == "Goodbye"
     assert newest_message(["no log line"]) == ""
     assert newest_message([]) == ""
@@ -213,30 +181,27 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def stand_in(tmp_path: Path, mode: str, **settings: Any) -> Server:
-    """Return a server whose process is a stand-in for vLLM that serves, dies or hangs."""
     return Server(tmp_path / "model", tmp_path / "log", launch=(sys.executable, "-c", STAND_IN, mode), **settings)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """Give a stand-in that serves."""
     with stand_in(tmp_path, "serves") as up:
         yield up
 
 
 def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: Path) -> None:
-    """Its exit status, its exception, where its log is, and the last 25 lines of it."""
     with pytest.raises(ServerError) as error, stand_in(tmp_path, "dies"):
         pass
     lines = str(error.value).splitlines()
     assert lines[0] == "The server exited before it was ready (exit status 3)."
+    assert exit_text(0) == "exit status 0"
     assert lines[1] == "The error in its log: RuntimeError: out of luck"
     assert lines[2] == f"The end of its log, {tmp_path / 'log'}:"
     assert lines[3:] == [f"  line {i}" for i in range(100 - TAIL + 1, 100)] + ["  RuntimeError: out of luck"]
 
 
 def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
-    """Though both ignore the request to end."""
     recorded: list[tuple[float, str]] = []
     server = stand_in(tmp_path, "hangs", timeout=1.0, on_progress=lambda *what: recorded.append(what))
     with pytest.raises(ServerError, match=r"was not ready after 1 s\.") as error, server:
@@ -247,24 +212,16 @@ def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: 
 
 
 def test_any_exception_inside_the_block_ends_the_server(tmp_path: Path) -> None:
-    """Ctrl-C is one of them."""
-    group: list[int] = []
-
-    def interrupted(server: Server) -> None:
+    with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:  # noqa: PT012
         assert server.process is not None
-        group.extend(group_members(server.process.pid))
+        group = server.process.pid
+        assert group_members(group)
         raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:
-        interrupted(server)
-    assert group
-    assert group_members(group[0]) == []
+    assert group_members(group) == []
     assert server.scratch is None
 
 
 def test_a_ctrl_c_while_it_starts_ends_the_server(tmp_path: Path) -> None:
-    """No matter where in the wait it comes."""
-
     def interrupt(_seconds: float, _doing: str) -> None:
         raise KeyboardInterrupt
 
@@ -274,12 +231,11 @@ def test_a_ctrl_c_while_it_starts_ends_the_server(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    """The time to end in good order is cut short; the end is not."""
     server = stand_in(tmp_path, "hangs")
     server.start()
     process = server.process
     assert process is not None
-    wait_for(lambda: "still thinking" in server.log.read_text())
+    assert eventually(lambda: "still thinking" in server.log.read_text())
     begin = time.monotonic()
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
@@ -290,7 +246,6 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 
 
 def test_a_server_killed_from_outside_differs_from_one_that_never_came(server: Server) -> None:
-    """The next request raises it, with the signal."""
     assert server.process is not None
     server.process.kill()
     server.process.wait()
@@ -299,26 +254,23 @@ def test_a_server_killed_from_outside_differs_from_one_that_never_came(server: S
 
 
 def test_a_server_that_dies_under_a_request_is_an_error(server: Server) -> None:
-    """With its log's end."""
     with pytest.raises(ServerError, match=r"(?s)(exited while serving|got no answer).*The end of its log"):
         server.complete("die")
 
 
 def test_no_server_is_left_when_its_starter_is_killed(tmp_path: Path) -> None:
-    """Linux ends it: kill -9 leaves no one to run our cleanup."""
     script = (
         "import sys; from pathlib import Path; from kvobs.demo.server import Server; p = Path(sys.argv[1]); "
         "Server(p / 'no-model', p / 'log').__enter__()"
     )
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # no one is left to remove what it puts there
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environ) as starter:
-        wait_for(lambda: len(processes_naming(str(tmp_path))) > 1)
+        assert eventually(lambda: len(processes_naming(str(tmp_path))) > 1)
         starter.kill()
-    wait_for(lambda: processes_naming(str(tmp_path)) == [], seconds=4)  # less than it takes to find no model there
+    assert eventually(lambda: processes_naming(str(tmp_path)) == [], 4)  # less than it takes to find no model there
 
 
 def test_requests_carry_their_settings_and_headers(server: Server) -> None:
-    """Greedy and of fixed length unless asked otherwise; the answer comes back as text, tokens and prompt length."""
     answer = server.complete([1, 2, 3], 5, headers={"x-tag": "T"}, temperature=0.5, kv_transfer_params={"a": 1})
     assert answer.text.startswith("T")
     assert (answer.tokens, answer.prompt_tokens) == ((1, 2), 7)
@@ -328,40 +280,26 @@ def test_requests_carry_their_settings_and_headers(server: Server) -> None:
     assert sent["kv_transfer_params"] == {"a": 1}
 
 
-def test_a_refused_request_says_what_the_server_said(server: Server) -> None:
-    """Without the log: the server is well."""
+def test_an_error_shows_the_log_only_if_the_engine_is_broken(server: Server) -> None:
     with pytest.raises(ServerError) as error:
         server.complete("bad")
     assert str(error.value) == "/v1/completions answered 400: bad prompt"
-
-
-def test_a_request_that_breaks_the_engine_shows_the_log(server: Server) -> None:
-    """The answer itself says only that something went wrong."""
     with pytest.raises(ServerError) as error:
         server.complete("crash")
     assert "/v1/completions answered 500: EngineCore encountered an issue" in str(error.value)
     assert "The error in its log: RuntimeError: the engine is broken" in str(error.value)
 
 
-def test_metrics_are_parsed(server: Server) -> None:
-    """Name, labels and value."""
+def test_a_cache_reset_is_repeated_until_it_succeeds(server: Server) -> None:
+    """vLLM refuses while a block is still held; the stand-in refuses twice."""
+    with pytest.raises(ServerError, match="did not reset its prefix cache within 0 s"):
+        server.reset_prefix_cache(timeout=0)
+    server.reset_prefix_cache()
+    server.reset_prefix_cache(external=True)
     assert [(sample.name, sample.labels, sample.value) for sample in server.metrics()] == [("x_total", {}, 1.0)]
 
 
-def test_a_cache_reset_is_repeated_until_it_succeeds(server: Server) -> None:
-    """vLLM refuses while a block is still held; the stand-in refuses twice."""
-    server.reset_prefix_cache()
-    server.reset_prefix_cache(external=True)
-
-
-def test_a_cache_reset_that_never_succeeds_is_an_error(server: Server) -> None:
-    """After the time given for it."""
-    with pytest.raises(ServerError, match="did not reset its prefix cache within 0 s"):
-        server.reset_prefix_cache(timeout=0)
-
-
 def test_nothing_of_a_server_stays_behind(tmp_path: Path) -> None:
-    """Its temporary folder goes, and the shared memory that vLLM names after a file in it."""
     with stand_in(tmp_path, "serves") as server:
         scratch = server.scratch
         assert scratch is not None
@@ -375,31 +313,19 @@ def test_nothing_of_a_server_stays_behind(tmp_path: Path) -> None:
 # --- the folder of a run
 
 
-def test_the_folder_goes_unless_it_is_wanted() -> None:
-    """By the user, or because the log of a dead server is in it."""
-    with folder(keep=False) as path:
-        (path / "server.log").touch()
-    assert not path.exists()
-    with pytest.raises(ServerError), folder(keep=False) as path:
-        raise ServerError("port in use: there is no log")
-    assert not path.exists()
-    kept = []
-    with folder(keep=True) as path:
-        kept.append(path)
-    with pytest.raises(ServerError), folder(keep=False) as path:
-        raise server_died_in(path, kept)
-    for path in kept:
-        assert path.exists()
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-
-
-def server_died_in(path: Path, kept: list[Path]) -> ServerError:
-    """Leave a log in a folder."""
-    (path / "server.log").touch()
-    kept.append(path)
-    return ServerError("dead")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("error", [None, ServerError("dead")])
+@pytest.mark.parametrize("has_log", [False, True])
+def test_the_folder_goes_unless_it_is_wanted_or_has_the_log_of_a_dead_server(
+    keep: bool, error: ServerError | None, has_log: bool
+) -> None:
+    with suppress(ServerError), folder(keep=keep) as path:
+        if has_log:
+            (path / "server.log").touch()
+        if error is not None:
+            raise error
+    assert path.exists() is (keep or (has_log and error is not None))
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def processes_naming(text: str) -> list[int]:
@@ -414,11 +340,3 @@ def processes_naming(text: str) -> list[int]:
         except OSError:  # it ended while we looked
             continue
     return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait until a condition holds; fail if it doesn't in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)

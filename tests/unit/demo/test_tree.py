@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvobs.demo.collector import Span
+from kvobs.demo.collector import ReceivedSpan
 from kvobs.demo.tree import BAR, bar, tree
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT = 99
 
 
-def span(name: str, span_id: int, parent: int, start_ms: float, end_ms: float, **more: Any) -> Span:
+def span(name: str, span_id: int, parent: int, start_ms: float, end_ms: float, **more: Any) -> ReceivedSpan:
     """Return a span of one trace; what begins with `kv_` is an attribute `kv_transfer.`, `__` being a dot."""
     attributes = {f"kv_transfer.{key[3:].replace('__', '.')}": more.pop(key) for key in list(more) if key[:3] == "kv_"}
     attributes |= more.pop("attributes", {})
     start_ns, end_ns = (1_000_000_000 + round(ms * 1e6) for ms in (start_ms, end_ms))
-    return Span(name, TRACE, f"{span_id:016x}", f"{parent:016x}", start_ns, end_ns, attributes, **more)
+    return ReceivedSpan(name, TRACE, f"{span_id:016x}", f"{parent:016x}", start_ns, end_ns, attributes, **more)
 
 
 REQUEST = {"gen_ai.request.id": "cmpl-1-0"}
@@ -36,7 +36,7 @@ LOADED = [  # as they arrive: ends first
 ]  # fmt: skip
 
 
-def shown(*spans: Span, width: int = 100, colour: bool = False) -> str:
+def shown(*spans: ReceivedSpan, width: int = 100, colour: bool = False) -> str:
     """Return a tree as it is printed, without the spaces at the ends of its lines."""
     console = Console(width=width, color_system="standard" if colour else None, force_terminal=colour)
     with console.capture() as capture:

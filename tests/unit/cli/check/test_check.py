@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +12,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from kvobs.cli.check import port
 from kvobs.cli.check.check import Flags, check, check_text
-from kvobs.cli.check.rewrite import Router
-from kvobs.schema.config import ENABLE_VARIABLE, PATH
+from kvobs.cli.check.source import Router
+from kvobs.demo.server import claim_port
+from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
 from kvobs.topology import Engine
 from kvobs.vllm_api.versions import RUST_FRONTEND
 from tests.support.configurations import TWO, config_of, starts
@@ -52,7 +55,7 @@ def test_it_says_whether_kvobs_takes_part(
     assert checked.router is (Router.KVOBS if by_variable else router)
     assert [warning.path for warning in checked.warnings] == ([] if by_variable or path is None else [path])
     assert checked.mistakes == []
-    assert all(child.facts for child in checked.connectors)
+    assert all(connector.facts for connector in checked.connectors)
 
 
 def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
@@ -70,7 +73,7 @@ def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: p
     no_otel_variables(monkeypatch)
     monkeypatch.setenv(RUST_FRONTEND, "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4317")
-    monkeypatch.setattr(port, "findings", lambda *_: [])  # whatever listens on this machine
+    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: None)  # whatever listens on this machine
     flags = Flags(disable_log_stats=True, api_server_count=2)
     checked = check(config_of(kvobs=kvobs), flags)
     assert (checked.warnings, checked.mistakes) == ([], [])
@@ -114,19 +117,17 @@ def test_it_says_who_keeps_the_hybrid_manager_off() -> None:
     assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
-@pytest.mark.parametrize(
-    ("what", "on"),
-    [
-        ("isolation", {"isolate": ["ExampleConnector"]}),
-        ("timeline", {"timeline": {"dir": "/tmp/t"}}),
-        ("request reports", {"report": True}),
-        ("request reports", {"request_log": "stderr"}),
-        ("lookup timeout", {"lookup_timeout_ms": 5.0}),
-    ],
-)
-def test_what_an_option_would_switch_on_is_off_without_it(what: str, on: dict[str, Any]) -> None:
-    assert check(config_of()).off[what].startswith(("kvobs.", "neither kvobs."))
-    assert what not in check(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
+SWITCHES = [
+    ("isolation", {"isolate": ["ExampleConnector"]}), ("timeline", {"timeline": {"dir": "/tmp/t"}}),
+    ("request reports", {"report": True}), ("request reports", {"request_log": "stderr"}),
+    ("lookup timeout", {"lookup_timeout_ms": 5.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("feature", "on"), SWITCHES)
+def test_a_feature_is_off_without_its_option(feature: str, on: dict[str, Any]) -> None:
+    assert check_text(config_of()).off[feature].startswith(("kvobs.", "neither kvobs."))
+    assert feature not in check_text(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
 
 
 @pytest.mark.parametrize(("role", "reads"), [("kv_producer", (2, 4)), ("kv_consumer", (4, 2)), ("kv_both", (4, 2))])
@@ -138,7 +139,7 @@ def test_a_producer_is_read_from_and_any_other_reads(role: str, reads: tuple[int
 
 
 def test_engines_that_do_not_fit_are_a_mistake() -> None:
-    checked = check(config_of(), Flags(kv_heads=8, engines=(Engine(2, 16), Engine(3, 16))))
+    checked = check_text(config_of(), Flags(kv_heads=8, engines=(Engine(2, 16), Engine(3, 16))))
     assert [m.path for m in checked.mistakes] == ["--tensor-parallel-size, --remote-tensor-parallel-size"]
     assert checked.engines is None
 
@@ -154,16 +155,83 @@ def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "is_one"),
     [
-        ("http://collector:4317", True),
-        ("collector:4317", True),
-        ("grpc://collector", True),
-        ("dns:collector:4317", True),
-        ("[::1]:4317", True),
-        ("nonsense", False),
-        ("", False),
-        ("http://", False),
+        *((one, True) for one in ("http://c:4317", "c:4317", "grpc://c", "dns:c:4317", "[::1]:4317")),
+        *((other, False) for other in ("nonsense", "", "http://")),
     ],
 )
 def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
     noted = [w.path for w in check_text(config_of(), Flags(otlp_traces_endpoint=endpoint)).warnings]
     assert noted == ([] if is_one else ["--otlp-traces-endpoint"])
+
+
+# --- the exporter's port
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_without_a_port_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: pytest.fail("tried"))
+    for exporter in (None, {"port": None, "otlp_metrics": True}):
+        assert check_text(config_of(kvobs={"exporter": exporter})).mistakes == []
+
+
+def test_a_free_port_is_left_free() -> None:
+    exporter = {"port": claim_port(0)}
+    for _ in range(2):
+        assert check_text(config_of(kvobs={"exporter": exporter})).warnings == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_the_holder_of_the_port_is_named_in_a_warning(host: str, taken: int) -> None:
+    checked = check_text(config_of(kvobs={"exporter": {"host": host, "port": taken}}))
+    assert checked.mistakes == []
+    (warning,) = checked.warnings
+    assert warning.path == f"{PATH}.kvobs.exporter"
+    assert f"found port {taken}, which is in use on this machine: held by pid {os.getpid()} (" in warning.found
+    assert "unless it is the exporter of this engine" in warning.fix
+
+
+def test_the_variable_is_named_where_it_set_the_port(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXPORTER_VARIABLE, f"127.0.0.1:{taken}")
+    checked = check_text(config_of())
+    assert [warning.path for warning in checked.warnings] == [f"environment variable {EXPORTER_VARIABLE}"]
+    assert checked.metrics_go_to == f"http://127.0.0.1:{taken}/metrics, from kvobs's exporter"
+    monkeypatch.setenv(EXPORTER_VARIABLE, "127.0.0.1:1")
+    checked = check_text(config_of(kvobs={"exporter": {"port": taken}}))
+    assert [warning.path for warning in checked.warnings] == [f"{PATH}.kvobs.exporter"]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 80, "a\0b"])
+def test_an_address_of_another_machine_is_a_warning(host: str) -> None:
+    """The check may run elsewhere."""
+    (finding,) = check_text(config_of(kvobs={"exporter": {"host": host}})).warnings
+    assert "where this machine can't listen: " in finding.found
+    assert str(finding).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("exporter", "path", "fix"),
+    [
+        ({"prot": 9464}, "kvobs.exporter.prot", "use 'port'"),
+        ({"port": 0}, "kvobs.exporter.port", "use an allowed value, or remove the option"),
+        ({"port": None}, "kvobs.exporter", "use an allowed value, or remove the option"),
+        ({"host": ""}, "kvobs.exporter.host", "use an allowed value, or remove the option"),
+        (True, "kvobs.exporter", "use an allowed value, or remove the option"),
+    ],
+)
+def test_mistakes_in_the_exporters_options_have_their_path(exporter: Any, path: str, fix: str) -> None:
+    (mistake,) = check_text(config_of(kvobs={"exporter": exporter})).mistakes
+    assert (mistake.path, mistake.fix) == (f"{PATH}.{path}", fix)
+    assert mistake.allowed or mistake.found.startswith("found '', ")
+
+
+def test_a_mistake_in_the_variable_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXPORTER_VARIABLE, "9464")
+    (mistake,) = check_text(config_of()).mistakes
+    assert mistake.path == f"environment variable {EXPORTER_VARIABLE}"
+    assert mistake.allowed == "HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9464"
+    assert mistake.fix == "use an allowed value, or unset the variable"

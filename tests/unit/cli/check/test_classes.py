@@ -18,13 +18,6 @@ from kvobs.schema.config import PATH
 from kvobs.testing import engine_config
 from tests.support.configurations import TWO, config_of, layerwise, scripted, start
 
-
-def isolated() -> dict[str, Any]:
-    """Return a configuration with a best-effort child."""
-    children = [scripted(), layerwise("kv_both")]
-    return config_of(children, {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute")
-
-
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "scripted": lambda: config_of([scripted()]),
     "many": lambda: config_of([scripted(), scripted("HndConnector"), layerwise("kv_both"), scripted()]),
@@ -33,12 +26,14 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         layerwise("kv_producer"),
     ]),
     "vLLM's own": lambda: config_of(TWO, {"names": ["bench"]}),
-    "isolated": isolated,
+    "isolated": lambda: config_of(
+        [scripted(), layerwise("kv_both")], {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", GOOD)
-def test_what_is_built_is_what_the_check_says(kind: str) -> None:
+def test_the_check_says_what_is_built(kind: str) -> None:
     config = GOOD[kind]()
     checked = check(config)
     assert checked.mistakes == []
@@ -58,17 +53,11 @@ def test_what_is_built_is_what_the_check_says(kind: str) -> None:
             assert [one.does(hook) for hook in facts.empty_hooks] == [False] * len(facts.empty_hooks)
     assert ("hybrid KV cache manager" not in checked.off) == worker._all_support_hma
     assert bool(checked.with_fact("must_deliver", True)) == worker.requires_kv_delivery
+    # vLLM asks this before it builds anything, and hands over ``kv_connector_extra_config`` alone.
     is_piecewise = bool(checked.with_fact("requires_piecewise", True))
     assert is_piecewise == kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH])
     layouts: set[str | None] = {*checked.layouts(is_mla=False).values()}
     assert (layouts or {None}) == {get_kv_connector_cache_layout(engine_config(KVTransferConfig(**config)))}
-
-
-def test_best_effort_children_start_where_there_are_full_cuda_graphs() -> None:
-    """There vLLM asks this before it builds anything, and hands over ``kv_connector_extra_config`` alone."""
-    config = isolated()
-    assert check(config).mistakes == []
-    assert kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH]) is False
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "SimpleCPUOffloadConnector"])

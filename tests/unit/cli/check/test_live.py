@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
 from kvobs.cli import dashboards
+from kvobs.cli.check import live
 from kvobs.cli.check.live import look, shipped_rules
-from kvobs.cli.top.servers import NO_METRICS
+from kvobs.cli.top.scrapes import NO_METRICS
+from kvobs.cli.web import Page
 from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
-from tests.support.top_engines import Engines, Site, count, exporting, serving
+from tests.support.top_engines import Engines, answering, count, exporting, serving
 
 
 @pytest.fixture
@@ -47,28 +48,20 @@ def test_what_a_server_has_is_printed(exporter: str) -> None:
     assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
 
 
-def test_exemplars_are_counted_where_vllm_has_them() -> None:
-    """At the path with the slash."""
+def test_exemplars_are_counted_at_the_path_with_the_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM's API server has OpenMetrics; each form of the metrics is read once."""
+    asked: list[str] = []
     text = 'kvobs_load_duration_seconds_bucket{le="1.0"} 1'
 
-    def answer(path: str) -> tuple[int, str]:
-        return 200, f'{text} # {{trace_id="ab"}} 0.5 1.0\n# EOF\n' if path.endswith("/") else f"{text}\n"
+    def get(url: str, _accept: str) -> Page:
+        asked.append(url)
+        if not url.endswith("/"):
+            return Page(f"{text}\n", "text/plain")
+        return Page(f'{text} # {{trace_id="ab"}} 0.5 1.0\n# EOF\n', "application/openmetrics-text; version=1.0.0")
 
-    site = Site(answer)
-    handler: Any = site._server.RequestHandlerClass
-    plain = handler.end_headers
-
-    def end_headers(self: Any) -> None:
-        kind = "application/openmetrics-text; version=1.0.0" if self.path.endswith("/") else "text/plain"
-        self.send_header("Content-Type", kind)
-        plain(self)
-
-    handler.end_headers = end_headers
-    try:
-        url = f"http://{site.address}/metrics"
-        assert look([url]).facts[url]["exemplars"] == "1"
-    finally:
-        site.close()
+    monkeypatch.setattr(live, "get", get)
+    assert look(["http://x/metrics"]).facts["http://x/metrics"]["exemplars"] == "1"
+    assert asked == ["http://x/metrics", "http://x/metrics", "http://x/metrics/"]
 
 
 def test_a_server_without_openmetrics_is_named() -> None:
@@ -77,52 +70,29 @@ def test_a_server_without_openmetrics_is_named() -> None:
     assert "serves no OpenMetrics here" in warning.found
 
 
-def test_each_form_of_the_metrics_is_read_once() -> None:
-    """As text, and as OpenMetrics at both of vLLM's paths."""
-    asked: list[str] = []
-    engines = Engines("cpu")
-
-    def answer(path: str) -> tuple[int, str]:
-        asked.append(path)
-        return 200, engines.text
-
-    site = Site(answer)
-    try:
-        assert look([f"http://{site.address}/metrics"]).mistakes == []
-    finally:
-        site.close()
-    assert asked == ["/metrics", "/metrics", "/metrics/"]
+SERIES = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
 
 
-def test_a_series_that_is_there_twice_is_a_mistake() -> None:
-    series = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
-    site = Site(lambda _: (200, series * 2))
-    try:
-        (mistake,) = look([f"http://{site.address}/metrics"]).mistakes
-    finally:
-        site.close()
-    assert mistake.found.startswith('serves 1 series more than once, such as kvobs_loads_total{connector="cpu"')
-
-
-@pytest.mark.parametrize(("answer", "says"), [((200, "vllm:x 1\n"), NO_METRICS), ((404, ""), "answers 404 Not Found")])
-def test_a_server_without_metrics_is_a_mistake(answer: tuple[int, str], says: str) -> None:
-    site = Site(lambda _: answer)
-    try:
-        (mistake,) = look([f"http://{site.address}/metrics"]).mistakes
-    finally:
-        site.close()
-    assert mistake.found == says
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (200, SERIES * 2, 'serves 1 series more than once, such as kvobs_loads_total{connector="cpu"'),
+        (200, "vllm:x 1\n", NO_METRICS),
+        (404, "", "answers 404 Not Found"),
+    ],
+)
+def test_a_server_without_metrics_or_with_doubled_ones_is_a_mistake(status: int, body: str, says: str) -> None:
+    with answering(status, body) as url:
+        (mistake,) = look([url]).mistakes
+    assert mistake.found.startswith(says)
 
 
 def test_lost_measurements_and_quarantines_are_warnings() -> None:
     with exporting(lambda _: None, {(0, QUARANTINED): 1}, [], ("cpu",)) as address:
         noted = [warning.found for warning in look([f"http://{address}/metrics"]).warnings]
     assert any(says.startswith("kvobs_quarantined is 1: connectors are in quarantine") for says in noted)
-    site = Site(lambda _: (200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n'))
-    try:
-        noted = [warning.found for warning in look([f"http://{site.address}/metrics"]).warnings]
-    finally:
-        site.close()
+    with answering(200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n') as url:
+        noted = [warning.found for warning in look([url]).warnings]
     assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in noted)
 
 
@@ -169,12 +139,9 @@ def test_every_fault_of_a_prometheus_is_named(exporter: str, tmp_path: Path) -> 
     assert "scrapes no target at the port of http://127.0.0.1:1/metrics" in warnings
 
 
-def test_what_is_no_prometheus_is_named(exporter: str) -> None:
-    site = Site(lambda _: (200, "<html>"))
-    try:
-        (mistake,) = look([exporter], f"http://{site.address}").mistakes
-    finally:
-        site.close()
+def test_another_server_than_a_prometheus_is_named(exporter: str) -> None:
+    with answering(200, "<html>") as url:
+        (mistake,) = look([exporter], url.removesuffix("/metrics")).mistakes
     assert mistake.found == "is not a Prometheus server: its API gave an unexpected answer"
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from kvobs.cli.check import rules
-from kvobs.cli.check.rewrite import Router
 from kvobs.schema.config import PATH
 from tests.support.configurations import config_of, start
 
@@ -41,7 +40,7 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def findings(entry: dict[str, Any], *, has_vllm: bool = True) -> rules.Findings:
-    return rules.findings(config_of([entry]), Router.KVOBS, has_vllm=has_vllm)
+    return rules.findings(config_of([entry]), is_stock=False, has_vllm=has_vllm)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -8,22 +8,21 @@ from pathlib import Path
 import pytest
 
 from kvobs.cli.timeline import recordings
-from kvobs.cli.timeline.recordings import OPEN, UNREPORTED
+from kvobs.cli.timeline.recordings import OPEN, UNREPORTED, engine_names, process_names, request_name
 from kvobs.telemetry.timeline.flight import LAYER_HOOKS, OWN, What, pack
 from kvobs.telemetry.timeline.ring import Ring
 from tests.support.recordings import recorded
 
 
-def test_a_recording_of_something_else_is_named(tmp_path: Path) -> None:
+def test_another_recording_is_named_and_a_link_is_not_followed(tmp_path: Path) -> None:
     memory = bytearray(4096)
     Ring(memory, {"run": 5})
-    (tmp_path / "x.ring").write_bytes(memory)
+    path = tmp_path / "x.ring"
+    path.write_bytes(memory)
     with pytest.raises(ValueError, match="x.ring can't be read: its content is invalid"):
         recordings.load(tmp_path)
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "x.ring").symlink_to("/etc/hostname")
+    path.unlink()
+    path.symlink_to("/etc/hostname")
     with pytest.raises(ValueError, match=r"x\.ring can't be read: Too many levels of symbolic links"):
         recordings.load(tmp_path)
 
@@ -58,15 +57,12 @@ def test_what_is_in_progress_and_has_no_record_any_more_is_there() -> None:
     call = pack(What.CALL, 0, "take_events")
     process = recorded((9000, 10, call, 0), in_progress={KEY: (LOAD, 1000)})
     (one,) = process.transfers
-    assert (one.kind, one.child, one.request, one.tokens) == ("load", 1, 5, 64)
+    assert (one.kind, one.connector, one.request, one.tokens) == ("load", 1, 5, 64)
     assert (one.begun, one.start, one.end) == (None, EPOCH + 1000, None)
     assert process.first_ns == EPOCH + 9000, "the records go back as far as before"
     assert process.begin_ns == EPOCH + 1000
-
-
-def test_what_is_in_progress_and_has_a_record_is_there_once() -> None:
-    (one,) = recorded((1000, 0, LOAD, 5), in_progress={KEY: (LOAD, 1000)}).transfers
-    assert one.begun == EPOCH + 1000
+    (recorded_too,) = recorded((1000, 0, LOAD, 5), in_progress={KEY: (LOAD, 1000)}).transfers
+    assert recorded_too.begun == EPOCH + 1000, "it is there once"
 
 
 def test_the_last_part_has_what_goes_on_in_it() -> None:
@@ -82,3 +78,18 @@ def test_the_last_part_has_what_goes_on_in_it() -> None:
     ]  # fmt: skip
     assert [(one.request, one.outcome) for one in process.transfers] == [(5, OPEN), (7, "ok")]
     assert (process.first_ns, process.last_ns) == (EPOCH + 1000, EPOCH + 1300)
+
+
+def test_runs_and_engines_are_named_where_there_are_several() -> None:
+    scheduler, rank = recorded(), recorded(rank=3)
+    second, earlier = recorded(engine=1), recorded(run="q")
+    assert process_names([scheduler, rank]) == ["scheduler", "rank 3"]
+    assert process_names([rank, second]) == ["engine 0 rank 3", "engine 1 scheduler"]
+    assert process_names([earlier, rank]) == ["run 1, scheduler", "run 2, rank 3"]
+    assert process_names([earlier, second]) == ["run 1, engine 0 scheduler", "run 2, engine 1 scheduler"]
+    assert engine_names([("r", 0), ("r", 0)]) == ["", ""]
+    assert engine_names([("q", 0), ("r", 1)]) == ["run 1, engine 0", "run 2, engine 1"]
+
+
+def test_a_request_is_its_hash() -> None:
+    assert (request_name(-1), request_name(5)) == ("f" * 16, "0" * 15 + "5")

@@ -110,11 +110,8 @@ def test_engines_and_runs_are_apart() -> None:
     each = {"engine": 1}, {"engine": 2}, {"engine": 1, "run": "q"}
     joined = join([recorded(BEGUN, rank=rank, **more) for more in each for rank in (None, 0)])
     assert [(one.run, one.engine, len(one.parts)) for one in joined] == [("r", 1, 1), ("r", 2, 1), ("q", 1, 1)]
-
-
-def test_a_lookup_is_of_no_connector() -> None:
-    one = only(join([recorded((100, 0, pack(What.LOOKUP_BEGUN, OWN), 5)), recorded(CALL, rank=0)]))
-    assert (one.kind, one.connector, one.waits_for) == ("lookup", "", [])
+    lookup = only(join([recorded((100, 0, pack(What.LOOKUP_BEGUN, OWN), 5)), recorded(CALL, rank=0)]))
+    assert (lookup.kind, lookup.connector, lookup.waits_for) == ("lookup", "", [])
 
 
 def test_a_rank_may_report_a_save_before_it_is_promised() -> None:

@@ -23,7 +23,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
-from kvobs.cli.top.live import HUNG_UP, keyboard
+from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
+from kvobs.cli.web import url_of
 from kvobs.schema import signals
 from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import Engines, count, serving
@@ -93,15 +94,11 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], says: str) -> None
     assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", result.output).split())
 
 
-def test_it_needs_no_vllm(address: str) -> None:
-    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
-    command = [sys.executable, "-c", code, "top", address, "--once", *QUICK]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert "disk" in out.stdout
-
-
 def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
-    process = subprocess.Popen([KVOBS, "top", address, *QUICK], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    """And needs no vLLM."""
+    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
+    command = [sys.executable, "-c", code, "top", address, *QUICK]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
     text = ""
     while text.count("kvobs top") < 3:
@@ -119,9 +116,9 @@ def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
 class Terminal:
     """A terminal in which a command runs."""
 
-    def __init__(self, *command: str, columns: int = 80, rows: int = 24, **env: str) -> None:
+    def __init__(self, *command: str, **env: str) -> None:
         self.fd, self.far = pty.openpty()
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.settings = termios.tcgetattr(self.far)
         self.text = ""
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -148,16 +145,13 @@ class Terminal:
         shown, self.text = self.text[: found.end()], self.text[found.end() :]
         return shown
 
-    def end(self, seconds: float = 120) -> int:
+    def end(self) -> int:
         """Wait for its end; return its exit code."""
-        deadline = time.monotonic() + seconds
-        while (code := self.process.poll()) is None and time.monotonic() < deadline:
-            if select.select([self.fd], [], [], 0.1)[0]:
-                self.text += os.read(self.fd, 65536).decode()
-        assert code is not None, "it never ended"
-        while select.select([self.fd], [], [], 0)[0]:
-            self.text += os.read(self.fd, 65536).decode()
-        return code
+        with suppress(OSError):  # nobody holds the other side any longer
+            while self.process.poll() is None or select.select([self.fd], [], [], 0)[0]:
+                if select.select([self.fd], [], [], 0.1)[0]:
+                    self.text += os.read(self.fd, 65536).decode()
+        return self.process.wait(120)
 
     @property
     def is_as_before(self) -> bool:
@@ -165,8 +159,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*command: str, **more: Any) -> Iterator[Terminal]:
-    made = Terminal(*command, **more)
+def terminal(*command: str, **env: str) -> Iterator[Terminal]:
+    made = Terminal(*command, **env)
     try:
         yield made
     finally:
@@ -197,28 +191,22 @@ def test_keys_sort_and_quit(address: str) -> None:
         assert shown.text.rstrip().endswith((BACK, CURSOR))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "ctrl-d"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "ctrl-d", "no keyboard"])
 def test_however_it_ends_the_terminal_is_as_before(address: str, how: Any) -> None:
-    with terminal(str(KVOBS), "top", address, *QUICK) as shown:
-        shown.wait_for("the last 0.2 s", "q quit")
+    """Without a keyboard it refreshes until it is ended."""
+    without = "</dev/null" if how == "no keyboard" else ""
+    with terminal("bash", "-c", f"exec {KVOBS} top {address} {' '.join(QUICK)} {without}") as shown:
+        shown.wait_for(ALTERNATE, "the last 0.2 s", "cpu", "q quit", "q quit")
+        assert shown.is_as_before is bool(without)
         if how == "ctrl-d":
             shown.type("\x04")
         else:
-            shown.process.send_signal(how)
+            shown.process.send_signal(signal.SIGTERM if without else how)
         assert shown.end() == 0
         assert shown.is_as_before
         assert BACK in shown.text
         assert CURSOR in shown.text
         assert "Traceback" not in shown.text
-
-
-def test_without_a_keyboard_it_just_refreshes(address: str) -> None:
-    with terminal("bash", "-c", f"exec {KVOBS} top {address} {' '.join(QUICK)} </dev/null") as shown:
-        shown.wait_for(ALTERNATE, "the last 0.2 s", "cpu", "q quit", "q quit")
-        assert shown.is_as_before
-        shown.process.send_signal(signal.SIGTERM)
-        assert shown.end() == 0
-        assert BACK in shown.text
 
 
 def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, address: str) -> None:
@@ -264,3 +252,31 @@ def test_an_error_gives_the_terminal_back() -> None:
     os.close(near)
     assert keys(10) == HUNG_UP
     os.close(far)
+
+
+def test_a_watched_server_may_go_and_come_back() -> None:
+    engines = Engines("cpu")
+    with serving(engines) as address:
+        watch = Watch(url_of(address), 1)
+        assert watch.row(watch.reading, since_start=False).error == "no answer yet"
+        scrape_all([watch])
+        first = watch.row(watch.reading, since_start=False)
+        assert (first.address, first.error, first.connectors) == (address, "one answer so far", ())
+        assert watch.row(watch.reading, since_start=True).connectors[0].loads == 0
+        engines.send(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
+        scrape_all([watch])
+        row = watch.row(watch.reading, since_start=False)
+        assert row.seconds is not None
+        assert row.connectors[0].loads * row.seconds == pytest.approx(3)
+    scrape_all([watch])
+    since = watch.reading.error_since_s
+    row = watch.row(watch.reading, since_start=True)
+    assert (row.error, row.connectors) == ("no answer: Connection refused", ())
+    scrape_all([watch])
+    assert watch.reading.error_since_s == since
+    with serving(engines) as address:
+        watch.url = url_of(address)
+        scrape_all([watch])
+        assert watch.row(watch.reading, since_start=False).error == "one answer so far"
+        scrape_all([watch])
+        assert watch.row(watch.reading, since_start=False).connectors[0].loads == 0

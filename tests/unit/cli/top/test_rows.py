@@ -57,23 +57,18 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert (disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (1.5, 2, 3.5, True)
 
 
-def test_the_first_scrape_says_what_happened_since_the_start() -> None:
-    engines = Engines("cpu", "disk")
-    engines.send(busy, opened=ERRORS)
-    server = server_row("here", None, engines.scrape())
-    assert server.seconds is None
-    cpu, disk = server.connectors
-    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s, cpu.scheduler_s) == (8, 2048, about(0.040), about(0.2))
-    assert disk.exceptions == 4
-
-
-def test_a_restarted_server_has_no_past() -> None:
+def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_start() -> None:
     engines = Engines("cpu", "disk")
     for _ in range(3):
         engines.send(busy)
     before = engines.scrape(at_s=0)
     again = Engines("cpu", "disk")
-    again.send(busy)
+    again.send(busy, opened=ERRORS)
+    first = server_row("here", None, again.scrape())
+    assert first.seconds is None
+    cpu, disk = first.connectors
+    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s, cpu.scheduler_s) == (8, 2048, about(0.040), about(0.2))
+    assert disk.exceptions == 4
     (cpu, _) = server_row("here", before, again.scrape(at_s=2)).connectors
     assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (4, 1024, about(0.020))
 
@@ -118,21 +113,15 @@ def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
 
 
 def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
-    engines, vllm = Engines("cpu"), Vllm()
+    engines, vllm, again = Engines("cpu"), Vllm(), Engines("cpu")
     engines.send(lambda recorder: count(recorder, 0, signals.LOADS, 3, "async", "ok"))
     vllm.send(first_tokens_s=[0.015] * 9)
-    before, again = engines.scrape(vllm=vllm), Engines("cpu")
+    before = engines.scrape(vllm=vllm)
     again.send()
     server = server_row("here", before, again.scrape(at_s=2, vllm=vllm))
     assert 0.01 < (server.ttft_p50_s or 0) < 0.02, "all since its start"
-
-
-def test_without_vllms_own_metrics_nothing_is_said_of_requests() -> None:
-    """As of an exporter."""
-    engines = Engines("cpu")
-    engines.send()
-    server = server_row("here", None, engines.scrape())
-    assert {server.running, server.waiting, server.ttft_p50_s, server.ttft_p99_s} == {None}
+    alone = server_row("here", None, again.scrape())
+    assert {alone.running, alone.waiting, alone.ttft_p50_s, alone.ttft_p99_s} == {None}, "as of an exporter"
 
 
 def test_clocks_that_differ_make_nobody_younger_than_new() -> None:
@@ -156,24 +145,22 @@ def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(servers: li
 
 
 @given(SERVERS)
-def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
-    said: Any = json.loads(json.dumps(as_dict(servers), allow_nan=False))
-    assert said.keys() == {"servers"}
-    for server, noted in zip(servers, said["servers"], strict=True):
-        assert noted.keys() == {
-            "address", "error", "model", "vllm_version", "kvobs_version", "seconds", "telemetry_s_per_s",
-            "internal_errors", "running", "waiting", "ttft_p50_s", "ttft_p99_s", "connectors",
-        }  # fmt: skip
-        for child, of_child in zip(server.connectors, noted["connectors"], strict=True):
-            assert set(of_child) == {
-                "engine", "connector", "connector_class", "lookups_per_s", "hit_share", "loads_per_s",
-                "load_tokens_per_s", "load_bytes_per_s", "unused_tokens_per_s",
-                "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
-                "save_stall_s_per_s", "gain_s_per_s",
-                "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
-                "loads_open", "saves_held", "oldest_s", "quarantined",
-            }  # fmt: skip
-            assert list(of_child.values()) == [getattr(child, field.name) for field in fields(child)]
+def test_json_has_the_documented_fields(servers: list[Server]) -> None:
+    document: Any = json.loads(json.dumps(as_dict(servers), allow_nan=False))
+    assert document.keys() == {"servers"}
+    for server, noted in zip(servers, document["servers"], strict=True):
+        assert " ".join(noted) == (
+            "address error model vllm_version kvobs_version seconds telemetry_s_per_s internal_errors running waiting "
+            "ttft_p50_s ttft_p99_s connectors"
+        )
+        for row, fields_of in zip(server.connectors, noted["connectors"], strict=True):
+            assert " ".join(fields_of) == (
+                "engine connector connector_class lookups_per_s hit_share loads_per_s load_tokens_per_s "
+                "load_bytes_per_s unused_tokens_per_s load_p50_s load_p99_s scheduler_s_per_s load_stall_s_per_s "
+                "save_stall_s_per_s gain_s_per_s failed_loads_per_s exceptions_per_s skew_p99_s slowest_rank "
+                "slowest_rank_share loads_open saves_held oldest_s quarantined"
+            )
+            assert list(fields_of.values()) == [getattr(row, field.name) for field in fields(row)]
 
 
 LABELS = st.dictionaries(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.cli.top.scrapes import parse, parse_vllm
+import kvobs
+from kvobs.cli.top.rows import server_row
+from kvobs.cli.top.scrapes import fetch, parse, parse_vllm
+from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
 from kvobs.telemetry.payload.scrapes import by_owner, change
-from tests.support.top_engines import Engines, count
+from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
+from tests.support.top_rows import ERRORS, GAUGES, RANKS, busy
 
 
 def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
@@ -50,10 +55,10 @@ def test_other_metrics_are_left_alone_even_where_they_are_malformed() -> None:
 @given(st.sampled_from(("", "{", '{connector="')), st.text(max_size=30))
 def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
     try:
-        found = parse(f"{LOOKUPS.name}{begin}{text}\n")
+        values = parse(f"{LOOKUPS.name}{begin}{text}\n").values()
     except ValueError:
         return
-    assert all(math.isfinite(value) for value in found.values())
+    assert all(map(math.isfinite, values))
 
 
 def test_labels_can_t_steer_a_terminal() -> None:
@@ -67,3 +72,43 @@ def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
         ("vllm:num_requests_running", frozenset({("engine", "0")})): 3
     }
     assert parse_vllm("vllm:num_requests_running{engine\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, "", "answers 404 Not Found"),
+        (200, "vllm:x 1\n<html>", "no kvobs_. metrics here: .* at its own port .9464 by default.; else check"),
+        (200, "kvobs_loads_total 1\nkvobs_engine_up 0\n", "its engine has ended"),
+        (200, "kvobs_loads_total x\n", "its metrics can't be read: .*'x'"),
+    ],
+)
+def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str) -> None:
+    with answering(status, body) as url, pytest.raises(NoAnswerError, match=says):
+        fetch(url)
+
+
+def test_an_exporter_shows_what_vllms_server_shows() -> None:
+    """For the same numbers every field is the same; there are no series of vLLM there."""
+    engines = Engines("cpu", "disk")
+    engines.send(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
+    exporter = exporting(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS], names=("cpu", "disk"))
+    with serving(engines) as address, exporter as other:
+        theirs, ours = (fetch(url_of(one)) for one in (address, other))
+    assert not [name for name, _ in ours.values if not name.startswith("kvobs_")]
+    rows = [server_row("here", None, replace(scrape, unix_s=1000.0)) for scrape in (theirs, ours)]
+    assert rows[0].connectors[0].loads == 4
+    assert [replace(child, connector_class="") for child in rows[1].connectors] == [
+        replace(child, connector_class="") for child in rows[0].connectors
+    ]
+    assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
+
+
+def test_vllms_own_metrics_are_read_with_kvobss() -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.send()
+    vllm.send(running=3, waiting=2, first_tokens_s=[0.015])
+    with answering(200, engines.text + vllm.text) as url:
+        row = server_row("here", None, fetch(url))
+    assert (row.running, row.waiting) == (3, 2)
+    assert 0.01 < (row.ttft_p50_s or 0) < 0.02

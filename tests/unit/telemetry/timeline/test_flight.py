@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.timeline import names, recordings
+from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process, Slice, Transfer
 from kvobs.schema.options import TimelineOptions
 from kvobs.telemetry.timeline import flight, ring_files
@@ -90,7 +90,7 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
     served(folder, a, b)
     processes = by_name(folder)
     ended = {
-        name: sorted((one.kind, one.child, one.outcome) for one in transfers(process) if one.end)
+        name: sorted((one.kind, one.connector, one.outcome) for one in transfers(process) if one.end)
         for name, process in processes.items()
     }
     good = [("load", 0, "ok"), ("load", 0, "ok"), ("save", 1, "ok")]
@@ -98,7 +98,7 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
     assert ended["rank 0"] == sorted([*good, ("load", 0, "failed")])
     assert ended["rank 1"] == sorted([*good, ("load", 0, "ok")])
     begun = {
-        name: {(one.kind, one.child, one.request) for one in transfers(process) if one.begun is not None}
+        name: {(one.kind, one.connector, one.request) for one in transfers(process) if one.begun is not None}
         for name, process in processes.items()
     }
     assert len(begun["scheduler"]) == 4
@@ -131,7 +131,7 @@ def test_a_lookup_lasts_until_vllm_allocates_and_a_loaded_request_is_resumed(fol
     scheduler = by_name(folder)["scheduler"]
     assert waits(scheduler) == [("lookup", "ok"), ("resume", "ok")]
     lookup, load, resume = scheduler.transfers
-    assert (lookup.child, load.child, resume.child) == (OWN, 0, 0)
+    assert (lookup.connector, load.connector, resume.connector) == (OWN, 0, 0)
     assert lookup.request == load.request == resume.request
     for one, next_one in ((lookup, load), (load, resume)):
         assert one.end is not None
@@ -348,7 +348,7 @@ def test_the_engines_of_data_parallelism_are_separate_and_are_one_run(folder: Pa
         assert flight.begin(TimelineOptions(dir=str(folder)), config, 0, ["one"], 0) is not None
     processes = recordings.load(folder)
     assert [process.engine for process in processes] == [0, 1]
-    assert names.of_processes(processes) == ["engine 0 rank 0", "engine 1 rank 0"]
+    assert recordings.process_names(processes) == ["engine 0 rank 0", "engine 1 rank 0"]
 
 
 def test_what_a_process_says_of_itself(folder: Path, a: Script) -> None:

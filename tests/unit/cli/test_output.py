@@ -1,0 +1,72 @@
+"""Tables are aligned, cut at a terminal's edge and whole in a pipe; numbers are short, and about right."""
+
+from __future__ import annotations
+
+import io
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+from rich.cells import cell_len
+from rich.console import Console
+
+from kvobs.cli.output import amount, duration, percent, show, signed, table, whole
+
+HEADS = ("name", "n", "of")
+ROWS = [("a", "1,000", "x" * 40), ("日本", "5", "é")]
+
+
+def test_texts_are_to_the_left_and_numbers_to_the_right() -> None:
+    lines = table(HEADS, ROWS, texts=("name", "of"))
+    assert lines == ["name      n  of", "a     1,000  " + "x" * 40, "日本      5  é"]
+    assert table(HEADS, [], texts=()) == [], "without rows no header"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_pipe_gets_whole_lines_and_a_terminal_those_that_fit(is_terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=30, force_terminal=is_terminal, color_system=None)
+    show(console, table(HEADS, [*ROWS, ("[red]", "[/]", ":smile:")], texts=HEADS))
+    lines = file.getvalue().splitlines()
+    assert lines[1].endswith("x…" if is_terminal else "x" * 40)
+    assert (max(map(cell_len, lines)) <= 30) is is_terminal
+    assert lines[3] == "[red]  [/]    :smile:", "names are not markup"
+
+
+@given(st.floats(0, 1e12))
+@example(999.6)
+@example(9.96)
+@example(99_960.0)
+@example(0.004)
+def test_amounts_are_short_and_about_right(number: float) -> None:
+    text = amount(number)
+    assert len(text) <= 6
+    if not text.startswith("<"):
+        value = float(text.rstrip("kMG")) * {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1)
+        assert value == pytest.approx(number, rel=0.06, abs=0.006)
+
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+@given(st.floats(1e-5, 8e8))
+@example(192.0)
+@example(599.4)
+@example(599.6)
+@example(5939.0)
+@example(59.97)
+@example(0.9996)
+@example(1e-5)
+def test_durations_are_short_and_about_right(seconds: float) -> None:
+    text = duration(seconds)
+    assert len(text) <= 6
+    value, unit = text.split()
+    assert float(value) * UNITS[unit] == pytest.approx(seconds, rel=0.06)
+
+
+def test_what_is_not_known_is_not_nothing() -> None:
+    assert (amount(None), duration(None), percent(None)) == ("-", "-", "-")
+    assert (amount(0), duration(0), percent(0)) == ("0", "0", "0 %")
+    assert duration(1e-9) == "<1 us"
+    assert (whole(None), whole(9999), whole(10_000)) == ("-", "9999", "10k")
+    assert (signed(None), signed(-0.05), signed(2.0)) == ("-", "-0.05", "2.0")
