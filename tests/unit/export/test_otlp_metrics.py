@@ -21,6 +21,7 @@ from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_me
 from kvobs.export.totals import Totals
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
+from kvobs.telemetry.payload import wire
 from kvobs.telemetry.recording.taken import Taken
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import engine, numbers
@@ -37,12 +38,14 @@ class Kept(MetricExporter):
         super().__init__({Counter: temporality, Histogram: temporality})
         self.sent: list[MetricsData] = []
         self.takes = True
+        self.is_sent = threading.Event()
         self.is_shut = threading.Event()
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **kwargs: Any) -> MetricExportResult:
         encode_metrics(metrics_data)  # what can't be encoded would be lost
         if self.takes:
             self.sent.append(metrics_data)
+            self.is_sent.set()
         return MetricExportResult.SUCCESS if self.takes else MetricExportResult.FAILURE
 
     def force_flush(self, timeout_millis: float = 0) -> bool:
@@ -179,6 +182,23 @@ def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     pushing.close()
     assert kept.is_shut.is_set()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]
+
+
+def test_an_exporter_sends_its_engines_numbers_while_it_runs_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch, **{INTERVAL: "1"})
+    kept = Kept()
+    monkeypatch.setattr("kvobs.export.otlp_metrics.make_metric_exporter", lambda: kept)
+    monkeypatch.setattr(process, "_let_go_of_stderr", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        running = threading.Thread(target=process.Exporter(ours, engine(otlp_metrics=True)).run, args=(b"",))
+        running.start()
+        theirs.sendall(wire.to_line(wire.message(Taken({HIT: 3}, [], {}))))
+        assert kept.is_sent.wait(30)
+        theirs.sendall(wire.to_line(wire.message(Taken({HIT: 4}, [], {}))) + wire.to_line({"bye": True}))
+        running.join()
+    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [7]
 
 
 @pytest.mark.parametrize(
