@@ -60,9 +60,13 @@ def test_a_legend_needs_its_labels() -> None:
 
 
 def test_panels_in_collapsed_rows_count_and_those_for_tempo_do_not() -> None:
-    shown = {"title": "Shown", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
-    hidden = {"title": "Hidden", "targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}]}
-    board = {"uid": "u", "panels": [shown, {"title": "Row", "panels": [hidden]}]}
+    shown = {"title": "Shown", "type": "stat", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
+    hidden = {
+        "title": "Hidden",
+        "type": "stat",
+        "targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}],
+    }
+    board = {"uid": "u", "panels": [shown, {"title": "Row", "type": "row", "panels": [hidden]}]}
     assert [(str(target), target.is_instant) for target in targets(board)] == [
         ("u: Shown (A)", True),
         ("u: Hidden (A)", False),

@@ -1,7 +1,6 @@
 """The boards' files: byte-stable, whole as Grafana's own model reads them, taken by Prometheus; what is on which board.
 
-What must hold on all of them is in ``test_board_lint.py`` and ``test_board_checks.py``, what the questions mean in
-``test_questions.py``.
+What must hold on all of them is in ``test_board_checks.py``, what the questions mean in ``test_questions.py``.
 """
 
 import copy
@@ -20,8 +19,7 @@ from dashboards.panels import CHILD_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
 from kvobs.schema.signals import SIGNALS
-from tests.support.board_checks import QUERIED, asked
-from tests.support.board_lint import Board, metric, panels, queries
+from tests.support.board_checks import QUERIED, Board, asked, metric, panels, queries
 
 TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
 BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
