@@ -6,7 +6,7 @@ from dashboards.sdk import board, model
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
-HOST = "#B8B8B8"  # vLLM's own numbers, beside ours
+VLLM = "#B8B8B8"  # vLLM's own numbers, beside ours
 OTHER = "#56B4E9"
 
 BY_OUTCOME = {

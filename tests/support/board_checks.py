@@ -47,7 +47,7 @@ NOT_OURS = {
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
 """An engine is of this role by any connector, whichever are chosen."""
 OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-GREYS_AND_TINTS = {looks.IDLE, looks.HOST, looks.BY_QUANTILE["p50"]}
+GREYS_AND_TINTS = {looks.IDLE, looks.VLLM, looks.BY_QUANTILE["p50"]}
 
 
 def panels(board: Board) -> list[Panel]:
