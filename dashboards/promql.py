@@ -23,9 +23,10 @@ ENGINE = f"on ({', '.join(ENGINE_LABELS)})"
 class Selection:
     """Say whose series are meant, and over which window rates go.
 
-    ``engine`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends without
-    a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it finds, on
-    the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are meant.
+    ``engine`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends
+    without a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it
+    finds, on the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are
+    meant.
     """
 
     window: str

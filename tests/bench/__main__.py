@@ -20,7 +20,6 @@ from tests.bench import (
     exporter,
     gain,
     growth,
-    lone,
     payload,
     policies,
     recording,
@@ -46,7 +45,6 @@ def main() -> int:
         "copying": copying.measure,
         "tracing": tracing.measure,
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
-        "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
     }
     # These are about what loads gain, not about what kvobs costs, and write tables of their own.
@@ -57,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
-    on_engines = (gain, endtoend, policies, lone, exporter)
+    on_engines = (gain, endtoend, policies, exporter)
     usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
     rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
