@@ -147,20 +147,6 @@ def test_a_request_can_be_searched_for() -> None:
     assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
 
 
-def test_a_viewer_sees_the_trace_of_a_span_on_the_board() -> None:
-    """Below the tables, each of which has a link to it: Grafana opens Explore for editors only."""
-    (shown,) = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "traces"]
-    assert [target["query"] for target in shown["targets"]] == ["${trace}"]
-    tables = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "table"]
-    assert len(tables) == 4
-    assert all(table["gridPos"]["y"] < shown["gridPos"]["y"] for table in tables)
-    properties = [p for table in tables for o in table["fieldConfig"]["overrides"] for p in o["properties"]]
-    links = [p["value"][0] for p in properties if p["id"] == "links"]
-    assert len(links) == 4
-    assert all("&var-trace=${__data.fields.traceIdHidden}&" in link["url"] for link in links)
-    assert not any(link["targetBlank"] for link in links)
-
-
 def test_durations_are_shown_twice_and_lead_to_traces() -> None:
     heat = next(panel for panel in panels(CONNECTOR) if panel["type"] == "heatmap")
     assert heat["targets"][0]["format"] == "heatmap"
