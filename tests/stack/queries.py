@@ -12,7 +12,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from tests.support.board_checks import panels
+from tests.support.boards import panels
 
 RATE_INTERVAL = "20s"
 VARIABLES = {"__rate_interval": RATE_INTERVAL, "__interval": "2s", "cluster": ".*"}

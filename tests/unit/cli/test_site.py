@@ -16,7 +16,7 @@ from dashboards import alerts, site
 from dashboards.kubernetes import LABEL
 from kvobs.cli import app, dashboards
 from kvobs.cli.site import Site, pairs
-from tests.support.board_checks import matchers, queries, selectors
+from tests.support.boards import matchers, queries, selectors
 
 OURS = {
     "grafana": "https://grafana.example.org/g/",
