@@ -1,4 +1,4 @@
-"""Metrics of servers with several API servers, and with several engines."""
+"""Metrics of a server with several API servers; those of several engines are in test_serving and test_exporter."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import pytest
 from kvobs.demo.run import files, host_memory
 from tests.engine.metered import (
     BYTES_PER_TOKEN,
-    SERIES_AT_MOST,
     ask_in_turn,
     assert_counted_in_turn,
-    assert_nothing_in_flight,
     assert_promtool_finds_no_fault,
     configuration,
     counting_child,
     in_flight,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, prompt, serve
+from tests.engine.serving import ask_all, eventually, prompt, serve
 
 pytestmark = pytest.mark.engine
 
@@ -60,18 +58,3 @@ def test_two_api_servers_have_the_same_numbers(model: Path, tmp_path: Path) -> N
         assert len(samples) == len({(s.name, *sorted(s.labels.items())) for s in samples})
         assert not [s for s in samples if s.name.startswith(("kvobs_rank_skew", "kvobs_slowest"))], "there is one rank"
         assert_promtool_finds_no_fault(server)
-
-
-def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path) -> None:
-    config = configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
-    # One API server, as two would have two clocks: which value of a gauge came last may then be wrong for a while.
-    args = ("--data-parallel-size", "2", "--api-server-count", "1")
-    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
-        for engine, requests in (("0", 24), ("1", 40)):
-            with Growth(server, connector="steered", engine=engine) as grown:
-                ask_in_turn(server, requests, engine)
-            assert_counted_in_turn(grown, requests)
-        for engine in ("0", "1"):
-            assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1, engine=engine)
-            assert 0 < len([s for s in kvobs_samples(server) if s.labels.get("engine") == engine]) <= SERIES_AT_MOST
-        assert_nothing_in_flight(server)
