@@ -53,7 +53,6 @@ UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
-SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))
 
 IDLE_CHILD, WELL, SLOW, BLOCKING, FAILING, LEFT_OUT = range(6)
 VERDICTS = {
