@@ -36,7 +36,7 @@ test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's ow
 test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and those under other vLLM versions
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not (demo or slow or connectors)" tests $(TESTS)
 
-test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults in every place, kills
+test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults of connectors, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
 
 test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes

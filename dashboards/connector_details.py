@@ -327,7 +327,7 @@ def _dropped_lines() -> Panel:
         "Lines of the request log dropped",
         About(
             "Lines of the option request_log that could not be written.",
-            "Zero is normal. Otherwise the disk is full, the folder is gone, or nobody reads the pipe.",
+            "Zero is normal. Otherwise the disk is full, the folder is gone, or the pipe has no reader.",
             "vLLM's log has the error; a disk that is too slow has no line there.",
             "Serving is not affected, and metrics are complete.",
         ),

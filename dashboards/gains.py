@@ -90,7 +90,7 @@ def _lost() -> Panel:
     return lines(
         "Tokens offered and not loaded, by reason (tokens/s)",
         About(
-            f"Tokens per second that connectors offered and nobody loaded: {reasons}.",
+            f"Tokens per second that connectors offered and none loaded: {reasons}.",
             "other_chosen: a connector with fewer tokens was. not_allocated, aborted: requests ended before.",
             "not_allocated: the KV cache is full, or clients give up. declined: see load_policy fastest, and isolate.",
             "vLLM itself leaves a prompt's last token to be computed: a little not_taken is normal.",

@@ -6,7 +6,7 @@ from dashboards.sdk import board, model
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
-HOST = "#B8B8B8"  # vLLM's own numbers, beside ours
+VLLM = "#B8B8B8"  # vLLM's own numbers, beside ours
 OTHER = "#56B4E9"
 
 BY_OUTCOME = {
@@ -53,7 +53,6 @@ UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
-SKEW_SECONDS = thresholds((0.1, WARNING), (1, BAD))
 
 IDLE_CHILD, WELL, SLOW, BLOCKING, FAILING, LEFT_OUT = range(6)
 VERDICTS = {

@@ -239,7 +239,7 @@ def _ttft() -> Panel:
             "Compare with the share of prompt tokens loaded: loads also save their computation.",
             "Only requests that load wait for loads; time to first token covers all requests.",
         ),
-        Query(questions.VLLM.host_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.HOST, 3),
+        Query(questions.VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
         of_child(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_child), "load"),
         of_child(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_child), "steps blocked", dashed=True),
         unit="s",

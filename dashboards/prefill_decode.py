@@ -88,8 +88,8 @@ def _waiting(side: str, vllm: Selection) -> Panel:
             "Compare both sides: the one whose queue grows needs more engines, or faster transfers.",
             NOT_SPLIT,
         ),
-        Query(vllm.host_gauge("num_requests_waiting"), "waiting", looks.HOST, 2),
-        Query(vllm.host_gauge("num_requests_running"), "running", looks.HOST, dashed=True),
+        Query(vllm.vllm_gauge("num_requests_waiting"), "waiting", looks.VLLM, 2),
+        Query(vllm.vllm_gauge("num_requests_running"), "running", looks.VLLM, dashed=True),
         unit="short",
     )
 
@@ -103,8 +103,8 @@ def _prefill_times() -> Panel:
             "Compare with the save hold and the KV cache usage below.",
             NOT_SPLIT,
         ),
-        Query(PREFILL_VLLM.host_quantile(0.95, "request_queue_time_seconds"), "queue", looks.HOST, dashed=True),
-        Query(PREFILL_VLLM.host_quantile(0.95, "request_prefill_time_seconds"), "computation", looks.HOST, 2),
+        Query(PREFILL_VLLM.vllm_quantile(0.95, "request_queue_time_seconds"), "queue", looks.VLLM, dashed=True),
+        Query(PREFILL_VLLM.vllm_quantile(0.95, "request_prefill_time_seconds"), "computation", looks.VLLM, 2),
         unit="s",
     )
 
@@ -147,7 +147,7 @@ def _usage(side: str, vllm: Selection) -> Panel:
             "Compare with the tokens held by transfers: held blocks are in use.",
             NOT_SPLIT,
         ),
-        Query(vllm.host_gauge("kv_cache_usage_perc", how="max"), "fullest engine", looks.HOST, 2),
+        Query(vllm.vllm_gauge("kv_cache_usage_perc", how="max"), "fullest engine", looks.VLLM, 2),
         unit="percentunit",
     )
 
@@ -171,8 +171,8 @@ def _oldest_save() -> Panel:
         "Prefill: age of the oldest save",
         About(
             "Age of the oldest promised save in progress on the prefill engines.",
-            "A sawtooth is normal. A line that only rises: nobody fetches these blocks.",
-            "Compare with the connector's own timeout for blocks that nobody fetches.",
+            "A sawtooth is normal. A line that only rises: these blocks are not fetched.",
+            "Compare with the connector's timeout for blocks that are not fetched.",
             "No data means that no save is in progress.",
         ),
         of_child(questions.oldest("connector", of=PREFILL, kind="save")),
@@ -262,7 +262,7 @@ def _first_token() -> Panel:
             "Compare with the prefill side's queue: the client waits for both sides, one after the other.",
             "A proxy in front adds the time on the prefill side; it is not in this number.",
         ),
-        Query(DECODE_VLLM.host_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.HOST, 3),
+        Query(DECODE_VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
         of_child(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),
         unit="s",
     )
@@ -277,7 +277,7 @@ def _between_tokens() -> Panel:
             "Load asynchronously on decode engines.",
             "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
         ),
-        Query(DECODE_VLLM.host_quantile(0.95, "inter_token_latency_seconds"), "between tokens", looks.HOST, 3),
+        Query(DECODE_VLLM.vllm_quantile(0.95, "inter_token_latency_seconds"), "between tokens", looks.VLLM, 3),
         of_child(DECODE.quantile(0.95, signals.LOAD_STALL, "connector"), "steps blocked"),
         unit="s",
     )

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope, Signal
 
 CLUSTER = "cluster"
-HOST_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
+ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
 """Labels of every series that are not the signal's own: Prometheus's and vLLM's; not every site has a cluster."""
 SITE_LABELS = (CLUSTER, "namespace", "pod")
 """Labels that some sites have, and others have not."""
 CHILD = "connector"
-ENGINE = f"on ({', '.join(HOST_LABELS)})"
+ENGINE = f"on ({', '.join(ENGINE_LABELS)})"
 """What joins series of one engine."""
 
 
@@ -23,13 +23,14 @@ ENGINE = f"on ({', '.join(HOST_LABELS)})"
 class Selection:
     """Say whose series are meant, and over which window rates go.
 
-    ``host`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends without
-    a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it finds, on
-    the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are meant.
+    ``engine`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends
+    without a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it
+    finds, on the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are
+    meant.
     """
 
     window: str
-    host: str = ""
+    engine: str = ""
     child: str = ""
     beside: str = ""
     among: str = ""
@@ -42,7 +43,7 @@ class Selection:
         _check(signal, part, labels)
         own = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
         child = self.child if signal.scope is Scope.CHILD else ""
-        matchers = ",".join(m for m in (self.host, child, *own) if m)
+        matchers = ",".join(m for m in (self.engine, child, *own) if m)
         return f"{signal.name}{part}{{{matchers}}}"
 
     def rate(self, signal: Signal, *by: str, part: str = "", **labels: str) -> str:
@@ -81,28 +82,28 @@ class Selection:
         _check_counter(signal)
         return f"rate({self.series(signal, **labels)}[{self.window}])"
 
-    def host_series(self, name: str, *matchers: str) -> str:
+    def vllm_series(self, name: str, *matchers: str) -> str:
         """Return a selector of a metric of vLLM's own, given without prefix.
 
         Prometheus 2 stores ``vllm_x`` where vLLM says ``vllm:x`` in OpenMetrics.
         """
         named = f'__name__=~"vllm[:_]{name}"'
-        return "{" + ",".join(m for m in (named, self.host, *matchers) if m) + "}"
+        return "{" + ",".join(m for m in (named, self.engine, *matchers) if m) + "}"
 
-    def host_quantile(self, q: float, name: str, *by: str) -> str:
+    def vllm_quantile(self, q: float, name: str, *by: str) -> str:
         """Return a quantile of a histogram of vLLM's own."""
-        return f"histogram_quantile({q}, sum{_by(('le', *by))} ({self._host_rates(f'{name}_bucket')}))"
+        return f"histogram_quantile({q}, sum{_by(('le', *by))} ({self._vllm_rates(f'{name}_bucket')}))"
 
-    def host_rate(self, name: str, *by: str, matching: str = "") -> str:
+    def vllm_rate(self, name: str, *by: str, matching: str = "") -> str:
         """Return the rate per second of a counter of vLLM's own, or of its series with this matcher."""
-        return f"sum{_by(by)} ({self._host_rates(name, matching)})"
+        return f"sum{_by(by)} ({self._vllm_rates(name, matching)})"
 
-    def host_gauge(self, name: str, *by: str, how: str = "sum") -> str:
+    def vllm_gauge(self, name: str, *by: str, how: str = "sum") -> str:
         """Return a gauge of vLLM's own, put together by these labels."""
-        return f"{how}{_by(by)} ({self._beside(self.host_series(name))})"
+        return f"{how}{_by(by)} ({self._beside(self.vllm_series(name))})"
 
-    def _host_rates(self, name: str, matching: str = "") -> str:
-        return self._beside(f"rate({self.host_series(name, matching)}[{self.window}])")
+    def _vllm_rates(self, name: str, matching: str = "") -> str:
+        return self._beside(f"rate({self.vllm_series(name, matching)}[{self.window}])")
 
     def _beside(self, series: str) -> str:
         if not self.beside:
@@ -167,7 +168,7 @@ def _check_counter(signal: Signal) -> None:
 
 
 def _check_label(signal: Signal, name: str) -> None:
-    known = {*HOST_LABELS, *SITE_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
+    known = {*ENGINE_LABELS, *SITE_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
     if signal.scope is Scope.CHILD:
         known.add(CHILD)
     if name not in known:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dashboards import looks
-from dashboards.promql import ENGINE, HOST_LABELS, SITE_LABELS, Selection, ratio, share
+from dashboards.promql import ENGINE, ENGINE_LABELS, SITE_LABELS, Selection, ratio, share
 from kvobs.schema import signals
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
-VARIABLES = (*HOST_LABELS, "connector")
+VARIABLES = (*ENGINE_LABELS, "connector")
 ROLE = "role"
 """A further variable, of the board *Prefill and decode*: the connector's kv_role."""
 
 SELECTION = Selection(
     window="$__rate_interval",
-    host=",".join(f'{label}=~"${label}"' for label in HOST_LABELS),
+    engine=",".join(f'{label}=~"${label}"' for label in ENGINE_LABELS),
     child='connector=~"$connector"',
 )
 
@@ -36,7 +36,7 @@ def side(role: str, other: str) -> tuple[Selection, Selection]:
 
     An engine with a connector of the ``other`` role is on the other side, whatever else it has.
     """
-    engines = replace(SELECTION, host=f'{SELECTION.host},{ROLE}=~"${ROLE}"').series(
+    engines = replace(SELECTION, engine=f'{SELECTION.engine},{ROLE}=~"${ROLE}"').series(
         signals.CONNECTOR_INFO, role=f"{role}|{BOTH}"
     )
     others = replace(SELECTION, child="").series(signals.CONNECTOR_INFO, role=other)
@@ -149,8 +149,8 @@ def loaded_share() -> str:
 
     Both by vLLM, which counts a prompt once: kvobs counts a preempted request's loads every time.
     """
-    loaded = VLLM.host_rate("prompt_tokens_by_source_total", matching='source="external_kv_transfer"')
-    return ratio(loaded, VLLM.host_rate("prompt_tokens_total"))
+    loaded = VLLM.vllm_rate("prompt_tokens_by_source_total", matching='source="external_kv_transfer"')
+    return ratio(loaded, VLLM.vllm_rate("prompt_tokens_total"))
 
 
 def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
@@ -175,7 +175,7 @@ def load_speed(*by: str, of: Selection = SELECTION) -> str:
 
 def with_role(expr: str) -> str:
     """Return values of connectors of single engines (``by_engine``), with their role as a label."""
-    chosen = replace(SELECTION, host=f'{SELECTION.host},{ROLE}=~"${ROLE}"')
+    chosen = replace(SELECTION, engine=f'{SELECTION.engine},{ROLE}=~"${ROLE}"')
     roles = chosen.gauge(signals.CONNECTOR_INFO, *by_engine, ROLE, how="max")
     return f"({expr}) * on ({', '.join(by_engine)}) group_left ({ROLE}) {roles}"
 

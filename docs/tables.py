@@ -39,7 +39,7 @@ COMBINED = {
     Combine.ANY: "true if it is for one connector",
     Combine.ALL: "true if it is for every connector",
     Combine.CHAIN: "all connectors' items, one after the other",
-    Combine.ROUTED: "a rule of its own",
+    Combine.ROUTED: "a special rule",
 }
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {

@@ -7,7 +7,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 
@@ -18,21 +17,16 @@ from tests.bench import (
     cold,
     copying,
     endtoend,
-    estimating,
     exporter,
-    flapping,
     gain,
     growth,
-    lone,
     payload,
     policies,
     recording,
     steps,
-    traced,
     tracing,
     yardstick,
 )
-from tests.bench.plot import draw
 from tests.bench.report import Part, markdown, table
 
 
@@ -50,11 +44,7 @@ def main() -> int:
         "aggregating": aggregating.measure,
         "copying": copying.measure,
         "tracing": tracing.measure,
-        "estimating": estimating.measure,
-        "flapping": flapping.measure,
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
-        "lone": lambda: lone.measure(options.rounds or lone.ROUNDS, progress.print),
-        "traced": lambda: traced.measure(options.rounds or traced.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
     }
     # These are about what loads gain, not about what kvobs costs, and write tables of their own.
@@ -65,8 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
-    parser.add_argument("--plot", type=Path, default="build/bench.png", help="where the picture goes (%(default)s)")
-    on_engines = (gain, endtoend, policies, lone, traced, exporter)
+    on_engines = (gain, endtoend, policies, exporter)
     usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
     rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
@@ -82,8 +71,6 @@ def main() -> int:
     finally:  # a part that fails must not take the others' numbers with it
         if parts:
             console.print(table(parts))
-    draw(parts, options.plot)
-    console.print(f"The same as a picture, with every round: {options.plot}")
     if is_whole(options):
         pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
         console.print("The table is in docs/performance.md, too.")

@@ -211,29 +211,23 @@ def lines(turns: dict[str, list[Turn]]) -> list[Line]:
 
 
 def compare(
-    title: str,
-    unit: str,
-    values: dict[str, list[float]],
-    *,
-    baseline: str = "stock",
-    limits: Mapping[str, float] = LIMITS,
+    title: str, unit: str, values: dict[str, list[float]], *, limits: Mapping[str, float] = LIMITS
 ) -> list[Line]:
-    """Compare each server's values with the baseline's, round by round.
+    """Compare each server's values with those of vLLM's own router, round by round.
 
     Args:
         title: the metric's.
         unit: and its unit.
-        values: each server's, round by round; one of them is the baseline, and one the same "again".
-        baseline: its name.
+        values: each server's, round by round; one of them is "stock", and one the same "again".
         limits: which servers have a budget, and by which factor they may be worse; more if the noise is more.
     """
-    others = values[baseline]
+    others = values["stock"]
     ratios = {
         name: tuple(mine / other for mine, other in zip(values[name], others, strict=True))
         for name in values
-        if name != baseline
+        if name != "stock"
     }
-    apart = noise(ratios[f"{baseline} again"])
+    apart = noise(ratios["stock again"])
     allowed = {name: max(limit, apart) for name, limit in limits.items()}
     more_is_better = unit == MORE_IS_BETTER
     budgets = {name: Budget(1 / by if more_is_better else by, at_least=more_is_better) for name, by in allowed.items()}

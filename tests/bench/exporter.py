@@ -1,33 +1,45 @@
 """What kvobs costs each process, with the exporter and without: CPU time, while every request is traced.
 
 Wall times drown in noise where processes share cores; the CPU time of each process, before and after the same load,
-does not. Servers that differ in their router only get the load of ``traced`` in turns: 200 of kvobs's spans a second.
+does not. Servers that differ in their router only get the same load in turns. Every request loads from a connector, so
+that it is three of kvobs's spans, and they come at a pace that makes 200 a second. The loads are synchronous: while an
+asynchronous one is pending vLLM spins, and on two cores that is all one would measure.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from kvobs.demo.processes import group_members
+from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server, ServerError, claim_port
 from kvobs.vllm_api.proc import stat
-from tests.bench import traced
-from tests.bench.endtoend import Say, compare, in_turn, running
+from tests.bench.endtoend import SPIN_S, Say, ask, check_end, compare, completing, in_turn, prompt, running
 from tests.bench.receiver import receiving
 from tests.bench.report import Budget, Line, Part
-from tests.bench.traced import REQUESTS, SENT_AFTER_S
 from tests.engine.exported import Exported
-from tests.engine.serving import stock
+from tests.engine.serving import of_tests, stock
 from tests.support.affinity import set_affinity
 
 ROUNDS = 10
 WARM_UP = 1
+"""Rounds before those that count: what they ask is saved, and then loaded in each of those."""
+REQUESTS = 150
+PACE_S = 0.015
+"""From one request to the next, however long they take."""
+AT_ONCE = 8
+ANSWER_TOKENS = 4
+SENT_AFTER_S = 3.0
+"""Until all spans have arrived: a batch goes out after a second."""
+TRACED = {"kvobs", "kvobs, exporter"}
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
 ENGINE_CORE = "EngineCor"
@@ -46,15 +58,21 @@ class Turn(NamedTuple):
 
 def configs(port: int) -> dict[str, dict[str, Any]]:
     """Return each server's configuration; the exporter's port is this."""
-    exported = traced.config("requests")
+    exported = config("requests")
     exported["kv_connector_extra_config"]["kvobs"]["exporter"] = {"port": port}
     return {
-        "stock": stock(traced.config("off")),
-        "stock again": stock(traced.config("off")),
-        "off": traced.config("off"),
-        "kvobs": traced.config("requests"),
+        "stock": stock(config("off")),
+        "stock again": stock(config("off")),
+        "off": config("off"),
+        "kvobs": config("requests"),
         "kvobs, exporter": exported,
     }
+
+
+def config(level: str) -> dict[str, Any]:
+    made = multi_connector(of_tests("SteeredChild", plan={"offer": 64}), of_tests("IdleChild"), names=["near", "far"])
+    made["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": level}
+    return made
 
 
 def measure(rounds: int, say: Say) -> Part:
@@ -76,6 +94,7 @@ def measure(rounds: int, say: Say) -> Part:
             if number == WARM_UP:
                 say(f"{rounds} rounds, about {sum(t[-1].wall_s for t in turns.values()) * rounds:.0f} s more")
         resident = exporter.resident() / MIB
+        check_traced(receiver.take())
     return Part(
         "Real servers, CPU time of each process, 200 spans/s; baseline: vLLM's MultiConnector",
         lines({name: all_turns[WARM_UP:] for name, all_turns in turns.items()}, resident),
@@ -86,13 +105,42 @@ def take_turn(server: Server, exporter: int | None) -> Turn:
     """Load a server; return what its processes used."""
     before = used(server, exporter)
     begin = time.monotonic()
-    turn = traced.take_turn(server)
-    time.sleep(SENT_AFTER_S)  # until its spans are out
+    completions = load(server)
+    time.sleep(SENT_AFTER_S)
     wall = time.monotonic() - begin
     api, core, exported = (
         (now - then) * 1000 / REQUESTS for now, then in zip(used(server, exporter), before, strict=True)
     )
-    return Turn(api, core, exported, wall, turn.completion_p95)
+    return Turn(api, core, exported, wall, quantiles(completions, n=20)[18] * 1000)
+
+
+def load(server: Server) -> list[float]:
+    """Empty vLLM's own cache, so that all prompts are loaded from a connector; return the seconds of each request."""
+    time.sleep(SPIN_S)
+    server.reset_prefix_cache()
+    for i in range(3):
+        ask(server, prompt("wake", i), 1)
+    begin, answers = time.perf_counter(), []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for i in range(REQUESTS):
+            time.sleep(max(0, begin + i * PACE_S - time.perf_counter()))
+            answers.append(pool.submit(complete, server, prompt("traced", i)))
+        return [answer.result() for answer in answers]
+
+
+def complete(server: Server, text: str) -> float:
+    """Have a prompt completed for a client who traces it; return the seconds it took."""
+    headers = {"traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"}
+    begin = time.perf_counter()
+    with completing(server, text, ANSWER_TOKENS, headers) as answer:
+        check_end(answer.read())
+    return time.perf_counter() - begin
+
+
+def check_traced(spans: Mapping[str, int]) -> None:
+    """Raise `ServerError` unless kvobs's spans came from the servers that trace, and from no other."""
+    if spans.keys() != TRACED:
+        raise ServerError(f"kvobs's spans arrived from {sorted(spans)}: tracing was not measured.")
 
 
 def used(server: Server, exporter: int | None) -> tuple[float, float, float]:

@@ -6,11 +6,10 @@ implement all hooks that are called, and do next to nothing in them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +19,6 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import CHILDREN, BusyChild, rig_of
-from tests.bench.payload import payload
 from tests.bench.report import Budget, Line, Part
 
 ROUNDS = 21
@@ -240,7 +238,6 @@ def measure(say: Callable[[str], None], rounds: int = ROUNDS) -> Part:
     for case in CASES:
         say(f"  {case.title}")
         lines.append(_compare(case, rounds))
-    lines += [_merging(ranks, rounds) for ranks in (8, 64)]
     return Part(f"What grows with the engine, {CHILDREN} connectors unless said, CPU time; baseline: vLLM's own", lines)
 
 
@@ -255,16 +252,3 @@ def _compare(case: Case, rounds: int) -> Line:
     ratios = tuple(ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True))
     baseline = statistics.median(times["stock"])
     return Line(case.title, "us", statistics.median(times["kvobs"]), ratios, baseline, case.budget)
-
-
-def _merging(ranks: int, rounds: int) -> Line:
-    """Time what comes on top in the step of a flush, ten times a second."""
-    payloads = [payload(seed) for seed in range(ranks)]
-
-    def merge(parts: Sequence[Any]) -> None:
-        for other in parts[1:]:
-            parts[0].aggregate(other)
-
-    copies = [copy.deepcopy(payloads) for _ in range(rounds)]
-    times = tuple(_us(partial(merge, parts)) for parts in copies)
-    return Line(f"EngineCore, the payloads of {ranks} ranks merged", "us", statistics.median(times), times)

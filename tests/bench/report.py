@@ -73,10 +73,6 @@ class Line:
         return low, high
 
     @property
-    def samples_unit(self) -> str:
-        return self.unit if self.baseline is None else "times the baseline"
-
-    @property
     def verdict(self) -> Verdict:
         """Judge the median; a budget that even the favourable quartile misses is missed by more than the noise."""
         if self.budget is None:

@@ -6,9 +6,17 @@ import os
 import time
 
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext
 
+from kvobs.demo.server import ServerError
 from kvobs.vllm_api.proc import stat
-from tests.bench.exporter import Turn, configs, lines, seconds
+from tests.bench.exporter import TRACED, Turn, check_traced, configs, lines, seconds
+from tests.bench.receiver import receiving
 from tests.bench.report import Verdict
 
 
@@ -39,3 +47,29 @@ def test_only_the_router_differs() -> None:
     assert "kv_connector_module_path" not in made["stock"]
     assert made["kvobs, exporter"]["kv_connector_extra_config"]["kvobs"].pop("exporter") == {"port": 9464}
     assert made["kvobs, exporter"] == made["kvobs"]
+
+
+@pytest.mark.parametrize("names", [set(), {"kvobs"}, {*TRACED, "off"}])
+def test_an_idle_tracer_is_not_measured_nor_one_that_should_be_off(names: set[str]) -> None:
+    check_traced(dict.fromkeys(TRACED, 9))
+    with pytest.raises(ServerError, match="kvobs's spans arrived from"):
+        check_traced(dict.fromkeys(names, 9))
+
+
+def test_the_receiver_counts_kvobs_spans_by_server_once() -> None:
+    def span(scope: str, server: str) -> ReadableSpan:
+        return ReadableSpan(
+            "kv.lookup",
+            context=SpanContext(1, 2, is_remote=False),
+            resource=Resource({"service.name": server}),
+            instrumentation_scope=InstrumentationScope(scope),
+            start_time=1,
+            end_time=7,
+        )
+
+    with receiving() as receiver:
+        exporter = OTLPSpanExporter(endpoint=receiver.endpoint, insecure=True)
+        assert exporter.export([span("kvobs", "calls"), span("vllm", "calls")]) is SpanExportResult.SUCCESS
+        assert receiver.take() == {"calls": 1}
+        assert receiver.take() == {}
+        exporter.shutdown()

@@ -1,8 +1,7 @@
-"""The pure parts of the benchmark: quartiles, verdicts, table, picture, and what the rounds on servers add up to."""
+"""The pure parts of the benchmark: quartiles, verdicts, table, and what the rounds on servers add up to."""
 
 import io
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from tests.bench.__main__ import is_whole
 from tests.bench.endtoend import CONFIGS, Turn, compare, in_turn, lines, noise, prompts
-from tests.bench.plot import draw, panels_of
 from tests.bench.report import Budget, Line, Part, Verdict, markdown, number, table
 
 
@@ -96,16 +94,6 @@ def test_only_a_whole_run_is_published() -> None:
     assert is_whole(Namespace(parts=[], rounds=None))
     assert not is_whole(Namespace(parts=["calls"], rounds=None))
     assert not is_whole(Namespace(parts=[], rounds=3))
-
-
-def test_lines_share_a_panel_where_one_axis_can_show_them() -> None:
-    panels = [(panel.axis, len(panel.lines)) for part in PARTS for panel in panels_of(part)]
-    assert panels == [("times the baseline", 1), ("times the budget", 1), ("times the budget", 1), ("s", 1)]
-
-
-def test_the_picture_is_a_png_in_a_folder_made_for_it(tmp_path: Path) -> None:
-    draw(PARTS, tmp_path / "new" / "bench.png")
-    assert (tmp_path / "new" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- servers in turns

@@ -3,19 +3,9 @@
 The server needs the repository root on its ``PYTHONPATH``; its workers inherit it.
 """
 
-from .children_counting import CountingChild, calls_counted
-from .children_stats import CallStats, IdleChild, SilentStatsChild, StatsChild
-from .children_steered import SteeredChild, SteeredMetadata
+from .children_counting import CountingChild
+from .children_stats import IdleChild, SilentStatsChild, StatsChild
+from .children_steered import SteeredChild
 from .children_tracing import TracingChild
 
-__all__ = [
-    "CallStats",
-    "CountingChild",
-    "IdleChild",
-    "SilentStatsChild",
-    "StatsChild",
-    "SteeredChild",
-    "SteeredMetadata",
-    "TracingChild",
-    "calls_counted",
-]
+__all__ = ["CountingChild", "IdleChild", "SilentStatsChild", "StatsChild", "SteeredChild", "TracingChild"]

@@ -1,4 +1,4 @@
-"""Metrics of servers with several API servers, and with several engines."""
+"""Metrics of a server with several API servers; those of several engines are in test_serving and test_exporter."""
 
 from __future__ import annotations
 

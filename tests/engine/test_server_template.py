@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.processes import ServerProcess, end_group, group_members
+from kvobs.demo.processes import ServerProcess, group_members
 from kvobs.demo.server import Server, ServerError
 from kvobs.demo.vllm_serve import PARENT
-from tests.engine.forked_server import PR_SET_CHILD_SUBREAPER, ROOT, ForkedProcess, ForkedServer, template
-from tests.engine.server_template import Imported, Request, modules_in
+from tests.engine.forked_server import PR_SET_CHILD_SUBREAPER, ROOT, ForkedServer, template
 from tests.engine.serving import eventually
 from tests.support import standing_in
 from tests.support.standing_in import READ_AT_IMPORT, SET_AT_IMPORT
@@ -72,42 +71,23 @@ def test_a_forked_server_gets_what_a_spawned_one_gets(
     assert reports["forked"]["environment"][SET_AT_IMPORT] == "nothing read"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("doing", "code", "said"), [("0", 0, ""), ("3", 3, ""), ("raise", 1, "RuntimeError: out of luck")]
-)
-def test_its_exit_status_is_known(tmp_path: Path, kind: str, doing: str, code: int, said: str) -> None:
-    with started(tmp_path, doing, kind=kind) as (process, server):
+@pytest.mark.parametrize(("doing", "code"), [("0", 0), ("3", 3), ("raise", 1)])
+def test_its_exit_status_is_known(tmp_path: Path, doing: str, code: int) -> None:
+    with started(tmp_path, doing) as (process, _):
         assert process.wait(WAIT_S) == code
         assert process.poll() == code
         process.terminate()  # nothing happens: its number may be another process's by now
-        assert said in server.log.read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
-def test_so_is_the_signal_that_ended_it(tmp_path: Path, kind: str, number: signal.Signals) -> None:
-    with started(tmp_path, "sleep", kind=kind) as (process, server):
+def test_so_is_the_signal_that_ended_it(tmp_path: Path, number: signal.Signals) -> None:
+    with started(tmp_path, "sleep") as (process, server):
         assert eventually(lambda: "asleep" in server.log.read_text())
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
         process.send_signal(number)
         assert process.wait(WAIT_S) == -number
-
-
-def test_one_that_dies_before_it_is_ready_is_an_error_with_its_log(tmp_path: Path) -> None:
-    server = ForkedServer(tmp_path / "no model", tmp_path / "log", args=["raise"], module=MODULE)
-    with pytest.raises(ServerError, match=r"(?s)before it was ready \(exit status 1\).*out of luck"), server:
-        pass
-
-
-def test_servers_live_side_by_side_and_end_one_by_one(tmp_path: Path) -> None:
-    with started(tmp_path / "one", "sleep") as (one, _), started(tmp_path / "two", "sleep") as (two, _):
-        assert one.pid != two.pid
-        end_group(one, grace=10)
-        assert group_members(one.pid) == []
-        assert two.poll() is None
 
 
 def test_orphans_are_adopted_only_while_a_server_starts(tmp_path: Path) -> None:
@@ -156,30 +136,7 @@ def test_a_folder_with_modules_that_are_imported_already_is_refused(tmp_path: Pa
         pass
 
 
-def test_the_same_value_is_no_obstacle() -> None:
-    """And neither is one that nothing has read."""
-    imported = Imported({"READ": "1", "LD_PRELOAD": "x"}, frozenset({"READ"}), {})
-    request = Request([], {"READ": "1", "LD_PRELOAD": "x", "LATE": "2"}, "/", [0], 1)
-    assert imported.obstacles(request) == []
-    assert len(imported.obstacles(Request([], {}, "/", [0], 1))) == 2
-    assert Request.parse(request.datagram()) == request
-
-
-def test_a_folder_that_is_missing_has_no_modules(tmp_path: Path) -> None:
-    (tmp_path / "one.py").touch()
-    assert modules_in(str(tmp_path)) == {"one"}
-    assert modules_in(str(tmp_path / "missing")) == set()
-
-
 def test_a_template_that_dies_says_why(tmp_path: Path) -> None:
     server = ForkedServer(tmp_path / "no model", tmp_path / "log", module="tests.engine.no_such_module")
     with pytest.raises(ServerError, match=r"(?s)forked from: .*No module named 'tests.engine.no_such_module'"), server:
         pass
-
-
-def test_a_process_is_waited_for_by_its_number() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    forked = ForkedProcess(process.pid)
-    forked.kill()
-    assert forked.wait() == -9
-    process.returncode = -9

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from tests.bench.plot import INK, PALE, WIDTH
 from tests.soak.memory import MIB, Sample, warm
 from tests.soak.report import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PANEL, FRAME = 2.4, 0.6
+WIDTH, PANEL, FRAME = 10.0, 2.4, 0.6
+INK, PALE = "#22303c", "#e3e8ec"
 COLOURS = ("#2a7fb8", "#d98a1f", "#5b9a5b", "#8a5fb0")
 
 

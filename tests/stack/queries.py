@@ -12,6 +12,8 @@ from typing import Any
 
 import promql_parser as promql
 
+from tests.support.boards import panels
+
 RATE_INTERVAL = "20s"
 VARIABLES = {"__rate_interval": RATE_INTERVAL, "__interval": "2s", "cluster": ".*"}
 OPTIONAL = frozenset({"cluster", "namespace", "pod"})
@@ -49,14 +51,7 @@ def boards(folder: Path) -> dict[str, dict[str, Any]]:
     return {board["uid"]: board for board in read}
 
 
-def panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield every panel, those in collapsed rows too."""
-    for panel in board["panels"]:
-        yield panel
-        yield from panels(panel) if "panels" in panel else ()
-
-
-def targets(board: Mapping[str, Any]) -> Iterator[Target]:
+def targets(board: dict[str, Any]) -> Iterator[Target]:
     """Yield every query for Prometheus: those for Tempo have no ``expr``."""
     for panel in panels(board):
         for target in panel.get("targets", ()):

@@ -9,7 +9,6 @@ import pytest
 
 from tests.stack.queries import faults, filled, labels_of, targets
 from tests.stack.run import HOLD, hurry
-from tests.stack.stories import EVERYTHING, NAMES, ONE_FAILING, ONSET
 
 
 def series(*values: float, **labels: str) -> dict[str, Any]:
@@ -60,9 +59,13 @@ def test_a_legend_needs_its_labels() -> None:
 
 
 def test_panels_in_collapsed_rows_count_and_those_for_tempo_do_not() -> None:
-    shown = {"title": "Shown", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
-    hidden = {"title": "Hidden", "targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}]}
-    board = {"uid": "u", "panels": [shown, {"title": "Row", "panels": [hidden]}]}
+    shown = {"title": "Shown", "type": "stat", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
+    hidden = {
+        "title": "Hidden",
+        "type": "stat",
+        "targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}],
+    }
+    board = {"uid": "u", "panels": [shown, {"title": "Row", "type": "row", "panels": [hidden]}]}
     assert [(str(target), target.is_instant) for target in targets(board)] == [
         ("u: Shown (A)", True),
         ("u: Hidden (A)", False),
@@ -74,17 +77,3 @@ def test_rules_are_hurried_up_and_not_changed() -> None:
     record = {"record": "a:b", "expr": "up"}
     (group,) = hurry({"groups": [{"name": "g", "interval": "30s", "rules": [alert, record]}]})["groups"]
     assert group == {"name": "g", "interval": "1s", "rules": [{**alert, "for": HOLD}, record]}
-
-
-@pytest.mark.parametrize("story", [EVERYTHING, ONE_FAILING])
-def test_orders_are_for_children_that_there_are(story: Any) -> None:
-    asked = [*story.rounds(0), *story.rounds(1), *(request for _, _, request in story.events)]
-    assert {name for request in asked for name in request.steer} == {"disk", "remote"} < set(NAMES)
-
-
-def test_one_child_fails_and_not_before_its_time() -> None:
-    def guilty(share: float) -> set[str]:
-        return {name for ask in ONE_FAILING.rounds(share) for name, plan in ask.steer.items() if "fail" in plan}
-
-    assert (guilty(ONSET - 0.01), guilty(ONSET)) == (set(), {"remote"})
-    assert all(start >= ONSET for _, start, _ in ONE_FAILING.events)

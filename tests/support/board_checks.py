@@ -1,20 +1,41 @@
-"""What every board of ours must keep beyond the lint: each check returns what it finds, nothing if all is well."""
+"""What every board of ours must keep: each check returns what it finds, nothing if all is well.
+
+Metrics of vLLM and of the process come from another scrape job than kvobs's (README), so they carry no job, and with
+the exporter those of vLLM come from another port, so they carry no instance (``Selection.beside`` says whose they are).
+A counter that is young is counted as a whole (``Selection.counted``), so it may stand bare beside ``unless``. Some
+alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and is a
+separate target (``questions.lost_in_collectors``).
+"""
 
 import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from typing import Any
 
 import promql_parser
 
 from dashboards import looks
-from dashboards.sdk import model
+from dashboards.sdk import model, units
 from dashboards.site import RUNBOOK
 from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason
-from tests.support.board_lint import Board, Panel, matchers, metric, panels, queries, selectors, variables
+from tests.support.boards import (
+    RATE_INTERVAL,
+    Board,
+    Panel,
+    matchers,
+    metric,
+    panels,
+    parse,
+    queries,
+    selectors,
+    variables,
+)
 
 COLUMNS = 24
+UNITS = {value for name, value in vars(units).items() if name[0].isupper() and isinstance(value, str)}
+WITH_UNITS = {"stat", "timeseries", "table", "gauge", "bargauge", "heatmap", "state-timeline"}
 SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",), Kind.GAUGE: ("",)}
 QUERIED = {signal.name + suffix: signal for signal in SIGNALS for suffix in SUFFIXES[signal.kind]}
 NOT_OURS = {
@@ -34,7 +55,7 @@ NOT_OURS = {
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
 """An engine is of this role by any connector, whichever are chosen."""
 OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-GREYS_AND_TINTS = {looks.IDLE, looks.HOST, looks.BY_QUANTILE["p50"]}
+GREYS_AND_TINTS = {looks.IDLE, looks.VLLM, looks.BY_QUANTILE["p50"]}
 
 
 def series(board: Board) -> list[Panel]:
@@ -72,7 +93,8 @@ def layout(board: Board) -> list[str]:
 def sources(board: Board) -> list[str]:
     """Nothing hard-coded, nothing asked for at import."""
     text = json.dumps({**board, "uid": ""})
-    used = set(re.findall(r'"uid": "([^"]+)"', text)) - {"${prometheus_datasource}", "${tempo_datasource}"}
+    chosen = {f"${{{v['name']}}}" for v in variables(board, "datasource") if v["name"] == f"{v['query']}_datasource"}
+    used = set(re.findall(r'"uid": "([^"]+)"', text)) - chosen
     return [f"data source {uid}" for uid in sorted(used)] + [key for key in ("__inputs", "__requires") if key in board]
 
 
@@ -92,6 +114,9 @@ def templates(board: Board) -> list[str]:
         state = [variable[key] for key in ("multi", "includeAll", "allValue", "refresh")]
         if state != [True, True, ".*" if name == "cluster" else ".+", 2] or variable["current"]["value"] != ["$__all"]:
             wrong.append(f"variable {name} is {state}")
+        call = re.fullmatch(r"label_values\((.+), \w+\)", variable["query"]["query"])
+        if call is None or not isinstance(parse(call[1]), promql_parser.VectorSelector):
+            wrong.append(f"variable {name} is no label_values(metric, label)")
     adhoc = [v["datasource"]["uid"] for v in variables(board, "adhoc")]
     return wrong + ([] if adhoc == ["${prometheus_datasource}"] else [f"ad hoc filters {adhoc}"])
 
@@ -119,6 +144,7 @@ def first_load(board: Board) -> list[str]:
     count = sum(len(panel.get("targets", ())) for panel in board["panels"])
     state = (board["refresh"], board["time"]["from"], board["time"]["to"])
     wrong = [] if state == ("30s", "now-1h", "now") else [f"refresh and time {state}"]
+    wrong += ["the board is editable"] if board["editable"] else []
     return wrong + ([] if 0 < count <= 32 else [f"{count} queries on first load"])
 
 
@@ -158,6 +184,32 @@ def quantiles(board: Board) -> list[str]:
     return wrong
 
 
+def windows(board: Board) -> list[str]:
+    return [
+        f"{where}: {metric(selector)} over {window.range}"
+        for where, expr in queries(board)
+        for selector, around in selectors(expr)
+        for window in around[-1:]
+        if isinstance(window, promql_parser.MatrixSelector)
+        and promql_parser.display_duration(window.range) != RATE_INTERVAL
+    ]
+
+
+def _is_counted(around: list[Any]) -> bool:
+    calls = [node.func.name for node in around if isinstance(node, promql_parser.Call)]
+    is_young = any(isinstance(node, promql_parser.BinaryExpr) and str(node.op) == "unless" for node in around)
+    return is_young or bool({"rate", "irate", "increase"} & set(calls))
+
+
+def raw_counters(board: Board) -> list[str]:
+    return [
+        f"{where}: {metric(selector)} is a counter, and raw"
+        for where, expr in queries(board)
+        for selector, around in selectors(expr)
+        if re.search(r"_(total|bucket|sum|count)$", metric(selector)) and not _is_counted(around)
+    ]
+
+
 def guards(board: Board) -> list[str]:
     """A division is by what is above nothing; no zero without labels stands in for what has some."""
     nested = r"[^()]"
@@ -181,8 +233,14 @@ def axes(board: Board) -> list[str]:
 
 
 def panel_units(board: Board) -> list[str]:
-    """Queries are in base units, and the panel says which."""
+    """Queries are in base units, and the panel says which, by a name that Grafana knows."""
     wrong = []
+    for panel in panels(board):
+        config = panel["fieldConfig"]
+        used = [config["defaults"].get("unit", "")]
+        used += [p["value"] for o in config["overrides"] for p in o["properties"] if p["id"] == "unit"]
+        if panel["type"] in WITH_UNITS:
+            wrong += [f"{panel['title']}: unit {unit!r} is unknown" for unit in used if unit not in UNITS]
     for panel in series(board):
         exprs, unit = [t["expr"] for t in panel["targets"]], panel["fieldConfig"]["defaults"]["unit"]
         if all("histogram_quantile" in expr or "time() -" in expr for expr in exprs) and unit != "s":
@@ -308,6 +366,8 @@ CHECKS: dict[str, Callable[[Board], list[str]]] = {
         registered,
         label_values,
         quantiles,
+        windows,
+        raw_counters,
         guards,
         axes,
         panel_units,

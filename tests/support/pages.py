@@ -16,7 +16,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _GENERATED = re.compile(r"<!-- (?:table|run): .*?<!-- end -->", re.DOTALL)
 
 
-class Place(NamedTuple):
+class Mention(NamedTuple):
     """Something that a page names."""
 
     page: str
@@ -26,16 +26,16 @@ class Place(NamedTuple):
         return f"{self.page}: {self.what}"
 
 
-def places(pattern: str, texts: Mapping[str, str] = TEXTS) -> list[Place]:
+def mentions(pattern: str, texts: Mapping[str, str] = TEXTS) -> list[Mention]:
     """Return what a pattern's group finds in each page, each once."""
     return sorted(
-        {Place(page, what) for page, text in texts.items() for what in re.findall(pattern, text, re.MULTILINE)}
+        {Mention(page, what) for page, text in texts.items() for what in re.findall(pattern, text, re.MULTILINE)}
     )
 
 
-def every(pattern: str, texts: Mapping[str, str] = TEXTS) -> list[Place]:
+def every(pattern: str, texts: Mapping[str, str] = TEXTS) -> list[Mention]:
     """Return the same, and fail where there is nothing: then the pattern is wrong."""
-    found = places(pattern, texts)
+    found = mentions(pattern, texts)
     assert found, f"nothing in the pages is like {pattern}"
     return found
 

@@ -22,9 +22,9 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
-from tests.engine import seams
-from tests.engine.sabotage import Breaker, Writes, jumping, replace_clock
+from tests.support import seams
 from tests.support.observed import NAMES
+from tests.support.seams import Breaker, Writes, jumping, replace_clock
 from tests.support.traced import SAMPLED, Traced
 
 pytestmark = pytest.mark.usefixtures("in_production")
@@ -256,6 +256,20 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch, exp
     replace_clock(jumping(is_on), monkeypatch.setattr)
     assert Story(monkeypatch).happen() == expected
     assert readings > 1000
+
+
+def test_kvobs_opens_its_recordings_and_its_request_log_for_writing_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, expected: list[Any]
+) -> None:
+    written: list[str] = []
+    is_on = True
+    sys.addaudithook(Writes(lambda line: written.append(line) if is_on else None))  # can't be taken away
+    assert Story(monkeypatch).happen() == expected
+    is_on = False
+    assert {line.partition(" ")[0] for line in written} == {
+        "kvobs.telemetry.requests.request_log",
+        "kvobs.telemetry.timeline.ring_files",
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.messages import is_written
-from tests.support.pages import ALL_TEXTS, Place, paragraphs
+from tests.support.pages import ALL_TEXTS, Mention, paragraphs
 
 COMMANDS = {"curl", "docker", "helm", "kvobs", "make", "pip", "python", "sum"}
 LEAST_WORDS = 3  # fewer are a name
@@ -21,7 +21,7 @@ def quoted(text: str) -> list[str]:
     return [*lines, *(" ".join(block.split()) for block in blocks)]
 
 
-QUOTED = [Place(page, line) for page, text in ALL_TEXTS.items() for line in quoted(text)]
+QUOTED = [Mention(page, line) for page, text in ALL_TEXTS.items() for line in quoted(text)]
 
 
 def test_lines_are_found() -> None:
@@ -30,7 +30,7 @@ def test_lines_are_found() -> None:
 
 
 @pytest.mark.parametrize("line", QUOTED, ids=str)
-def test_a_quoted_line_is_written_by_the_code(line: Place) -> None:
+def test_a_quoted_line_is_written_by_the_code(line: Mention) -> None:
     assert is_written(line.what)
 
 

@@ -16,7 +16,7 @@ from kvobs import cli
 from kvobs.schema import options, signals, spans
 from kvobs.schema.signals import SIGNALS, Scope
 from kvobs.vllm_api import hooks, versions
-from tests.support.pages import ALL_TEXTS, TEXTS, Place, every, paragraphs, places
+from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, mentions, paragraphs
 
 SOURCES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -24,6 +24,7 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 DOCSTRINGS = {name: docstring for name, text in SOURCES.items() if (docstring := ast.get_docstring(ast.parse(text)))}
+ALL_PROSE = {**DOCSTRINGS, **ALL_TEXTS}
 CODE = {name: text for name, text in SOURCES.items() if name.startswith("kvobs/")}
 FILES = {*SOURCES, *ALL_TEXTS}
 UPSTREAM = SOURCES["tests/upstream/expected.py"]
@@ -44,50 +45,50 @@ OUTSIDE_FENCES = {page: FENCE.sub("", text) for page, text in ALL_TEXTS.items()}
 
 
 @pytest.mark.parametrize("file", every(r"([\w/]+\.py)\b", OUTSIDE_FENCES), ids=str)
-def test_a_file_in_a_page_exists(file: Place) -> None:
+def test_a_file_in_a_page_exists(file: Mention) -> None:
     assert is_there(file.what, file.page)
 
 
 @pytest.mark.parametrize("file", every(r"([\w./-]*\w\.(?:py|md))\b", DOCSTRINGS), ids=str)
-def test_a_file_in_a_docstring_exists(file: Place) -> None:
+def test_a_file_in_a_docstring_exists(file: Mention) -> None:
     assert is_there(file.what, file.page)
 
 
-@pytest.mark.parametrize("module", every(r"python -m (kvobs[\w.]*)", DOCSTRINGS), ids=str)
-def test_a_module_that_a_docstring_runs_exists(module: Place) -> None:
+@pytest.mark.parametrize("module", every(r"python -m ((?:kvobs|tests|docs|dashboards)[\w.]*)", ALL_PROSE), ids=str)
+def test_a_module_that_is_run_exists(module: Mention) -> None:
     path = module.what.replace(".", "/")
     assert {f"{path}.py", f"{path}/__main__.py"} & FILES
 
 
-@pytest.mark.parametrize("path", every(r"``((?:kvobs|tests|docs|dashboards)/[\w/-]+)/?``", DOCSTRINGS), ids=str)
-def test_a_folder_in_a_docstring_exists(path: Place) -> None:
+@pytest.mark.parametrize("path", every(r"`((?:kvobs|tests|docs|dashboards)/[\w./-]*?)`", ALL_PROSE), ids=str)
+def test_a_path_exists(path: Mention) -> None:
     assert (ROOT / path.what).exists()
 
 
-@pytest.mark.parametrize("module", every(r"``(kvobs(?:\.[a-z_]+)+)``", {**DOCSTRINGS, **ALL_TEXTS}), ids=str)
-def test_a_module_exists(module: Place) -> None:
+@pytest.mark.parametrize("module", every(r"``(kvobs(?:\.[a-z_]+)+)``", ALL_PROSE), ids=str)
+def test_a_module_exists(module: Mention) -> None:
     path = ROOT / module.what.replace(".", "/")
     assert path.is_dir() or path.with_suffix(".py").exists()
 
 
 def test_a_module_that_a_docstring_refers_to_exists() -> None:
     modules = {Path(name).stem for name in SOURCES}
-    assert [place for place in places(r"\b[Ss]ee ``(\w+)``", DOCSTRINGS) if place.what not in modules] == []
+    assert [mention for mention in mentions(r"\b[Ss]ee ``(\w+)``", DOCSTRINGS) if mention.what not in modules] == []
 
 
 def test_no_docstring_of_a_package_lists_its_modules() -> None:
     """Such a list becomes wrong; the table of packages is ``docs/house.py``."""
     packages = {name: text for name, text in DOCSTRINGS.items() if name.endswith("__init__.py")}
-    assert places(r"^( *[\w./, ]+ {2,}\w.*)$", packages) == []
+    assert mentions(r"^( *[\w./, ]+ {2,}\w.*)$", packages) == []
 
 
 def test_a_heading_of_the_readme_exists() -> None:
     headings = re.findall(r"^#+ (.*)$", TEXTS["README.md"], re.MULTILINE)
-    assert [place for place in places(r"README's \"([^\"]+)\"", SOURCES) if place.what not in headings] == []
+    assert [mention for mention in mentions(r"README's \"([^\"]+)\"", SOURCES) if mention.what not in headings] == []
 
 
 @pytest.mark.parametrize("metric", every(r"\b(kvobs_[a-z_]+_(?:total|seconds|tokens|bytes))\b", CODE), ids=str)
-def test_a_metric_in_the_sources_exists(metric: Place) -> None:
+def test_a_metric_in_the_sources_exists(metric: Mention) -> None:
     assert metric.what in {signal.name for signal in SIGNALS}
 
 
@@ -147,9 +148,9 @@ def test_boards_are_found() -> None:
 
 
 @pytest.mark.parametrize("title", every(r"(?<!\*)\*([A-Z][^*\n]{2,60})\*(?!\*)", ALL_TEXTS), ids=str)
-def test_a_title_in_a_page_is_on_a_board(title: Place) -> None:
+def test_a_title_in_a_page_is_on_a_board(title: Mention) -> None:
     assert title.what in TITLES | OTHERS
 
 
 def test_a_panel_is_in_italics_where_it_is_named() -> None:
-    assert places(r"([Pp]anel ['\"].*|\" on the [A-Z]\w+)", ALL_TEXTS) == []
+    assert mentions(r"([Pp]anel ['\"].*|\" on the [A-Z]\w+)", ALL_TEXTS) == []

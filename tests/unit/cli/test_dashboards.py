@@ -22,7 +22,7 @@ from dashboards import alerts, site
 from dashboards.kubernetes import LABEL
 from kvobs.cli import app, dashboards
 from kvobs.cli.dashboards import SiteSettings
-from tests.support.board_lint import matchers, queries, selectors
+from tests.support.boards import matchers, queries, selectors
 
 ROOT = Path(__file__).parents[3]
 FILES = {"boards/a.json": b"{}", "runbook.md": b"# Runbook\n", "stack/grafana/x.yaml": b""}

@@ -8,7 +8,7 @@ import pytest
 
 from dashboards.__main__ import FILES
 from tests.support.board_checks import CHECKS, of_tempo, series
-from tests.support.board_lint import Board, Panel
+from tests.support.boards import Board, Panel
 
 BOARDS: dict[str, Board] = {path: json.loads(text()) for path, text in FILES.items() if path.startswith("boards/")}
 SLOW_LOADS = BOARDS["boards/kvobs-slow-loads.json"]  # it has a panel of every sort that checks are about
@@ -61,6 +61,8 @@ SPOILED: dict[str, Spoil] = {
     "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
     "label_values": expr('mode="async"', 'mode="later"'),
     "quantiles": expr("by (le, connector)", "by (le, mode)"),
+    "windows": expr("$__rate_interval", "5m"),
+    "raw_counters": expr("rate(", "avg_over_time("),
     "guards": expr(P99, f"1 / {P99}"),
     "axes": lambda board: series(board)[0]["fieldConfig"]["defaults"].pop("min"),
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="ms"),

@@ -1,7 +1,6 @@
 """The boards' files: byte-stable, whole as Grafana's own model reads them, taken by Prometheus; what is on which board.
 
-What must hold on all of them is in ``test_board_lint.py`` and ``test_board_checks.py``, what the questions mean in
-``test_questions.py``.
+What must hold on all of them is in ``test_board_checks.py``, what the questions mean in ``test_questions.py``.
 """
 
 import copy
@@ -21,7 +20,7 @@ from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
 from kvobs.schema.signals import SIGNALS
 from tests.support.board_checks import QUERIED, asked
-from tests.support.board_lint import Board, metric, panels, queries
+from tests.support.boards import Board, metric, panels, queries
 
 TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
 BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
@@ -147,20 +146,6 @@ def test_a_request_can_be_searched_for() -> None:
     assert [v["name"] for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"] == ["request", "trace"]
     (table,) = [panel for panel in panels(SLOW_LOADS) if "${request}" in str(panel.get("targets"))]
     assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
-
-
-def test_a_viewer_sees_the_trace_of_a_span_on_the_board() -> None:
-    """Below the tables, each of which has a link to it: Grafana opens Explore for editors only."""
-    (shown,) = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "traces"]
-    assert [target["query"] for target in shown["targets"]] == ["${trace}"]
-    tables = [panel for panel in panels(SLOW_LOADS) if panel["type"] == "table"]
-    assert len(tables) == 4
-    assert all(table["gridPos"]["y"] < shown["gridPos"]["y"] for table in tables)
-    properties = [p for table in tables for o in table["fieldConfig"]["overrides"] for p in o["properties"]]
-    links = [p["value"][0] for p in properties if p["id"] == "links"]
-    assert len(links) == 4
-    assert all("&var-trace=${__data.fields.traceIdHidden}&" in link["url"] for link in links)
-    assert not any(link["targetBlank"] for link in links)
 
 
 def test_durations_are_shown_twice_and_lead_to_traces() -> None:

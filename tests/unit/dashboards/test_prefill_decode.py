@@ -3,7 +3,7 @@
 import json
 
 from dashboards.__main__ import FILES
-from tests.support.board_lint import panels, variables
+from tests.support.boards import panels, variables
 
 BOARD = json.loads(FILES["boards/kvobs-prefill-decode.json"]())
 PANELS = {panel["title"]: panel for panel in panels(BOARD)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dashboards.promql import HOST_LABELS, Selection, ratio, share, worst
+from dashboards.promql import ENGINE_LABELS, Selection, ratio, share, worst
 from kvobs.schema import signals
 from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope, Signal
 
@@ -41,7 +41,7 @@ def test_a_selector_parses_and_has_what_was_asked(choice: tuple[Signal, str, dic
     assert several == {name for name, value in labels.items() if "|" in value}
 
 
-@given(st.sampled_from(SIGNALS), st.lists(st.sampled_from(HOST_LABELS), unique=True))
+@given(st.sampled_from(SIGNALS), st.lists(st.sampled_from(ENGINE_LABELS), unique=True))
 def test_everything_that_is_built_parses(signal: Signal, by: list[str]) -> None:
     built = {
         Kind.COUNTER: lambda: [
@@ -63,9 +63,9 @@ def test_everything_that_is_built_parses(signal: Signal, by: list[str]) -> None:
 
 
 def test_metrics_of_vllm_are_found_by_both_names() -> None:
-    parsed = promql_parser.parse(SELECTION.host_quantile(0.5, "time_to_first_token_seconds"))
+    parsed = promql_parser.parse(SELECTION.vllm_quantile(0.5, "time_to_first_token_seconds"))
     assert '__name__=~"vllm[:_]time_to_first_token_seconds_bucket",job="vllm"' in parsed.prettify()
-    assert SELECTION.host_rate("prompt_tokens_total", "engine").startswith("sum by (engine) (rate({__name__=~")
+    assert SELECTION.vllm_rate("prompt_tokens_total", "engine").startswith("sum by (engine) (rate({__name__=~")
 
 
 STRAY = replace(signals.LOADS, name="kvobs_loads_of_another_table_total")

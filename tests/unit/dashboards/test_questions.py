@@ -294,8 +294,8 @@ def test_an_engine_is_on_the_side_of_its_producer_or_consumer(tmp_path: Path) ->
 
 def test_vllms_queue_is_that_of_the_engines_of_a_side(tmp_path: Path) -> None:
     for selection, waiting in ((questions.PREFILL_VLLM, 7), (questions.DECODE_VLLM, 14)):
-        assert answers(tmp_path, SPLIT, selection.host_gauge("num_requests_waiting")) == {"": waiting}
-        asked = selection.host_gauge("num_requests_waiting").replace("$role", "kv_consumer")
+        assert answers(tmp_path, SPLIT, selection.vllm_gauge("num_requests_waiting")) == {"": waiting}
+        asked = selection.vllm_gauge("num_requests_waiting").replace("$role", "kv_consumer")
         assert answers(tmp_path, SPLIT, asked) == ({} if selection is questions.PREFILL_VLLM else {"": 14})
 
 

@@ -96,13 +96,6 @@ def test_every_service_is_checked_but_the_one_that_can_not_be() -> None:
             assert depends["condition"] == "service_started" or "healthcheck" in SERVICES[name]
 
 
-def test_only_the_servers_of_vllm_are_a_matter_of_profiles() -> None:
-    assert {name: content.get("profiles") for name, content in SERVICES.items() if "profiles" in content} == {
-        "vllm-cpu": ["cpu"],
-        "vllm-gpu": ["gpu"],
-    }
-
-
 def test_whom_the_settings_name_listens_there() -> None:
     """Each host and port in a setting is a service's, or the name that both servers of vLLM share."""
     text = "\n".join(path.read_text() for path in STACK.rglob("*") if path.is_file()) + json.dumps(SERVICES)

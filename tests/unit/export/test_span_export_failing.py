@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 # --- exporters that fail
 
 
+TRANSPORT, GRPC = (
+    logging.getLogger(name) for name in ("urllib3.connectionpool", "opentelemetry.exporter.otlp.proto.grpc.exporter")
+)
+"""Loggers that a real exporter has made before the first span."""
+
+
 class Failing(SpanExporter):
     """Fails as ordered, with a reason for every batch."""
 
@@ -34,8 +40,8 @@ class Failing(SpanExporter):
         self.is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        logging.getLogger("urllib3.connectionpool").warning("retrying")
-        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").error("no route to collector")
+        TRANSPORT.warning("retrying")
+        GRPC.error("no route to collector")
         if isinstance(self.failure, Exception):
             raise self.failure
         return self.failure
@@ -62,7 +68,7 @@ def test_a_failing_exporter_costs_spans_that_are_counted_and_one_line_in_the_log
         f"spans can't be exported: {reason}. Serving is not affected; further losses are only counted "
         "(kvobs_spans_dropped_total)"
     ]
-    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").error("from vLLM's own exporter")
+    GRPC.error("from vLLM's own exporter")
     assert caplog.records[-1].getMessage() == "from vLLM's own exporter"
     mine.cutter.close()
     assert exporter.is_shut_down

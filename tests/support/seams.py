@@ -9,16 +9,23 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import reduce
+from itertools import count, cycle
 from pathlib import Path
-from types import CodeType, FunctionType
+from time import perf_counter_ns
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import kvobs
 
 PACKAGE = Path(kvobs.__file__).parent
 _POINT = "_point_of_tests"
+HOUR_NS = 3600 * 10**9
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 Point = Callable[[str, int], None]
 """Called with a seam and a number: that of each statement before it, and LEFT when the block is left."""
@@ -134,3 +141,62 @@ def _function(module: Any, name: str) -> FunctionType:
     found = found.fget if isinstance(found, property) else inspect.unwrap(getattr(found, "__func__", found))
     assert isinstance(found, FunctionType), name
     return found
+
+
+# --- faults
+
+
+class SabotageError(Exception):
+    """What kvobs must contain."""
+
+
+class Breaker:
+    """Raises at those points of kvobs's seams that ``is_on`` says, and notes in which; at every so manieth passage."""
+
+    def __init__(self, is_on: Callable[[str, int], bool], every: int) -> None:
+        self.hit: set[str] = set()
+        self._is_on = is_on
+        self._every = every
+        self._passages: dict[tuple[str, int], Iterator[int]] = defaultdict(count)
+
+    def __call__(self, seam: str, number: int) -> None:
+        if self._is_on(seam, number) and next(self._passages[seam, number]) % self._every == 0:
+            self.hit.add(seam)
+            raise SabotageError(f"{seam}, at {number}")
+
+
+def jumping(is_on: Callable[[], bool]) -> Callable[[], int]:
+    """Return a clock that is an hour ahead at one reading and an hour behind at the next."""
+    jumps = cycle((HOUR_NS, -HOUR_NS, 0))
+    return lambda: perf_counter_ns() + (next(jumps) if is_on() else 0)
+
+
+def replace_clock(clock: Callable[[], int], replace: Callable[[object, str, Any], None] = setattr) -> None:
+    """Have all of kvobs that is imported read this clock."""
+    readings = {"perf_counter_ns": clock, "perf_counter": lambda: clock() / 1e9}
+    for name, module in list(sys.modules.items()):
+        for kind in readings.keys() & vars(module).keys() if name.startswith("kvobs.") else ():
+            replace(module, kind, readings[kind])
+
+
+class Writes:
+    """An audit hook that notes which files kvobs opens for writing; what its children write is theirs."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and arguments[2] & _WRITING:
+            opener = self._opener(sys._getframe(1))
+            if opener.startswith("kvobs."):
+                self._note(f"{opener} {arguments[0]}")
+
+    @staticmethod
+    def _opener(frame: FrameType | None) -> str:
+        """Return the module that is behind it: the nearest of kvobs, of vLLM or of a test."""
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__", ""))
+            if name.startswith(("kvobs.", "vllm.", "tests.")):
+                return name
+            frame = frame.f_back
+        return ""

@@ -1,0 +1,43 @@
+"""What the part about tracing adds up to, and that it notices when nothing was traced."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench import tracing
+from tests.bench.report import Budget, Verdict
+
+SECOND = 10**9
+
+
+def test_a_step_is_its_forward_and_what_is_around_it() -> None:
+    around = [[i * 10_000 for i in range(101)], [i * 20_000 for i in range(101)]]
+    more = [[ns + 119_000 for ns in spent] for spent in around]
+    line = tracing.compared("step", 95, more, around, Budget(1.02))
+    assert line.samples == pytest.approx((1 + 0.119 / 5.95, 1 + 0.119 / 6.9))
+    assert (line.baseline, line.measured) == pytest.approx(((5.95 + 6.9) / 2, (5.95 + 6.9) / 2 + 0.119))
+    assert line.verdict is Verdict.MET
+
+
+def test_an_engine_that_did_not_trace_is_not_reported_on() -> None:
+    seconds = 10
+    steps = int(seconds * SECOND / tracing.LASTS_NS)
+    due = seconds * 50 * 4
+    tracing.check("off", steps, 0)
+    tracing.check("requests", steps, due - 10)  # some are still on their way
+    for level, sent in (("requests", 0), ("calls", due // 2), ("off", 1)):
+        with pytest.raises(RuntimeError, match="spans were sent"):
+            tracing.check(level, steps, sent)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", tracing.LEVELS)
+def test_the_engine_makes_50_loads_a_second_and_traces_what_its_level_says(level: tracing.Level) -> None:
+    engine = tracing.Engine(level)
+    for _ in range(190):
+        assert engine.step_ns() > 0
+    names = [record[0] for group in engine.groups() for record in group]
+    tracing.check(level, engine.steps, engine.sent)
+    assert engine.sent == len(names)
+    assert engine.per_second(engine.sent) == pytest.approx({"off": 0, "requests": 200}.get(level, 1900), rel=0.1)
+    assert ("kv.call" in names) is (level == "calls")
+    assert (engine.dropped > 0) is (level == "calls")
