@@ -42,14 +42,14 @@ PROMPTS = {prompt("contained", i): ORDERS[i % len(ORDERS)] for i in range(30)}
 
 NOT_HERE = {
     "aggregation.aggregator:KVOutputAggregator._report_stuck": "no report of kvobs's workers stays there",
-    "routing.open_transfers:OpenTransfers.note_in_aggregator": "the same",
+    "routing.outcomes:OpenTransfers.note_in_aggregator": "the same",
     "routing.outcomes:Outcomes.sync_loads_failed": "every failed load there is asynchronous",
     **dict.fromkeys(
         (
-            "routing.fastest:Fastest.decide",
-            "routing.fastest:Fastest.taken",
-            "routing.fastest:Fastest.admitted",
-            "routing.fastest:Fastest.load_ended",
+            "routing.policies:Fastest.decide",
+            "routing.policies:Fastest.decided",
+            "routing.policies:Fastest.admitted",
+            "routing.policies:Fastest.load_ended",
             "routing.outcomes:Outcomes.decided",
             "telemetry.requests.request_traces:Traces.decided",
         ),

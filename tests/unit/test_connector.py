@@ -179,4 +179,4 @@ def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
     transfer = transfer_config("kvobs", [child_config(a)])
     cls = KVConnectorFactory.get_connector_class(transfer)
     worker: Any = cls(engine_config(transfer, 2, rank), KVConnectorRole.WORKER, cache_config())
-    assert worker._side._rank == own
+    assert worker._side.rank == own

@@ -14,7 +14,7 @@ class Announced(TransferListener):
 
     def __init__(self, rig: Rig) -> None:
         self.events: dict[str, list[tuple[Any, ...]]] = {}
-        rig.connector._side._listener = rig.connector._side._completions._listener = self
+        rig.connector._side.listener = rig.connector._side.completions.listener = self
 
     def _note(self, request_id: str, *event: Any) -> None:
         self.events.setdefault(request_id, []).append(event)

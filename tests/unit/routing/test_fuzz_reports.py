@@ -193,7 +193,7 @@ def test_what_is_no_kind_of_report_completes_no_load(rig: Rig, kind: Any) -> Non
 def test_a_child_that_does_not_exist_is_no_other_child(
     rig: Rig, kind: ReportKind, child: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = rig.connector._side._collector._recorder
+    recorder = rig.connector._side.collector._recorder
     recorder.take()
     take_in(rig, meta(2, [Report(0, kind, "nobody", child, 1)]))
     assert "ScriptedConnector" not in caplog.text
@@ -256,9 +256,9 @@ def test_a_child_that_failed_comes_back_and_nothing_of_it_piles_up(
     mine.run(5)
     assert not mine.connector._side.isolation.is_out(0)
     side = mine.connector._side
-    assert [len(visibility) for visibility in side._visibility] == [0, 0]
+    assert [len(visibility) for visibility in side.visibility] == [0, 0]
     assert side.isolation._asked == {0: {}}
-    assert len(side._open_lookups) == 0
+    assert len(side.open_lookups) == 0
     assert a.called("reset_cache") == []
 
 

@@ -196,7 +196,7 @@ def test_a_load_that_is_given_up_ended_on_all_ranks_when_it_was(
 ) -> None:
     """Its duration, which spans and the slow rank are made of, is that of the wait."""
     ended: list[dict[int, int]] = []
-    monkeypatch.setattr(engine.side._listener, "load_ended", lambda request, load: ended.append(dict(load.arrived)))
+    monkeypatch.setattr(engine.side.listener, "load_ended", lambda request, load: ended.append(dict(load.arrived)))
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=1)
     engine.step(3)

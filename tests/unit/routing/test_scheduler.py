@@ -61,4 +61,4 @@ def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> No
     rig.add("r", max_tokens=1)
     rig.run(1)
     assert not rig.scheduler.requests
-    assert rig.connector._side._next.made is None
+    assert rig.connector._side.next_orders.made is None

@@ -114,8 +114,8 @@ def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
 
 def test_without_the_options_nothing_listens(make: Make) -> None:
     side = make().rig.connector._side
-    assert side._reports is None
-    assert not any(isinstance(listener, Reports) for listener in side._listener._listeners)
+    assert side.reports is None
+    assert not any(isinstance(listener, Reports) for listener in side.listener._listeners)
 
 
 def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Script) -> None:
@@ -123,7 +123,7 @@ def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Scrip
     engine = make(report=True)
     engine.rig.add("r")
     engine.rig.run(2)
-    assert len(engine.rig.connector._side._reports) == 0
+    assert len(engine.rig.connector._side.reports) == 0
     a.say(0, received="r")
     engine.rig.run(4)
 
@@ -194,7 +194,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     loaded(decode, a, "decode", **handed)
     assert decode.report("decode")["loads"][0]["outcome"] == "ok"
     assert decode.report("decode")["asked"] is True
-    assert decode.rig.connector._side._traces._journal.take_malformed() == {}
+    assert decode.rig.connector._side.traces._journal.take_malformed() == {}
 
 
 def test_a_prefill_engine_that_always_reports_does_not_ask_for_its_clients(make: Make) -> None:
@@ -209,7 +209,7 @@ def test_a_client_that_asks_has_no_malformed_context(make: Make, monkeypatch: py
     engine = make()
     engine.rig.add("r", kvobs=ASK)
     engine.rig.run(3)
-    assert engine.rig.connector._side._traces._journal.take_malformed() == {}
+    assert engine.rig.connector._side.traces._journal.take_malformed() == {}
 
 
 # --- what it says
