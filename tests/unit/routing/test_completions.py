@@ -171,13 +171,6 @@ class Watcher:
         self.change(connector_output)
 
 
-class Idle:
-    """Does not look at outputs."""
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        pass
-
-
 class Shown:
     """Three children, of which the first loads ``own`` and the second ``other``; both have promised ``saved``."""
 
@@ -453,32 +446,7 @@ def test_raw_stats_are_shown_as_an_object_of_the_childs_class_or_not_at_all(raw:
     assert stats.data["ScriptedConnector"] is raw
 
 
-def test_children_that_do_not_look_are_not_called() -> None:
-    recorder = Recorder(1)
-    stray: list[Stray] = []
-    view = OutputView([Child(0, "idle", Idle(), recorder)], Ledger(), [Visibility()], stray.append)
-    assert view.show(KVConnectorOutput(), None, ["r"], {"s"}) == Over(["r"], {"s"})
-
-
 # --- under vLLM's scheduler
-
-
-def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(a: Script, b: Script) -> None:
-    """FlexKV, beside a sibling whose receipts it wipes."""
-    rig = Rig("kvobs", b, a, ranks=2)
-    a.offers["mine"], b.offers["theirs"] = KV, KV
-    for request in ("mine", "theirs"):
-        rig.add(request, max_tokens=2)
-    rig.step()
-    for rank in (0, 1):
-        b.say(rank, received="theirs")
-    a.on_output = assign(finished_recving={"mine"}, finished_sending=None)
-    assert rig.step().finished_recving == {"mine", "theirs"}
-    a.on_output = assign(finished_recving=None, finished_sending=None)
-    rig.run(3)
-    assert counted(rig, "kvobs_loads_total", 1, "async", "ok") == 1
-    assert counted(rig, "kvobs_stray_reports_total", 1, "load") == 0
-    assert_nothing_is_left(rig)
 
 
 def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Script) -> None:

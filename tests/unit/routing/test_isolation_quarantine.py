@@ -56,6 +56,22 @@ def test_the_log_says_that_it_failed_on_a_worker(
     assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
 
 
+def test_what_a_child_raises_is_one_short_line_of_the_log(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.raises["build_connector_meta"] = RuntimeError("x\nINFO forged " + "x" * 10**6)
+    engine.step()
+    (line,) = (line.getMessage() for line in caplog.records if "It is in quarantine" in line.getMessage())
+    assert len(line) < 1000
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("child", [1, 7, -1])
+def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolating, child: int) -> None:
+    engine.side.isolation.record_failures([(child, 0)])
+    assert not engine.is_out
+
+
 @pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
 def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
     engine: Isolating, a: Script, seconds: float, is_known: bool
