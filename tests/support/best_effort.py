@@ -48,6 +48,11 @@ class Isolating:
             self.now_ns += int(seconds * S)
             self.rig.step()
 
+    def say(self, script: Script, **words: str) -> None:
+        """Let a child report on both ranks."""
+        for rank in (0, 1):
+            script.say(rank, **words)
+
     def run_to_end(self, *requests: str) -> None:
         for _ in range(60):
             if all(self.rig.status(request) == "gone" for request in requests):

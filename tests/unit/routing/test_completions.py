@@ -245,23 +245,16 @@ def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> 
     assert shown.stray == []
 
 
-def test_what_a_child_wipes_of_its_siblings_stays() -> None:
+@pytest.mark.parametrize("wipes", [0, 1, 2])
+def test_what_a_child_wipes_of_its_siblings_stays_and_is_shown_to_those_after_it(wipes: int) -> None:
     """FlexKV assigns both sets, whatever was in them; with vLLM's own router its siblings' requests hang."""
     shown = Shown()
     shown.all_in()
-    shown.watchers[2].change = assign(finished_recving=None, finished_sending=None)
+    own = [{"own"}, {"other"}, None][wipes]
+    shown.watchers[wipes].change = assign(finished_recving=own, finished_sending={"saved"} if own else None)
     assert shown.show() == ALL
+    assert [(w.seen[0]["received"], w.seen[0]["sent"]) for w in shown.watchers] == [({"own", "other"}, {"saved"})] * 3
     assert shown.stray == []
-
-
-def test_what_a_child_wipes_in_the_middle_is_shown_to_those_after_it() -> None:
-    shown = Shown()
-    shown.all_in()
-    shown.ledger.close_saves("saved")
-    shown.ledger.take_saves_in()
-    shown.watchers[0].change = assign(finished_recving={"own"})
-    assert shown.show().loads == ["other", "own"]
-    assert [watcher.seen[0]["received"] for watcher in shown.watchers] == [{"own", "other"}] * 3
 
 
 @pytest.mark.parametrize("in_steps", [1, 3])
@@ -368,25 +361,6 @@ def test_hidden_requests_are_not_shown_and_end_all_the_same() -> None:
     assert shown.watchers[2].seen[0]["sent"] == set()
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_each_child_sees_its_own_metadata_and_events_and_the_output_gets_them_back(raises: bool) -> None:
-    shown = Shown()
-    meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
-    mine: Any = Events("x")
-    events = MultiKVEvents({0: mine})
-    shown.output.kv_cache_events = events
-    if raises:
-        shown.watchers[2].change = raising
-        with pytest.raises(OSError, match="no"):
-            shown.show(meta)
-    else:
-        shown.show(meta)
-    assert [watcher.seen[0]["meta"] for watcher in shown.watchers] == [meta.metadata[0], None, meta.metadata[2]]
-    assert [watcher.seen[0]["events"] for watcher in shown.watchers] == [mine, None, None]
-    assert shown.output.kv_connector_worker_meta is meta
-    assert shown.output.kv_cache_events is events
-
-
 def stats_of(output: KVConnectorOutput) -> Any:
     """Return the children's own stats in the output, by name."""
     stats = output.kv_connector_stats
@@ -394,16 +368,23 @@ def stats_of(output: KVConnectorOutput) -> Any:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_each_child_sees_its_own_stats_or_none_and_the_output_gets_all_of_them_back(raises: bool) -> None:
+def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_all_back(raises: bool) -> None:
     shown, mine, others = Shown(), Stats(data={"n": 1}), Stats(data={"n": 2})
-    all_stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": KvobsStats.bare({})})
-    shown.output.kv_connector_stats = all_stats
+    meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
+    of_first: Any = Events("x")
+    shown.output.kv_cache_events = events = MultiKVEvents({0: of_first})
+    stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": KvobsStats.bare({})})
+    shown.output.kv_connector_stats = stats
     shown.watchers[2].change = raising if raises else shown.watchers[2].change
     with pytest.raises(OSError, match="no") if raises else contextlib.nullcontext():
-        shown.show()
-    assert [watcher.seen[0]["stats"] for watcher in shown.watchers] == [mine, others, None]
-    assert shown.output.kv_connector_stats is all_stats
-    assert list(all_stats.data) == ["0", "1", "kvobs"]
+        shown.show(meta)
+    seen = [watcher.seen[0] for watcher in shown.watchers]
+    assert [each["meta"] for each in seen] == list(meta.metadata)
+    assert [each["events"] for each in seen] == [of_first, None, None]
+    assert [each["stats"] for each in seen] == [mine, others, None]
+    output = shown.output
+    assert (output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats) == (meta, events, stats)
+    assert list(stats.data) == ["0", "1", "kvobs"]
 
 
 def test_what_a_child_changes_of_its_own_stats_counts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvobs.testing import BLOCK, Script
-from tests.support.best_effort import FAILURE, KV, SYNC, Isolating, S
+from tests.support.best_effort import FAILURE, KV, Isolating, S
 from tests.support.rig import counted
 
 
@@ -93,25 +93,12 @@ def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Isolating, 
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=1)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, failed="r")
+    engine.say(a, failed="r")
     engine.run_to_end("r")
     assert len(a.called("get_num_new_matched_tokens")) == 2
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK, 0]
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
     assert not engine.is_out, "a failed load is no failed call"
-
-
-def test_a_synchronous_offer_is_unused(
-    engine: Isolating, a: Script, b: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    a.offers["r"], b.offers["r"] = (3 * BLOCK, False), SYNC
-    engine.rig.add("r", max_tokens=1)
-    engine.run_to_end("r")
-    assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
-    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
-    assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
-    assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
 
 def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,27 +163,3 @@ def test_policy_fail_ends_the_request_and_releases_its_blocks(a: Script, b: Scri
     a.say(0, failed="r")
     rig.run(3)
     assert_nothing_is_left(rig)
-
-
-def test_bad_blocks_of_the_owner_reach_vllm_with_one_group(a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    rig = Rig("kvobs", a, b)
-    request = rig.add("r")
-    rig.step()
-    second = a.called("update_state_after_alloc")[0][2][0][1]
-    a.bad_blocks[0] = {second}
-    a.say(0, received="r")
-    rig.step()
-    assert request.num_computed_tokens == BLOCK
-    assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
-
-
-def test_a_sync_load_is_counted_when_its_step_is_over(a: Script, b: Script) -> None:
-    b.offers["r"] = SYNC
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r", max_tokens=1)
-    rig.step()
-    assert counted(rig, "kvobs_loads_total", 1, "sync", "ok") == 1
-    assert b.called("update_connector_output")[-1]["received"] == set()
-    assert counted(rig, "kvobs_load_tokens_total", 1) == 2 * BLOCK
-    assert_nothing_is_left(rig)

@@ -96,8 +96,12 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
     unchosen = rig.connector.get_external_cache_hit_sources(request, 32)
     assert sum(unchosen.values()) == 32
     assert not set(unchosen) & set(names)
-    rig.step()
-    assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}
+    b.answers["get_loaded_kv_cache_group_ids"] = (7,)
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
+    for _ in range(2):  # vLLM may ask before it allocates
+        assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}
+        assert rig.connector.get_loaded_kv_cache_group_ids(request) == (7,)
+        rig.step()
 
 
 def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
