@@ -151,9 +151,15 @@ class MultiConnector(stock.MultiConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        parent = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(extra_config),
+            kv_load_failure_policy="recompute",  # unknown here; it is checked when the connector is built
+        )
         return any(
             spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
-            for spec in read_specs(_transfer_config(extra_config))
+            for spec in read_specs(parent)
         )
 
     @classmethod
@@ -221,16 +227,6 @@ def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str 
         vllm_config: vLLM's configuration; default: the current one of this process.
     """
     return versions.required_cache_layout(_stock_cache_layout, vllm_config)
-
-
-def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
-    # The failure policy is unknown here; it is checked when the connector is built.
-    return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config=dict(extra_config),
-        kv_load_failure_policy="recompute",
-    )
 
 
 def _refuse_hybrid(specs: Sequence[ChildSpec]) -> NoReturn:

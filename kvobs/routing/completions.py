@@ -41,13 +41,7 @@ class Over(NamedTuple):
 
 
 class OutputView:
-    """Shows the output to one child after the other.
-
-    Args:
-        children: all children.
-        ledger: holds the loads and saves.
-        visibility: the requests hidden from each child.
-        stray: receives reports about transfers that the child does not own.
+    """Shows the output to one child after the other; ``stray`` receives reports of children that own no such transfer.
 
     Attributes:
         is_watched: whether any child looks at the output: if none does, one without loads and saves need not be shown.
@@ -116,43 +110,37 @@ class OutputView:
             self._add_failures(child.index, added, now_received)
             received = received - added
         if received != seen_received:
-            self._change_loads(child.index, seen_received, received, now_received)
+            self._change(child.index, "load", seen_received, received, now_received)
         if sent != seen_sent:
-            self._change_saves(child.index, seen_sent, sent, now_sent)
+            self._change(child.index, "save", seen_sent, sent, now_sent)
         return in_order_of(received, now_received), in_order_of(sent, now_sent)
 
     def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
         """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
         for request in added:
-            load = self._ledger.load(request)
-            if load is not None and load.child == child and load.is_async:
+            if self._ledger.is_async(request) and self._owns_load(request, child):
                 received.discard(request)
                 self._ledger.fail(request, wall_ns())
             else:
                 self._stray(Stray(child, "failure", request))
 
-    def _change_loads(self, child: int, seen: set[str], now: set[str], received: set[str]) -> None:
-        for request in seen - now:
-            load = self._ledger.load(request)
-            if load is not None and load.child == child:
-                received.discard(request)
-        for request in now - seen:
-            is_in = self._ledger.complete_load(request, child, wall_ns())
-            if is_in is None:
-                self._stray(Stray(child, "load", request))
-            elif is_in:
-                received.add(request)
+    def _owns_load(self, request: str, child: int) -> bool:
+        return (load := self._ledger.load(request)) is not None and load.child == child
 
-    def _change_saves(self, child: int, seen: set[str], now: set[str], sent: set[str]) -> None:
-        for request in seen - now:
-            if self._ledger.reopen_save(request, child):
-                sent.discard(request)
+    def _change(self, child: int, kind: str, seen: set[str], now: set[str], ended: set[str]) -> None:
+        """Apply what a child has changed of the ended loads or saves that it was shown: of its own ones only."""
+        withdraw, complete = (
+            (self._owns_load, self._ledger.complete_load)
+            if kind == "load"
+            else (self._ledger.reopen_save, self._ledger.complete_save)
+        )
+        ended.difference_update([request for request in seen - now if withdraw(request, child)])
         for request in now - seen:
-            are_all_in = self._ledger.complete_save(request, child, wall_ns())
-            if are_all_in is None:
-                self._stray(Stray(child, "save", request))
-            elif are_all_in:
-                sent.add(request)
+            is_in = complete(request, child, wall_ns())
+            if is_in is None:
+                self._stray(Stray(child, kind, request))
+            elif is_in:
+                ended.add(request)
 
 
 def in_order_of(shown: set[str], requests: set[str]) -> set[str]:

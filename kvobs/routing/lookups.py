@@ -45,6 +45,7 @@ class Settled(NamedTuple):
     offers: Sequence[Offer] = ()
     local: int = 0  # tokens that vLLM had computed itself
     decision: Decision | None = None  # why, with a policy that predicts
+    left_open: Sequence[int] = ()  # children for which the lookup did not wait
 
 
 class _Silence(Enum):
@@ -90,9 +91,9 @@ class Offers:
     Args:
         children: the children's scheduler-side connectors.
         options: kvobs's options.
-        recorder: this process's numbers.
+        recorder: receives the numbers.
         policy: chooses among the offers.
-        isolation: which children are asked, and whose answers count; None if none is isolated.
+        isolation: decides which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
     """
 
@@ -189,14 +190,6 @@ class Offers:
                 usable.append(offer)
         return offers, usable
 
-    def take_left_open(self, request_id: str) -> set[int]:
-        """Return the children for which the last lookup did not wait; each lookup's are returned once."""
-        asked = self._asked.get(request_id)
-        if asked is None or not asked.left_open:
-            return set()
-        left_open, asked.left_open = set(asked.left_open), ()
-        return left_open
-
     def _count_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
         """Count the outcomes, and how long the request has waited for an answer."""
         for child, answer in enumerate(answers):
@@ -246,15 +239,15 @@ class Offers:
         return not self._weighed(request_id, asked, before)[1]
 
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
-        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
+        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``; return it, once.
 
         The second allocation call of an async load finds no offers and counts nothing.
         """
         asked = self._asked.get(request_id)
         if asked is None:
             return Settled()
-        settled = Settled(asked.offers, asked.local, asked.decision)
-        offers, asked.offers, asked.decision = asked.offers, (), None
+        settled = Settled(asked.offers, asked.local, asked.decision, asked.left_open)
+        offers, asked.offers, asked.decision, asked.left_open = asked.offers, (), None, ()
         if owner is not None:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
@@ -328,12 +321,12 @@ class OpenLookups:
         lookup = self._open.get(request_id)
         return lookup is not None and child in lookup.children
 
-    def leave_open(self, request: Any, blocks: Any, computed: int, children: Iterable[int]) -> None:
+    def leave_open(self, request: Any, blocks: Any, computed: int, children: Collection[int]) -> None:
         """Note at a request's allocation which children have not answered."""
-        if silent := list(children):
-            for child in silent:
-                self._visibility[child].withhold(request.request_id, taints=False)
-            self._open[request.request_id] = _Open(request, computed, blocks, silent)
+        for child in children:
+            self._visibility[child].withhold(request.request_id, taints=False)
+        if children:
+            self._open[request.request_id] = _Open(request, computed, blocks, [*children])
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended, or is looked up again by vLLM."""

@@ -43,12 +43,7 @@ _NAMED_AT_MOST = 4  # requests in a log line
 
 
 class Outcomes(TransferListener):
-    """Records the ends of loads and saves as numbers and log lines.
-
-    Args:
-        names: the children's names, by position.
-        recorder: receives the numbers.
-    """
+    """Records the ends of loads and saves as numbers and log lines."""
 
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
@@ -158,10 +153,7 @@ class OpenTransfers:
     """Watches the ledger's open transfers.
 
     Attributes:
-        names: the children's names.
-        ledger: holds the loads and saves.
-        recorder: receives the numbers.
-        ranks: number of workers.
+        ranks: the number of workers that report.
         stuck_after_s: time after the first rank's report after which a missing report makes a transfer stuck.
     """
 

@@ -116,7 +116,7 @@ class SchedulerSide:
         owner, is_async = candidate if candidate is not None else (None, False)
         if not is_async:
             self.offers.lift_bans(request_id)
-        offers, local, decision = self.offers.settle(request_id, owner, tokens)
+        offers, local, decision, left_open = self.offers.settle(request_id, owner, tokens)
         if decision is not None:
             self.listener.decided(request_id, decision)
         self.listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, tokens)
@@ -135,7 +135,7 @@ class SchedulerSide:
             self.listener.admitted(request_id, load)
             trace = self.traces.of_load(request_id) if self.traces is not None else None
             self.next_orders.orders.loads[request_id] = LoadOrder(load.child, is_async, load.blocks, trace)
-        self.open_lookups.leave_open(request, blocks, local, self.offers.take_left_open(request_id))
+        self.open_lookups.leave_open(request, blocks, local, left_open)
         for child in self.children:
             is_shown = self.visibility[child.index].allocates(request_id)
             if is_shown and not self.open_lookups.has(child.index, request_id):
@@ -360,17 +360,12 @@ def finish_all(
         if promises:
             promised.add(child.index)
         if params is not None:
-            _refuse_clash(owners, child, params)
+            if clashes := sorted(owners.keys() & params):
+                listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
+                raise RuntimeError(
+                    f"two connectors return the same key of kv_transfer_params: {listed}. A client can't distinguish "
+                    "them; configure one of them only"
+                )
             owners.update(dict.fromkeys(params, child.name))
             merged = {**(merged or {}), **params}
     return promised, merged
-
-
-def _refuse_clash(owners: dict[str, str], child: Child, params: Params) -> None:
-    clashes = sorted(set(owners) & set(params))
-    if clashes:
-        listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
-        raise RuntimeError(
-            f"two connectors return the same key of kv_transfer_params: {listed}. A client can't distinguish them; "
-            "configure one of them only"
-        )

@@ -75,14 +75,6 @@ def test_an_async_load_is_weighed_when_its_request_is_scheduled_again(engine: En
     assert len(engine.gains) == 0
 
 
-def test_a_load_for_which_is_waited_longer_than_computing_takes_is_slower(engine: Engine) -> None:
-    load = engine.load(tokens=64)
-    engine.now_ns += 30 * MS
-    engine.gains.load_ended("r", load)
-    engine.resume("r")
-    assert engine.weighed[0][1].is_slower
-
-
 def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
     engine.gains.load_ended("r", engine.load(is_async=False, ranks=took(3 * MS, 4 * MS)))
     ((_, gain),) = engine.weighed

@@ -9,7 +9,7 @@ import pytest
 
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
-from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, UNKNOWN, Decision
+from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, Decision
 from kvobs.routing import policies
 from kvobs.routing.policies import Fastest, First, Longest, Offer
 from kvobs.state.transfers import Load
@@ -190,14 +190,6 @@ def test_without_a_decision_the_first_loads(monkeypatch: pytest.MonkeyPatch, a: 
     rig.run(3)
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc") if tokens] == [2 * BLOCK]
     assert_nothing_is_left(rig)
-
-
-def test_one_of_which_nothing_is_known_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(monkeypatch, object(), object())
-    policy.load(0, 1)
-    assert policy.decide(1000, 1000)[:2] == (1, UNKNOWN)
-    policy.begin(1, "t")
-    assert policy.decide(1000, 1000)[:2] == (0, FASTEST)
 
 
 @pytest.mark.parametrize(("name", "cls"), [("first", First), ("longest", Longest), ("fastest", Fastest)])
