@@ -16,19 +16,10 @@ may withdraw its own report (``reopen_save``; a load is simply not closed), or a
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
-from kvobs.state.cache_layout import Blocks
 from kvobs.state.in_progress import InProgress
-from kvobs.state.transfers import (
-    Finished,
-    IncompleteTransfers,
-    Load,
-    Report,
-    ReportKind,
-    RequestTransfers,
-    Save,
-    Stray,
-)
+from kvobs.state.transfers import Finished, IncompleteTransfers, Load, Report, ReportKind, RequestTransfers, Save, Stray
 
 # Enum members are slow to access, and there is a report for each load and rank.
 _RECEIVED, _FAILED, _SPOILED, _HOLED, _SAVED, _SYNC_DONE, _SYNC_FAILED = ReportKind
@@ -86,22 +77,11 @@ class Ledger:
         """Return the last lookup's winner (child, is_async), until the allocation."""
         return entry.candidate if (entry := self._entries.get(request)) else None
 
-    def admit(
-        self,
-        request: str,
-        tokens: int,
-        expected: int,
-        now_ns: int = 0,
-        *,
-        blocks: Blocks = (),
-        size: int = 0,
-        local_tokens: int = 0,
-        rest_tokens: int = 1,
-    ) -> Load | None:
+    def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0, **details: Any) -> Load | None:
         """Open the load that vLLM allocated ``tokens`` for; return None if there is nothing to load.
 
-        ``expected`` is the number of ranks whose report completes it; for the others see ``Load``. A second allocation
-        call after an async load has 0 tokens and changes nothing.
+        ``expected`` is the number of ranks whose report completes it, ``details`` are more fields of ``Load``. A second
+        allocation call after an async load has 0 tokens and changes nothing.
         """
         entry = self._entry(request)
         candidate, entry.candidate = entry.candidate, None
@@ -111,11 +91,7 @@ class Ledger:
         entry.owner = child
         if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
             self._not_open(request, entry.load)
-        entry.load = Load(
-            *(child, tokens, is_async, max(1, expected), now_ns, blocks, size),
-            local_tokens=local_tokens,
-            rest_tokens=rest_tokens,
-        )
+        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns, **details)
         self._open_loads[child].begin(request, now_ns, tokens)
         return entry.load
 
