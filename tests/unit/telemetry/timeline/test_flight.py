@@ -339,7 +339,7 @@ def test_where_nothing_can_be_written_the_engine_serves_and_the_log_says_why(
 def test_a_fault_in_here_does_not_reach_the_call(folder: Path, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     rig = recording_rig(folder, a)
     side = rig.workers[0]._side
-    side.flight._ring.add = side._flight._ring.close = None
+    side.flight._ring.add = side.flight._ring.close = None
     side.flight._ring.numbers = None
     rig.add("r")
     a.offers["r"] = (BLOCK, True)
