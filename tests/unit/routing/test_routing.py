@@ -15,6 +15,17 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 
 
 @both
+def test_r2_one_child_loads_and_the_others_get_the_same_blocks_and_no_tokens(router: str, a: Script, b: Script) -> None:
+    b.offers["r"] = KV
+    rig = Rig(router, a, b)
+    rig.add("r")
+    rig.step()
+    ((_, tokens_a, blocks_a),) = a.called("update_state_after_alloc")
+    ((_, tokens_b, blocks_b),) = b.called("update_state_after_alloc")
+    assert (tokens_a, tokens_b, blocks_a) == (0, 2 * BLOCK, blocks_b)
+
+
+@both
 def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.params["r"], b.params["r"] = {"x": 1}, {"y": 2}

@@ -126,6 +126,13 @@ def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
     assert (side._loads, side._orphaned) == ({}, set())
 
 
+def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
+    side = side_of(Rig("kvobs", a, b), ("r", LOAD))
+    assert side._meta is not None
+    side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
+    assert (side._loads, side._orphaned) == ({}, set())
+
+
 def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -> None:
     loads = [
         ("good", LoadOrder(0, False, ((1, 2),))),
