@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector import utils
@@ -19,27 +19,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.v1.executor import Executor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs import faults
 from kvobs.aggregation import aggregator
 from kvobs.children import configured, fanout
-from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import build
 from kvobs.children.configured import all_support_hma, read_specs, required_layout
-from kvobs.children.specs import ChildSpec, async_only
+from kvobs.children.specs import ChildSpec
+from kvobs.children.validation import Validated
 from kvobs.export import destinations
 from kvobs.export.feed import Feed, described, exported
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 from kvobs.log import log
-from kvobs.routing.gains import StepLimits
-from kvobs.routing.scheduler import Ranks, SchedulerSide
+from kvobs.routing import wiring
+from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
-from kvobs.schema.config import STOCK_VARIABLE, Configuration
+from kvobs.schema.config import STOCK_VARIABLE
 from kvobs.schema.options import Options
 from kvobs.schema.version import __version__
-from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.telemetry import recorders
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
@@ -75,84 +72,60 @@ class MultiConnector(stock.MultiConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # vLLM's constructor is skipped: it would build the children itself.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
-        validated = configured.read(vllm_config.kv_transfer_config, len(groups))
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        validated = configured.read(vllm_config.kv_transfer_config, len(wiring.groups_of(kv_cache_config)))
         configuration, specs = validated.configuration, validated.specs
+        options = configuration.options
         self._all_support_hma = all_support_hma(specs)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
-            lacking = [s.name for s in specs if not KVConnectorFactory.supports_hma_config(s.transfer_config)]
-            raise ValueError(
-                f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
-                "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
-            )
-        options = configuration.options
-        parallel = vllm_config.parallel_config
-        rank = parallel.rank % parallel.world_size  # an external launcher counts on through data parallel engines
+            _refuse_hybrid(specs)
         tracing = TracingSettings.of(options, vllm_config)
-        is_scheduler = role is KVConnectorRole.SCHEDULER
-        records = recorders.build(
-            configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
-        )
-        recorder, activated = records.recorder, records.traces.activated if records.traces is not None else None
-        self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
+        rank = None if is_scheduler else wiring.rank_of(vllm_config)
+        records = recorders.build(configuration.names, options, vllm_config, tracing, rank)
+        activated = records.traces.activated if records.traces is not None else None
+        self._children = build(vllm_config, role, kv_cache_config, specs, records.recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in self._children]
         self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
+        parts = (self._children, records, validated, vllm_config, kv_cache_config)
         if is_scheduler:
-            ranks = Ranks(reporting_ranks(vllm_config), parallel.world_size)
             self._feed = _feed(vllm_config, specs, options, tracing)
-            self._side: SchedulerSide | WorkerSide = SchedulerSide(
-                self._children,
-                records,
-                options,
-                ranks,
-                CacheLayout.of(groups, ranks.world, getattr(parallel, "decode_context_parallel_size", 1)),
-                limits=StepLimits.of(vllm_config),
-                all_support_hma=self._all_support_hma,
-                async_only=async_only(specs, len(groups)),
-                feed=self._feed,
-            )
-            self._requests_to_connector = Choices(self._side.ledger)
+            side = wiring.scheduler_side(*parts, feed=self._feed)
+            self._side: SchedulerSide | WorkerSide = side
+            self._requests_to_connector = Choices(side.ledger)
             if "aggregator" not in configuration.stock:
-                note = self._side.open_transfers.note_in_aggregator
+                note = side.open_transfers.note_in_aggregator
                 self.aggregation = aggregator.Aggregation(options.stuck_after_s, note)
                 aggregator.install()
-            _introduce(specs, configuration)
-            for warning in validated.warnings:
-                log.warning("%s", warning)
-            sampling.warn_about(options, tracing)
-            _name_unknown_hooks()
+            _introduce(validated, tracing)
         else:
-            blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            copies = BlockCopies(recorder, blocks, is_stock="block_copy" in configuration.stock)
-            self._side = WorkerSide(self._children, records, rank, len(groups), copies)
+            self._side = wiring.worker_side(*parts)
         self._put_hooks_in_place(records)
-        shutdown: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
-        ended = shutdown if records.log is None else records.log.ended_by(shutdown)
-        if self._feed is not None:
-            assert isinstance(self._side, SchedulerSide)
-            ended = self._feed.ended_by(ended, self._side.feed_last)
-        if ended is not shutdown:
-            setattr(self, "shutdown", ended)  # noqa: B010
 
-    def _put_hooks_in_place(self, noting: Telemetry) -> None:
+    def _put_hooks_in_place(self, records: Telemetry) -> None:
         """Bind general hooks to the children and the role's hooks to its side, if this vLLM has them.
 
         Hooks that this class defines itself are not replaced.
         """
         fanout.bind(self, self._children, versions.has_hook)
         if isinstance(self._side, WorkerSide):
-            for calls in self._side.layer_calls:
+            for calls in self._side.stalls.layer_calls:
                 setattr(self, calls.hook, calls.fan_out)
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and versions.has_hook(name):
                 routed = getattr(self._side, name, None)
-                if routed is not None and noting.flight is not None and name in flight.ROUTED:
-                    routed = noting.flight.noted(flight.OWN, name, routed)
+                if routed is not None and records.flight is not None and name in flight.ROUTED:
+                    routed = records.flight.noted(flight.OWN, name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
+        ended: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
+        if records.log is not None:
+            ended = records.log.ended_by(ended)
+        if self._feed is not None and isinstance(self._side, SchedulerSide):
+            ended = self._feed.ended_by(ended, self._side.feed_last)
+        setattr(self, "shutdown", ended)  # noqa: B010
 
     # The wrapper's own metadata must be bound too: vLLM asks has_connector_metadata() before every layer.
 
@@ -178,9 +151,15 @@ class MultiConnector(stock.MultiConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        parent = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(extra_config),
+            kv_load_failure_policy="recompute",  # unknown here; it is checked when the connector is built
+        )
         return any(
             spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
-            for spec in read_specs(_transfer_config(extra_config))
+            for spec in read_specs(parent)
         )
 
     @classmethod
@@ -250,23 +229,12 @@ def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str 
     return versions.required_cache_layout(_stock_cache_layout, vllm_config)
 
 
-def _transfer_config(extra_config: dict[str, Any]) -> KVTransferConfig:
-    # The failure policy is unknown here; it is checked when the connector is built.
-    return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config=dict(extra_config),
-        kv_load_failure_policy="recompute",
+def _refuse_hybrid(specs: Sequence[ChildSpec]) -> NoReturn:
+    lacking = [spec.name for spec in specs if not KVConnectorFactory.supports_hma_config(spec.transfer_config)]
+    raise ValueError(
+        f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
+        "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
     )
-
-
-def reporting_ranks(vllm_config: VllmConfig) -> int:
-    """Return how many workers report to this scheduler: 1 if each executor has one worker.
-
-    With an external launcher every worker has its own engine, and all engines get the same requests.
-    """
-    executor = Executor.get_class(vllm_config)
-    return 1 if issubclass(executor, UniProcExecutor) else int(vllm_config.parallel_config.world_size)
 
 
 def _feed(
@@ -285,17 +253,17 @@ def _feed(
         return None
 
 
-def _introduce(specs: Sequence[ChildSpec], configuration: Configuration) -> None:
-    """Log at start that kvobs routes, to which connectors, and which parts of vLLM it leaves in place."""
-    listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in specs)
+def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
+    """Log at start to which connectors kvobs routes, which parts of vLLM it leaves in place, and what may surprise."""
+    configuration = validated.configuration
+    listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
     log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
     if configuration.stock:
         log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
-
-
-def _name_unknown_hooks() -> None:
-    unknown = versions.unknown_hooks()
-    if unknown:
+    for warning in validated.warnings:
+        log.warning("%s", warning)
+    sampling.warn_about(configuration.options, tracing)
+    if unknown := versions.unknown_hooks():
         log.warning(
             "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "
             "are not observed",

@@ -1,45 +1,50 @@
-"""Count the workers' reports, close finished transfers, and rewrite the workers' output before vLLM reads it."""
+"""Count the workers' reports, close finished transfers, and rewrite the workers' output before vLLM reads it.
+
+As with vLLM's own router every child gets the same output object, and sees all received, failed and sent requests,
+whoever loaded or saved them: HiSparse needs its siblings' receipts. Worker metadata, KV events and stats are the
+child's own, as when it runs alone: SpoolCache raises at stats of another class. A child may change its own: FlexKV
+reports its receipts here, MoRIIO withholds reports until it is ready. Changes to other children's requests are undone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs.children.child import Child
 from kvobs.faults import contained
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
-from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, NextOrders, checked
-from kvobs.routing.output_view import OutputView, Over, failed_loads, in_order_of
+from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, checked
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.state.transfers import ReportKind
+from kvobs.state.transfers import ReportKind, Stray
+from kvobs.telemetry.payload.stats import class_path, own_stats, with_own_stats
 from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
+failed_loads = versions.failed_loads()
 
-class Completions:
-    """Decides from the workers' reports which loads and saves have ended.
 
-    Args:
-        children: all children.
-        ledger: the open loads and saves.
-        visibility: the requests hidden from each child.
-        listener: receives finished transfers.
-        next_orders: receives the transfers that the workers must forget.
-        isolation: receives the isolated connectors that failed on a worker.
-        offers: the offers of a connector whose asynchronous load failed are not used until its request has run.
-        layout: block sizes and bytes per token of the KV cache.
-        ranks: the number of all workers.
-        to_reset: the connectors to be reset after a sibling's failed synchronous load.
+class Over(NamedTuple):
+    """Requests whose load may be closed, and those whose promised saves may be."""
+
+    loads: list[str]
+    saves: set[str]
+
+
+class OutputView:
+    """Shows the output to one child after the other; ``stray`` receives reports of children that own no such transfer.
 
     Attributes:
-        early: requests whose saves were all done before vLLM got the promises.
+        is_watched: whether any child looks at the output: if none does, one without loads and saves need not be shown.
     """
 
     def __init__(
@@ -47,60 +52,162 @@ class Completions:
         children: Sequence[Child],
         ledger: Ledger,
         visibility: Sequence[Visibility],
-        listener: TransferListener,
-        *,
-        next_orders: NextOrders,
-        isolation: Isolation,
-        offers: Offers,
-        layout: CacheLayout,
-        ranks: int,
-        to_reset: Sequence[Child],
+        stray: Callable[[Stray], None],
     ) -> None:
-        self._children = children
+        self._shown_to = [child for child in children if child.does("update_connector_output")]
+        self.is_watched = bool(self._shown_to)
         self._ledger = ledger
-        self._listener = listener
-        self._next = next_orders
-        self._isolation = isolation
-        self._offers = offers
-        self._layout = layout
-        self._ranks = ranks
-        self._to_reset = to_reset
-        self._view = OutputView(children, ledger, visibility, listener.stray)
-        self.early: set[str] = set()
+        self._visibility = visibility
+        self._stray = stray
+        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+
+    def show(
+        self,
+        output: KVConnectorOutput,
+        meta: MultiKVConnectorWorkerMetadata | None,
+        loads: Sequence[str],
+        sent: set[str],
+    ) -> Over:
+        """Show the output with these loads and saves; return those that have ended after all children have seen it.
+
+        ``finished_recving`` and ``finished_sending`` of the output are left to the caller.
+        """
+        # A synchronous load ends with its step: vLLM reports it to nobody.
+        received = {request for request in loads if self._ledger.is_async(request)}
+        sync = [request for request in loads if request not in received]
+        events, stats = output.kv_cache_events, output.kv_connector_stats
+        try:
+            for child in self._shown_to:
+                output.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
+                output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
+                own = None if stats is None else own_stats(stats, child.name, self._classes[child.name])
+                output.kv_connector_stats = own
+                received, sent = self._show_one(child, output, received, sent)
+                if (left := output.kv_connector_stats) is not own:
+                    stats = with_own_stats(stats, child.name, left, self._classes)
+        finally:
+            output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
+        return Over([*sync, *received], sent)
+
+    def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
+        """Show the output to one child; return both sets with its changes of its own requests.
+
+        As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
+        """
+        hidden = self._visibility[child.index].hidden
+        now_received, now_sent = set(received), set(sent)
+        seen_received, seen_sent = now_received - hidden, now_sent - hidden
+        if hidden:
+            received, sent = set(seen_received), set(seen_sent)
+        # As in vLLM an empty set is None if it was None before.
+        output.finished_recving = received if received or output.finished_recving is not None else None
+        output.finished_sending = sent if sent or output.finished_sending is not None else None
+        failed = set(failed_loads(output))
+        child.update_connector_output(output)
+        received, sent = output.finished_recving or set(), output.finished_sending or set()
+        if added := set(failed_loads(output)) - failed:
+            output.failed_recving = failed  # vLLM has read it already, and does not read it again
+            self._add_failures(child.index, added, now_received)
+            received = received - added
+        if received != seen_received:
+            self._change(child.index, "load", seen_received, received, now_received)
+        if sent != seen_sent:
+            self._change(child.index, "save", seen_sent, sent, now_sent)
+        return in_order_of(received, now_received), in_order_of(sent, now_sent)
+
+    def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
+        """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
+        for request in added:
+            if self._ledger.is_async(request) and self._owns_load(request, child):
+                received.discard(request)
+                self._ledger.fail(request, wall_ns())
+            else:
+                self._stray(Stray(child, "failure", request))
+
+    def _owns_load(self, request: str, child: int) -> bool:
+        return (load := self._ledger.load(request)) is not None and load.child == child
+
+    def _change(self, child: int, kind: str, seen: set[str], now: set[str], ended: set[str]) -> None:
+        """Apply what a child has changed of the ended loads or saves that it was shown: of its own ones only."""
+        withdraw, complete = (
+            (self._owns_load, self._ledger.complete_load)
+            if kind == "load"
+            else (self._ledger.reopen_save, self._ledger.complete_save)
+        )
+        ended.difference_update([request for request in seen - now if withdraw(request, child)])
+        for request in now - seen:
+            is_in = complete(request, child, wall_ns())
+            if is_in is None:
+                self._stray(Stray(child, kind, request))
+            elif is_in:
+                ended.add(request)
+
+
+def in_order_of(shown: set[str], requests: set[str]) -> set[str]:
+    """Return ``requests``: ``shown`` itself if it has the same, else a set made in its order."""
+    if shown == requests:
+        return shown
+    return set([request for request in shown if request in requests] + list(requests - shown))
+
+
+@dataclass(eq=False, kw_only=True)
+class Completions:
+    """Decides from the workers' reports which loads and saves have ended.
+
+    Attributes:
+        next_orders: receives the transfers that the workers must forget.
+        isolation: receives the isolated connectors that failed on a worker.
+        offers: those of a connector whose asynchronous load failed are not used until its request has run.
+        ranks: the number of all workers.
+        to_reset: the connectors to be reset after a sibling's failed synchronous load.
+        early: requests whose saves were all done before vLLM got the promises.
+    """
+
+    children: Sequence[Child]
+    ledger: Ledger
+    view: OutputView
+    listener: TransferListener
+    next_orders: NextOrders
+    isolation: Isolation
+    offers: Offers
+    layout: CacheLayout
+    ranks: int
+    to_reset: Sequence[Child]
+    early: set[str] = field(default_factory=set)
 
     def take_in(self, output: KVConnectorOutput) -> None:
         """Process the output of a step, and rewrite it."""
         if (
             output.kv_connector_worker_meta is None
-            and not (failed_loads(output) or self.early or self._view.is_watched)
-            and not self._ledger.has_ended
+            and not (failed_loads(output) or self.early or self.view.is_watched)
+            and not self.ledger.has_ended
         ):  # as in most steps
             output.finished_recving = output.finished_sending = None
             return
-        meta = checked(output.kv_connector_worker_meta, len(self._children), self._ranks)
+        meta = checked(output.kv_connector_worker_meta, len(self.children), self.ranks)
         failed_syncs = self._record(meta, output.invalid_block_ids) if meta is not None else {}
         for request_id in failed_loads(output):
-            self._ledger.echoed(request_id)
-        loads = self._ledger.take_loads_in()
+            self.ledger.echoed(request_id)
+        loads = self.ledger.take_loads_in()
         sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
-        if loads or sent or self._view.is_watched:
-            over = self._view.show(output, meta, loads, sent)
+        if loads or sent or self.view.is_watched:
+            over = self.view.show(output, meta, loads, sent)
             self._close(over)
             sent = over.saves
-        output.finished_recving = self._ledger.take_received() or None
-        output.finished_sending = in_order_of(sent, self._ledger.take_sent()) or None
+        output.finished_recving = self.ledger.take_received() or None
+        output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
-            self._listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+            self.listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
 
     def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
         """Return the requests whose promised saves are complete, as vLLM would have them."""
-        ended = [*self._ledger.take_saves_in(), *self.early]
+        ended = [*self.ledger.take_saves_in(), *self.early]
         self.early.clear()
         if len(ended) <= 1 or meta is None:
             return set(ended)
         by_rank: dict[int, dict[str, None]] = {}
         for rank, kind, request, *_ in meta.reports:
-            if kind is ReportKind.SAVED and self._ledger.is_saved_on(rank, request):
+            if kind is ReportKind.SAVED and self.ledger.is_saved_on(rank, request):
                 requests = by_rank.setdefault(rank, {})
                 requests.pop(request, None)  # its last promise counts
                 requests[request] = None
@@ -109,11 +216,11 @@ class Completions:
     def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, set[str]]:
         """Process the reports; return the requests whose synchronous load failed, by child."""
         failed_syncs: dict[int, set[str]] = {}
-        self._isolation.record_failures(meta.broken)
+        self.isolation.record_failures(meta.broken)
         now_ns = wall_ns()
         for report in meta.reports:
-            if (stray := self._ledger.record(report, now_ns)) is not None:
-                self._listener.stray(stray)
+            if (stray := self.ledger.record(report, now_ns)) is not None:
+                self.listener.stray(stray)
             if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
                 self._note_loss(report.request, bad_blocks)
             if report.kind is ReportKind.SYNC_FAILED:
@@ -123,29 +230,29 @@ class Completions:
     @contained("record")
     def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
         """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
-        load = self._ledger.load(request_id)
+        load = self.ledger.load(request_id)
         if load is not None:
-            lost = self._layout.lost(load.blocks, bad_blocks, load.tokens)
+            lost = self.layout.lost(load.blocks, bad_blocks, load.tokens)
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
     def _close(self, over: Over) -> None:
         """Close the complete loads and saves that their children have not withdrawn."""
         for request_id in over.loads:
-            load = self._ledger.close_load(request_id, wall_ns())
+            load = self.ledger.close_load(request_id, wall_ns())
             if load is not None:
-                self._next.orders.closed.append(request_id)
+                self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
-                    self._offers.ban(request_id, load.child)
-                self._listener.load_ended(request_id, load)
-        for request_id in (*over.saves, *self._ledger.take_saves_in()):  # some end with their load
-            for index, save in self._ledger.close_saves(request_id).items():
-                self._next.orders.saved.append((index, request_id))
+                    self.offers.ban(request_id, load.child)
+                self.listener.load_ended(request_id, load)
+        for request_id in (*over.saves, *self.ledger.take_saves_in()):  # some end with their load
+            for index, save in self.ledger.close_saves(request_id).items():
+                self.next_orders.orders.saved.append((index, request_id))
                 ended_ns = max(save.arrived.values(), default=wall_ns())
-                self._listener.saved(request_id, index, save, ended_ns)
+                self.listener.saved(request_id, index, save, ended_ns)
 
     def _reset_siblings(self, index: int) -> list[str]:
         """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
-        return [child.name for child in self._to_reset if child.index != index and child.reset_cache() is True]
+        return [child.name for child in self.to_reset if child.index != index and child.reset_cache() is True]
 
 
 def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_aggregated: bool) -> set[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvobs.children.child import Child, Unbuilt
@@ -30,14 +31,9 @@ _QUARANTINES = signals.slot(signals.QUARANTINES)
 
 
 class Isolation:
-    """The isolated connectors on the scheduler's side.
+    """The isolated connectors on the scheduler's side: those with a gate.
 
-    Args:
-        children: all connectors; those with a gate are isolated.
-        ledger: their open loads and saves.
-        visibility: the requests hidden from each connector, by position.
-        recorder: sets the gauge.
-        slow_ns: how long a call within the scheduler's step may take.
+    A call within the scheduler's step that takes longer than ``slow_ns`` is a failure.
     """
 
     def __init__(
@@ -55,14 +51,13 @@ class Isolation:
         self._visibility = visibility
         self._ledger = ledger
         self._recorder = recorder
-        self._reviews: deque[tuple[int, int]] = (
-            deque()
-        )  # (time, connector) after which transfers that are open now are given up
+        # (time, connector) after which transfers that were open then are given up
+        self._reviews: deque[tuple[int, int]] = deque()
         for index, child in self._children.items():
             assert child.gate is not None
             child.gate.slow_ns = slow_ns
-            child.gate.on_failure = self._on_failure(index)
-            child.gate.on_slow = self._on_slow(index)
+            child.gate.on_failure = partial(self._failed, index)
+            child.gate.on_slow = partial(self._was_slow, index)
             if isinstance(child.connector, Unbuilt):
                 self._fail(index, "to be built", FOR_GOOD)
 
@@ -156,27 +151,21 @@ class Isolation:
 
     # Failures
 
-    def _on_failure(self, index: int) -> Any:
-        def failed(hook: str, args: tuple[Any, ...], error: Exception) -> None:
-            cadence = HOOKS[hook].cadence
-            is_new = True
-            if cadence is Cadence.REQUEST and args:
-                # A consequence of an earlier failure is not a new one.
-                is_new = self._visibility[index].saves(args[0].request_id)
-                self._visibility[index].withhold(args[0].request_id, taints=True)
-            elif cadence is Cadence.STEP:
-                self._withhold_all(index)
-            if is_new:
-                epoch = FOR_GOOD if ends_for_good(hook) else None
-                self._fail(index, f"in {hook}: {type(error).__name__}: {line(error)}", epoch)
+    def _failed(self, index: int, hook: str, args: tuple[Any, ...], error: Exception) -> None:
+        cadence = HOOKS[hook].cadence
+        is_new = True
+        if cadence is Cadence.REQUEST and args:
+            # A consequence of an earlier failure is not a new one.
+            is_new = self._visibility[index].saves(args[0].request_id)
+            self._visibility[index].withhold(args[0].request_id, taints=True)
+        elif cadence is Cadence.STEP:
+            self._withhold_all(index)
+        if is_new:
+            epoch = FOR_GOOD if ends_for_good(hook) else None
+            self._fail(index, f"in {hook}: {type(error).__name__}: {line(error)}", epoch)
 
-        return failed
-
-    def _on_slow(self, index: int) -> Any:
-        def slow(hook: str, spent_ns: int) -> None:
-            self._fail(index, f"in {hook}, which took {spent_ns / 1e9:.3g} s", slow_ns=spent_ns)
-
-        return slow
+    def _was_slow(self, index: int, hook: str, spent_ns: int) -> None:
+        self._fail(index, f"in {hook}, which took {spent_ns / 1e9:.3g} s", slow_ns=spent_ns)
 
     def _withhold_all(self, index: int) -> None:
         """Stop a connector from saving the requests it knows: its state of some may be incomplete."""

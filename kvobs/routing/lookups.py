@@ -1,15 +1,19 @@
-"""Look requests up in the children, choose one by the load policy, and count offered, admitted and unused tokens."""
+"""Look requests up in the children, let the load policy choose, and count offered, admitted and unused tokens.
+
+Where an option says not to wait, a lookup is left open: it is repeated until the connector answers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvobs.log import once
+from kvobs.routing.policies import NOBODY, NOTHING, LoadPolicy, Offer
 from kvobs.schema import signals
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.recording.recorder import Recorder, wall_ns
@@ -19,8 +23,8 @@ if TYPE_CHECKING:
 
     from kvobs.children.child import Child
     from kvobs.prediction.load_choice import Decision
-    from kvobs.routing.fastest import Fastest
     from kvobs.routing.isolation import Isolation
+    from kvobs.routing.visibility import Visibility
     from kvobs.schema.options import Options
 
 _HIT, _MISS, _PENDING, _TIMEOUT = (
@@ -35,24 +39,13 @@ _OTHER_CHOSEN, _BELOW_MINIMUM, _DECLINED, _NOT_TAKEN, _NOT_ALLOCATED = (
 _UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
 
 
-class Offer(NamedTuple):
-    """A child's offer: ``tokens`` beyond those computed, loaded asynchronously or within the step."""
-
-    child: int
-    tokens: int
-    is_async: bool
-
-
 class Settled(NamedTuple):
-    """A lookup that led to an allocation: all offers, and the tokens that vLLM had computed itself."""
+    """A lookup that led to an allocation."""
 
-    offers: Sequence[Offer]
-    local: int
-
-
-NOBODY = -1
-"""Instead of the child that was chosen."""
-NOTHING = Offer(NOBODY, 0, False)
+    offers: Sequence[Offer] = ()
+    local: int = 0  # tokens that vLLM had computed itself
+    decision: Decision | None = None  # why, with a policy that predicts
+    left_open: Sequence[int] = ()  # children for which the lookup did not wait
 
 
 class _Silence(Enum):
@@ -78,7 +71,7 @@ class _Asked:
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
     chosen: int = NOBODY  # the child whose offer that lookup chose
-    decision: Decision | None = None  # why, with the policy that predicts
+    decision: Decision | None = None  # why, with a policy that predicts
     local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
 
@@ -98,9 +91,9 @@ class Offers:
     Args:
         children: the children's scheduler-side connectors.
         options: kvobs's options.
-        recorder: this process's numbers.
-        fastest: chooses among the offers, with the load policy of that name.
-        isolation: which children are asked, and whose answers count; None if none is isolated.
+        recorder: receives the numbers.
+        policy: chooses among the offers.
+        isolation: decides which children are asked, and whose answers count; None if none is isolated.
         async_only: children whose synchronous offers are not used.
     """
 
@@ -109,7 +102,7 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         recorder: Recorder,
-        fastest: Fastest | None = None,
+        policy: LoadPolicy,
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
@@ -118,8 +111,7 @@ class Offers:
         self._names = [child.name for child in children]
         self._isolation = isolation
         self._async_only = async_only
-        self._fastest = fastest
-        self._longest = options.load_policy == "longest"
+        self._policy = policy
         self._compares = options.compares_answers
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
         self._waits_for_all = options.wait_for == "all"
@@ -141,9 +133,7 @@ class Offers:
     def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
 
-        Policy ``first``: the first child with a hit, once all have answered; as in vLLM, no child is asked after one
-        that has not answered. Policy ``longest``: the child that offers most, the first of equals. Policy ``fastest``:
-        see ``Fastest``. These two compare all answers, so they ask on, and wait for all.
+        As in vLLM, no child is asked after one that must be waited for, unless the policy compares all answers.
         """
         request_id, isolation = request.request_id, self._isolation
         answers: list[_Answer] = []
@@ -173,7 +163,9 @@ class Offers:
         self._waiting.pop(request_id, None)
         asked.offers, usable = self._weighed(request_id, asked, answers)
         asked.local = num_computed_tokens
-        best = self._chosen(request, asked, usable) if usable else NOTHING
+        best = NOTHING
+        if usable:
+            best, asked.decision = self._policy.choose(request, num_computed_tokens, usable)
         asked.chosen = best.child
         return best
 
@@ -197,25 +189,6 @@ class Offers:
             elif offer.tokens >= self._minimum[child]:
                 usable.append(offer)
         return offers, usable
-
-    def _chosen(self, request: Request, asked: _Asked, usable: Sequence[Offer]) -> Offer:
-        """Return one of these offers by the policy, or ``NOTHING``."""
-        if self._longest:
-            return max(usable, key=lambda offer: offer.tokens)
-        if self._fastest is None:
-            return usable[0]
-        asked.decision = self._fastest.decide(request, asked.local, usable)
-        if asked.decision is None:
-            return usable[0]
-        return next((offer for offer in usable if offer.child == asked.decision.child), NOTHING)
-
-    def take_left_open(self, request_id: str) -> set[int]:
-        """Return the children for which the last lookup did not wait; each lookup's are returned once."""
-        asked = self._asked.get(request_id)
-        if asked is None or not asked.left_open:
-            return set()
-        left_open, asked.left_open = set(asked.left_open), ()
-        return left_open
 
     def _count_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
         """Count the outcomes, and how long the request has waited for an answer."""
@@ -266,17 +239,15 @@ class Offers:
         return not self._weighed(request_id, asked, before)[1]
 
     def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
-        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``.
+        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``; return it, once.
 
         The second allocation call of an async load finds no offers and counts nothing.
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return Settled((), 0)
-        offers, asked.offers = asked.offers, ()
-        if asked.decision is not None and self._fastest is not None:
-            self._fastest.taken(request_id, asked.decision)
-            asked.decision = None
+            return Settled()
+        settled = Settled(asked.offers, asked.local, asked.decision, asked.left_open)
+        offers, asked.offers, asked.decision, asked.left_open = asked.offers, (), None, ()
         if owner is not None:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
@@ -293,7 +264,7 @@ class Offers:
                         is_too_small = offer.tokens < self._minimum[offer.child]
                         in_vain = max(0, offer.tokens - won)
                         self._recorder.count(offer.child, _BELOW_MINIMUM if is_too_small else lost, in_vain)
-        return Settled(offers, asked.local)
+        return settled
 
     def ban(self, request_id: str, child: int) -> None:
         """Ignore this child's further answers about this request: its load has failed."""
@@ -318,3 +289,62 @@ class Offers:
         for offer in asked.offers if not asked.counted else ():
             self._recorder.count(offer.child, _OFFERED, offer.tokens)
             self._recorder.count(offer.child, _NOT_ALLOCATED, offer.tokens)
+
+
+class _Open(NamedTuple):
+    """A lookup that was left open: its arguments, the allocated blocks, and the children that have not answered."""
+
+    request: Any
+    computed: int  # tokens that vLLM had computed itself
+    blocks: Any
+    children: list[int]
+
+
+class OpenLookups:
+    """The open lookups of all live requests, repeated until the connector answers; then it is given 0 tokens.
+
+    A connector that gets 0 tokens before it has answered keeps the locks of its lookup (LMCache: until a TTL of ten
+    minutes). It never sees the request as scheduled, since it knows none of its blocks. This is the only call that
+    kvobs makes and vLLM does not, and only if an option says not to wait.
+    """
+
+    def __init__(self, children: Sequence[Child], visibility: Sequence[Visibility]) -> None:
+        self._children = children
+        self._visibility = visibility
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def has(self, child: int, request_id: str) -> bool:
+        """Return whether a child has not answered yet."""
+        lookup = self._open.get(request_id)
+        return lookup is not None and child in lookup.children
+
+    def leave_open(self, request: Any, blocks: Any, computed: int, children: Collection[int]) -> None:
+        """Note at a request's allocation which children have not answered."""
+        for child in children:
+            self._visibility[child].withhold(request.request_id, taints=False)
+        if children:
+            self._open[request.request_id] = _Open(request, computed, blocks, [*children])
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended, or is looked up again by vLLM."""
+        self._open.pop(request_id, None)
+
+    def poll(self, blocks_step: Callable[[int], bool]) -> None:
+        """Repeat the lookups; give 0 tokens to children that have answered.
+
+        ``blocks_step`` returns whether a child is not asked now because its last call took too long.
+        """
+        for request_id, (request, computed, blocks, children) in list(self._open.items()):
+            for index in children.copy():
+                if blocks_step(index):
+                    continue
+                child = self._children[index]
+                tokens, _ = child.get_num_new_matched_tokens(request, computed)
+                if tokens is not None:
+                    children.remove(index)
+                    child.update_state_after_alloc(request, blocks, 0)
+            if not children:
+                del self._open[request_id]

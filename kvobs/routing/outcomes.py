@@ -1,17 +1,19 @@
-"""Record how loads and saves ended, how long they took and on which rank, and log what operators must know."""
+"""Record loads and saves as numbers and log lines: those in progress, those that are stuck, and how they ended."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.prediction.load_choice import Decision
 from kvobs.schema import signals
+from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.state.transfers import Gain, InProgress, Load, Save, Slowest, Stray, Stuck
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 _LOADS = {
     (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
@@ -30,15 +32,17 @@ _LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
 _SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
+_GAUGES = {
+    kind: (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
+    for kind in signals.IN_FLIGHT.labels["kind"]
+}
+_HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
+_UNKNOWN_RANK = "unknown"
+_NAMED_AT_MOST = 4  # requests in a log line
 
 
 class Outcomes(TransferListener):
-    """Records the ends of loads and saves as numbers and log lines.
-
-    Args:
-        names: the children's names, by position.
-        recorder: receives the numbers.
-    """
+    """Records the ends of loads and saves as numbers and log lines."""
 
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
@@ -141,6 +145,70 @@ class Outcomes(TransferListener):
             if reset
             else "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load",
         )
+
+
+@dataclass(eq=False)
+class OpenTransfers:
+    """Watches the ledger's open transfers.
+
+    Attributes:
+        ranks: the number of workers that report.
+        stuck_after_s: time after the first rank's report after which a missing report makes a transfer stuck.
+    """
+
+    names: Sequence[str]
+    ledger: Ledger
+    recorder: Recorder
+    ranks: int
+    stuck_after_s: float
+
+    @contained("record")
+    def measure(self, lookups: Sequence[InProgress]) -> None:
+        """Set the gauges; ``lookups`` are those that requests wait for, by child."""
+        for child in range(len(self.names)):
+            loads, saves = self.ledger.in_flight(child)
+            for kind, found in (("lookup", lookups[child]), ("load", loads), ("save", saves)):
+                in_flight, oldest = _GAUGES[kind]
+                self.recorder.set_gauge(child, in_flight, len(found))
+                self.recorder.set_gauge(child, oldest, found.oldest_ns)
+            self.recorder.set_gauge(child, _HELD["load"], loads.tokens)
+            self.recorder.set_gauge(child, _HELD["save"], saves.tokens)
+
+    @contained("record")
+    def look_for_stuck(self) -> None:
+        """Count and log transfers that have become stuck, each once."""
+        before_ns = wall_ns() - int(self.stuck_after_s * 1e9)
+        if found := self.ledger.incomplete.take_stuck(before_ns, self.ranks):
+            self._note(found)
+
+    @contained("record")
+    def note_in_aggregator(self, stuck: Stuck) -> None:
+        """Count and log failed loads that are stuck in the aggregation of the workers' outputs.
+
+        For all other transfers the ledger itself knows which ranks have reported.
+        """
+        load = self.ledger.load(stuck.request)
+        if load is not None and load.is_in:
+            self._note([(load.child, stuck._replace(kind="load"))])
+
+    def _note(self, found: Sequence[tuple[int, Stuck]]) -> None:
+        alike: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
+        for child, (kind, request, missing) in found:
+            alike.setdefault((child, kind, missing), []).append(request)
+            for rank in missing or (_UNKNOWN_RANK,):
+                self.recorder.count_open(child, signals.STUCK_TRANSFERS, str(rank))
+        for (child, kind, missing), requests in alike.items():
+            log.warning(
+                "connector %r: %s of %d request%s (%s) stuck: %g s after another rank, not reported by %s. The blocks "
+                "stay held until then; counted in kvobs_stuck_transfers_total",
+                self.names[child],
+                kind,
+                len(requests),
+                "" if len(requests) == 1 else "s",
+                ", ".join(map(line, requests[:_NAMED_AT_MOST])) + (", ..." if len(requests) > _NAMED_AT_MOST else ""),
+                self.stuck_after_s,
+                f"rank {', '.join(map(str, missing))}" if missing else "all expected ranks",
+            )
 
 
 def _mode(load: Load) -> str:

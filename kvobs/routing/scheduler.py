@@ -6,7 +6,8 @@ There is one instance, in EngineCore. Its methods are vLLM's hooks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
@@ -14,13 +15,11 @@ from vllm.v1.request import Request, RequestStatus
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector, FlushRule, Sink, divert
 from kvobs.children.fanout import call_all
-from kvobs.children.specs import load_ends_save
 from kvobs.faults import contain, contained
 from kvobs.routing.completions import Completions
-from kvobs.routing.fastest import Fastest
-from kvobs.routing.gains import Gains, StepLimits
+from kvobs.routing.gains import Gains
 from kvobs.routing.isolation import Isolation
-from kvobs.routing.lookups import Offers
+from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import (
     Isolated,
     LoadOrder,
@@ -28,17 +27,12 @@ from kvobs.routing.metadata import (
     MultiKVConnectorMetadata,
     NextOrders,
 )
-from kvobs.routing.open_lookups import OpenLookups
-from kvobs.routing.open_transfers import OpenTransfers
-from kvobs.routing.outcomes import Outcomes
-from kvobs.routing.request_end import finish_all
+from kvobs.routing.outcomes import OpenTransfers
 from kvobs.routing.visibility import Visibility, write_back
-from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfer_listener import TransferListeners
+from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
-from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.recorder import wall_ns
 
 if TYPE_CHECKING:
@@ -47,84 +41,50 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
+    from kvobs.telemetry.requests.request_reports import Reports
+    from kvobs.telemetry.requests.request_traces import Traces
 
-class Ranks(NamedTuple):
-    """The numbers of workers of one engine.
-
-    ``reporting``: how many report to this scheduler, unless a child states its own number. ``world``: all of them; with
-    an external launcher each worker has its own scheduler.
-    """
-
-    reporting: int
-    world: int
+Params = dict[str, Any]  # kv_transfer_params for the client
+BlockIds = tuple[list[int], ...]  # per KV cache group
 
 
+@dataclass(eq=False, kw_only=True)
 class SchedulerSide:
     """Routes the scheduler's hooks.
 
-    Args:
-        children: the children's scheduler-side connectors.
-        telemetry: records what the router announces.
-        options: kvobs's options.
-        ranks: number of reporting workers.
-        layout: block sizes and bytes per token of the KV cache.
-        limits: of the engine's steps.
-        all_support_hma: whether every child supports several KV cache groups.
-        async_only: isolated children whose synchronous offers are not used.
+    Attributes:
+        listener: receives the events of requests and transfers.
+        gains: learns from the steps what computing costs.
         feed: takes kvobs's own numbers to the exporter, if there is one.
+        reporting: how many workers report to this scheduler, unless a child states its own number.
+        all_support_hma: whether every child supports several KV cache groups.
+        may_hide: whether children may not see some requests: otherwise a step need not look for these.
     """
 
-    def __init__(
-        self,
-        children: Sequence[Child],
-        telemetry: Telemetry,
-        options: Options,
-        ranks: Ranks,
-        layout: CacheLayout,
-        *,
-        limits: StepLimits,
-        all_support_hma: bool = True,
-        async_only: Collection[int] = (),
-        feed: Sink | None = None,
-    ) -> None:
-        self.children, self._feed = children, feed
-        recorder, names = telemetry.recorder, [child.name for child in children]
-        listeners = (Outcomes(names, recorder), *telemetry.listeners)
-        self._gains = Gains(recorder, TransferListeners(listeners), limits)
-        fastest = Fastest.of(options, children, self._gains, TransferListeners(listeners))
-        self._listener = TransferListeners([*listeners, self._gains, *filter(None, [fastest])])  # these announce, too
-        self.ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
-        self._visibility = [Visibility() for _ in children]
-        slow_ns = int(options.isolate_slow_ms * 1e6)
-        self.isolation = Isolation(children, self.ledger, self._visibility, recorder, slow_ns)
-        isolates = any(child.gate is not None for child in children)
-        isolation = self.isolation if isolates else None
-        self._offers = Offers(children, options, recorder, fastest, isolation=isolation, async_only=async_only)
-        # Without isolation and open lookups every child sees every request, and a step need not look for others.
-        self._may_hide = self._offers.may_leave_open or isolates
-        self._open_lookups = OpenLookups(children, self._visibility)
-        self._traces, self._reports = telemetry.traces, telemetry.reports
-        self._next = NextOrders()
-        self._completions = Completions(
-            children,
-            self.ledger,
-            self._visibility,
-            self._listener,
-            next_orders=self._next,
-            isolation=self.isolation,
-            offers=self._offers,
-            layout=layout,
-            ranks=ranks.world,
-            to_reset=[child for child in children if child.name in options.reset_after_failed_sync_load],
-        )
-        self._collector = Collector(children, recorder, feed)
+    children: Sequence[Child]
+    ledger: Ledger
+    visibility: Sequence[Visibility]
+    isolation: Isolation
+    offers: Offers
+    open_lookups: OpenLookups
+    completions: Completions
+    next_orders: NextOrders
+    listener: TransferListener
+    gains: Gains
+    open_transfers: OpenTransfers
+    traces: Traces | None
+    reports: Reports | None
+    collector: Collector
+    feed: Sink | None
+    layout: CacheLayout
+    reporting: int
+    all_support_hma: bool
+    may_hide: bool
+
+    def __post_init__(self) -> None:
         self._flush_rule = FlushRule()
         self._flush_is_due = False
-        self._ranks = ranks
-        self._finished_counts: list[int | None] = [None] * len(children)
-        self.open_transfers = OpenTransfers(names, self.ledger, recorder, ranks.reporting, options.stuck_after_s)
-        self._layout = layout
-        self._all_support_hma = all_support_hma
+        self._finished_counts: list[int | None] = [None] * len(self.children)
 
     # Lookup and allocation
 
@@ -132,17 +92,17 @@ class SchedulerSide:
         self.ledger.arrive(request.request_id)
         self.isolation.arrive(request.request_id)
         for child in self.children:
-            if request.request_id not in self._visibility[child.index].hidden:
+            if request.request_id not in self.visibility[child.index].hidden:
                 child.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up in the children by the load policy; the owner is set when vLLM allocates."""
-        began = wall_ns() if self._listener.wants_lookups else 0
-        if self._may_hide:
-            self._open_lookups.forget(request.request_id)  # vLLM repeats the lookup
-        best = self._offers.ask(request, num_computed_tokens)
+        began = wall_ns() if self.listener.wants_lookups else 0
+        if self.may_hide:
+            self.open_lookups.forget(request.request_id)  # vLLM repeats the lookup
+        best = self.offers.ask(request, num_computed_tokens)
         if began:
-            self._listener.looked_up(request, began, wall_ns())
+            self.listener.looked_up(request, began, wall_ns())
         if best is None:
             return None, False  # vLLM loads nothing before a lookup that has ended
         self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)
@@ -150,29 +110,36 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Set the owner if vLLM allocated tokens for it; every child gets the real blocks, the others 0 tokens."""
-        request_id = request.request_id
-        choice = self.ledger.choice(request_id) if num_external_tokens > 0 else None
-        load = self.ledger.admit(request_id, num_external_tokens, self._reports_expected(choice), wall_ns())
-        owner = load.child if load is not None else None
-        if load is None or not load.is_async:
-            self._offers.lift_bans(request_id)
-        offers, local = self._offers.settle(request_id, owner, num_external_tokens)
-        self._listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, num_external_tokens)
+        request_id, tokens = request.request_id, num_external_tokens
+        candidate = self.ledger.candidate(request_id) if tokens > 0 else None
+        owner, is_async = candidate if candidate is not None else (None, False)
+        if not is_async:
+            self.offers.lift_bans(request_id)
+        offers, local, decision, left_open = self.offers.settle(request_id, owner, tokens)
+        if decision is not None:
+            self.listener.decided(request_id, decision)
+        self.listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, tokens)
+        load = self.ledger.admit(
+            request_id,
+            tokens,
+            # Every worker reports the end of a synchronous load, after the step.
+            self._reports_expected(owner if is_async else None),
+            wall_ns(),
+            blocks=self.layout.loaded(blocks.get_block_ids(), local, tokens) if owner is not None else (),
+            size=round(tokens * self.layout.bytes_per_token),
+            local_tokens=local,
+            rest_tokens=request.num_tokens - local - tokens,
+        )
         if load is not None:
-            if not load.is_async:
-                load.expected = self._ranks.reporting  # every worker reports its end after the step
-            load.blocks = self._layout.loaded(blocks.get_block_ids(), local, num_external_tokens)
-            load.size = round(load.tokens * self._layout.bytes_per_token)
-            load.local_tokens, load.rest_tokens = local, request.num_tokens - local - num_external_tokens
-            self._listener.admitted(request_id, load)
-            trace = self._traces.of_load(request_id) if self._traces is not None else None
-            self._next.orders.loads[request_id] = LoadOrder(load.child, load.is_async, load.blocks, trace)
-        self._open_lookups.leave_open(request, blocks, local, self._offers.take_left_open(request_id))
+            self.listener.admitted(request_id, load)
+            trace = self.traces.of_load(request_id) if self.traces is not None else None
+            self.next_orders.orders.loads[request_id] = LoadOrder(load.child, is_async, load.blocks, trace)
+        self.open_lookups.leave_open(request, blocks, local, left_open)
         for child in self.children:
-            is_shown = self._visibility[child.index].allocates(request_id)
-            if is_shown and not self._open_lookups.has(child.index, request_id):
+            is_shown = self.visibility[child.index].allocates(request_id)
+            if is_shown and not self.open_lookups.has(child.index, request_id):
                 self.isolation.allocated(child.index, request_id)
-                child.update_state_after_alloc(request, blocks, num_external_tokens if child.index == owner else 0)
+                child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return the answer of the chosen child; vLLM may ask before it allocates."""
@@ -194,22 +161,22 @@ class SchedulerSide:
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        if self._may_hide:
+        if self.may_hide:
             self.isolation.begin_step()
-            self._open_lookups.poll(self.isolation.is_slow)
-        trace = self._traces.calls.begin_step() if self._traces is not None else None
-        if self._may_hide:
+            self.open_lookups.poll(self.isolation.is_slow)
+        trace = self.traces.calls.begin_step() if self.traces is not None else None
+        if self.may_hide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
             metadata = tuple([child.build_connector_meta(scheduler_output) for child in self.children])
         step = MultiKVConnectorMetadata(metadata)
         has_sync_loads = False
-        if self._next.made is not None or self.ledger.failures:  # calls would cost more, in each step
-            step.orders = self._next.take()
+        if self.next_orders.made is not None or self.ledger.failures:  # calls would cost more, in each step
+            step.orders = self.next_orders.take()
             step.orders.failed = self.ledger.take_failures()
             has_sync_loads = step.orders.has_sync_loads
         now_ns = wall_ns()
-        self._gains.step_begun(scheduler_output, now_ns, loads=has_sync_loads)
+        self.gains.step_begun(scheduler_output, now_ns, loads=has_sync_loads)
         finished = scheduler_output.finished_req_ids
         if not (has_forward := scheduler_output.total_num_scheduled_tokens > 0):
             step.has_forward = False
@@ -217,13 +184,13 @@ class SchedulerSide:
             step.flush = True
         if trace is not None:
             step.trace = trace
-        if self._may_hide:
+        if self.may_hide:
             step.isolated = Isolated(self.isolation.states(), self._hidden_ends(finished))
         return step
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
         """Build a child's metadata from its view of the step."""
-        visibility = self._visibility[child.index]
+        visibility = self.visibility[child.index]
         if not visibility:
             return child.build_connector_meta(output)
         view = visibility.shown(output)
@@ -235,7 +202,7 @@ class SchedulerSide:
     def _hidden_ends(self, finished: Collection[str]) -> dict[int, frozenset[str]]:
         """Return the finished requests that are hidden from each child, and forget ended requests."""
         hidden = {}
-        for index, visibility in enumerate(self._visibility):
+        for index, visibility in enumerate(self.visibility):
             if visibility:
                 if ends := visibility.ends_hidden(finished):
                     hidden[index] = ends
@@ -261,9 +228,9 @@ class SchedulerSide:
         """Count the workers' reports, and rewrite ``connector_output`` before vLLM reads it."""
         stats = connector_output.kv_connector_stats
         self._flush_is_due = (stats is not None and self._has_numbers(stats)) or False
-        if self._feed is not None and self._flush_is_due:
-            divert(stats, self._feed)
-        self._completions.take_in(connector_output)
+        if self.feed is not None and self._flush_is_due:
+            divert(stats, self.feed)
+        self.completions.take_in(connector_output)
         if self.ledger.incomplete.since:
             self.open_transfers.look_for_stuck()
 
@@ -272,7 +239,7 @@ class SchedulerSide:
     def register_finished_partial_tail(self, request: Request, block_ids: Any, partial_tail_offloads: Any) -> bool:
         """Offer the partial tail to every child; a child that accepts it has promised a save."""
         for child in self.children:
-            if not self._visibility[child.index].saves(request.request_id):
+            if not self.visibility[child.index].saves(request.request_id):
                 continue
             if child.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
                 self.ledger.accept_tail(request.request_id, child.index)
@@ -286,32 +253,32 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Report the end to every child; hold the blocks while a promised save is open; merge the client's params."""
         request_id = request.request_id
-        shown = [child for child in self.children if request_id not in self._visibility[child.index].hidden]
-        promised, params = finish_all(shown, request, block_ids, all_support_hma=self._all_support_hma)
+        shown = [child for child in self.children if request_id not in self.visibility[child.index].hidden]
+        promised, params = finish_all(shown, request, block_ids, all_support_hma=self.all_support_hma)
         promised = promised | self.ledger.tails(request_id)
         promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
         finished = self.ledger.finish(request_id, promises, wall_ns(), request.num_computed_tokens)
         if finished.promised:
-            self._next.orders.promised += [(index, request_id) for index in finished.promised]
+            self.next_orders.orders.promised += [(index, request_id) for index in finished.promised]
         if finished.promised or finished.early:
-            self._listener.promised(request_id, finished.promised, finished.early)
-        self._offers.forget(request_id)
+            self.listener.promised(request_id, finished.promised, finished.early)
+        self.offers.forget(request_id)
         if finished.aborted is not None:
-            self._next.orders.orphaned.append(request_id)
+            self.next_orders.orders.orphaned.append(request_id)
             is_error = request.status is RequestStatus.FINISHED_ERROR
-            self._listener.aborted(request_id, finished.aborted, by_error=is_error)
+            self.listener.aborted(request_id, finished.aborted, by_error=is_error)
         if finished.early and not finished.holds:
-            self._completions.early.add(request_id)
+            self.completions.early.add(request_id)
         for stray in finished.stray:
-            self._listener.stray(stray)
-        if self._traces is not None:
-            params = self._traces.into_params(request_id, params) or params
-        if self._reports is not None:
-            params = self._reports.finished(request, params) or params
-        self._listener.request_ended(request_id)
+            self.listener.stray(stray)
+        if self.traces is not None:
+            params = self.traces.into_params(request_id, params) or params
+        if self.reports is not None:
+            params = self.reports.finished(request, params) or params
+        self.listener.request_ended(request_id)
         self.isolation.gone(request_id)
-        self._open_lookups.forget(request_id)
-        for visibility in self._visibility:
+        self.open_lookups.forget(request_id)
+        for visibility in self.visibility:
             if visibility:
                 visibility.end(request_id)
         return finished.holds, params
@@ -345,20 +312,59 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
-        self._gains.step_ended()
+        self.gains.step_ended()
         if self._flush_is_due:
-            self.open_transfers.measure(self._offers.waited_for)
-            self._gains.flush()
-        stats = self._collector.collect(is_due=self._flush_is_due)
+            self.open_transfers.measure(self.offers.waited_for)
+            self.gains.flush()
+        stats = self.collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
         return stats
 
     def feed_last(self, feed: Sink) -> None:
         """Pass on to the exporter what was counted since the last flush: the engine ends."""
-        self._gains.flush()
-        self._collector.feed(feed)
+        self.gains.flush()
+        self.collector.feed(feed)
 
     def _reports_expected(self, child: int | None) -> int:
         # At most the ranks that there are: vLLM ignores the number with one worker, and waits for ever with several.
         stated = self._finished_counts[child] if child is not None else None
-        return min(stated or self._ranks.reporting, self._ranks.reporting)
+        return min(stated or self.reporting, self.reporting)
+
+
+def finish_all(
+    children: Sequence[Child], request: Request, block_ids: BlockIds, *, all_support_hma: bool
+) -> tuple[set[int], Params | None]:
+    """Report the end of the request to every child; return the children that promise a save, and the merged params.
+
+    As in vLLM, the same one of two hooks is called for all children, chosen by ``all_support_hma``.
+
+    Raises:
+        RuntimeError: two children return the same key; names both and the key.
+        ValueError: the request has several KV cache groups, but a child supports only one.
+    """
+    if not all_support_hma and len(block_ids) != 1:
+        raise ValueError(
+            f"not every connector supports more than one KV cache group, and request {request.request_id} has "
+            f"{len(block_ids)}: start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    promised: set[int] = set()
+    merged: Params | None = None
+    owners: dict[str, str] = {}
+    for child in children:
+        promises, params = (
+            child.request_finished_all_groups(request, block_ids)
+            if all_support_hma
+            else child.request_finished(request, block_ids[0])
+        )
+        if promises:
+            promised.add(child.index)
+        if params is not None:
+            if clashes := sorted(owners.keys() & params):
+                listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
+                raise RuntimeError(
+                    f"two connectors return the same key of kv_transfer_params: {listed}. A client can't distinguish "
+                    "them; configure one of them only"
+                )
+            owners.update(dict.fromkeys(params, child.name))
+            merged = {**(merged or {}), **params}
+    return promised, merged

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _BY_REQUEST = (
-    *("num_scheduled_tokens", "scheduled_spec_decode_tokens", "scheduled_encoder_inputs", "num_invalid_spec_tokens"),
+    "num_scheduled_tokens",
+    "scheduled_spec_decode_tokens",
+    "scheduled_encoder_inputs",
+    "num_invalid_spec_tokens",
 )
 _FILTERED = {
     *_BY_REQUEST,
@@ -49,9 +52,6 @@ class Visibility:
 
     def __bool__(self) -> bool:
         return bool(self.hidden or self.dropped or self.withheld or self.tainted)
-
-    def __len__(self) -> int:
-        return len(self.hidden | self.dropped | self.withheld | self.tainted)
 
     def allocates(self, request: str) -> bool:
         """Return whether lookups and allocations of this request reach the connector."""

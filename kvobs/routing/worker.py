@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvobs.children.block_copies import BlockCopies, CopyBlocks
@@ -28,10 +29,11 @@ from kvobs.routing.metadata import (
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
-from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.call_spans import CallSpans
+from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.requests.trace_context import TraceContext
+from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -44,68 +46,62 @@ NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
 
 
+@dataclass(eq=False, kw_only=True)
 class WorkerSide:
     """Routes a worker's hooks.
 
-    Args:
-        children: the children's worker-side connectors.
-        telemetry: what records in this process.
+    Attributes:
         rank: this worker's rank within its engine.
-        kv_cache_groups: the number of KV cache groups; block ids are unique only within a group.
+        ids_are_unique: whether a block id identifies a request: it is unique only within a KV cache group.
         copies: creates the block copy operations of children.
+        stalls: measures how long each step waited for each child.
+        gates: of the isolated children, if there are any.
     """
 
-    def __init__(
-        self, children: Sequence[Child], telemetry: Telemetry, rank: int, kv_cache_groups: int, copies: BlockCopies
-    ) -> None:
-        self.children = children
-        self._copies = copies
-        self._rank = rank
-        self._ids_are_unique = kv_cache_groups <= 1
-        self._collector = Collector(children, telemetry.recorder)
-        self._stalls = Stalls(children, telemetry)
-        self._journal = telemetry.journal
+    children: Sequence[Child]
+    rank: int
+    ids_are_unique: bool
+    copies: BlockCopies
+    collector: Collector
+    stalls: Stalls
+    gates: WorkerGates | None
+    journal: Journal
+    tracer: CallSpans | None
+    flight: Flight | None
+
+    def __post_init__(self) -> None:
         self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
         self._loaded_ns: dict[int, int] = {}  # child -> end of its last layer wait in this step
-        self.layer_calls = self._stalls.layer_calls
         self._meta: MultiKVConnectorMetadata | None = None
         self._orders = NO_ORDERS
-        self._calls = telemetry.tracer
-        self._flight = telemetry.flight
         self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
         self._returned: set[str] = set()  # those whose receipt was returned to vLLM
         self._orphaned: set[str] = set()  # those whose request has ended
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
-        self._gates = WorkerGates(children) if any(child.gate is not None for child in children) else None
         self._unknown: dict[str, Any] = {}
-        self._handling_preemptions = [child for child in children if child.does("handle_preemptions")]
-        self._with_events = [child for child in children if child.does("get_kv_connector_kv_cache_events")]
+        self._handling_preemptions = [child for child in self.children if child.does("handle_preemptions")]
+        self._with_events = [child for child in self.children if child.does("get_kv_connector_kv_cache_events")]
 
     # Before the forward
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        meta = kv_connector_metadata
-        if not isinstance(meta, MultiKVConnectorMetadata):
-            raise _alien(meta)
-        if self._gates is not None:
-            self._gates.begin_step(meta)
+        meta = _checked(kv_connector_metadata)
+        if self.gates is not None:
+            self.gates.begin_step(meta)
         for child in self._handling_preemptions:
             child.handle_preemptions(meta.metadata[child.index])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        meta = connector_metadata
-        if not isinstance(meta, MultiKVConnectorMetadata):
-            raise _alien(meta)
-        self._meta = meta
+        self._meta = meta = _checked(connector_metadata)
         self._orders = meta.orders if meta.orders is not None else NO_ORDERS
-        if self._flight is not None:
-            self._flight.begin_step(has_forward=meta.has_forward)
-        if self._gates is not None:
-            self._gates.begin_step(meta)
-        if self._calls is not None:
-            self._join_trace(self._calls, meta)
+        if self.flight is not None:
+            self.flight.begin_step(has_forward=meta.has_forward)
+        if self.gates is not None:
+            self.gates.begin_step(meta)
+        if self.tracer is not None:
+            self._join_trace(self.tracer, meta)
         if meta.orders is not None:
             self._take(meta.orders)
         for child, own in zip(self.children, meta.metadata, strict=True):
@@ -113,9 +109,9 @@ class WorkerSide:
 
     def _take(self, orders: Orders) -> None:
         """Process the orders of this step."""
-        if self._flight is not None:
+        if self.flight is not None:
             closed = ((self._loads[request].child, request) for request in orders.closed if request in self._loads)
-            self._flight.ordered(orders.loads, orders.promised, closed, orders.saved)
+            self.flight.ordered(orders.loads, orders.promised, closed, orders.saved)
         self._orphaned.update(orders.orphaned)  # before the ones that have already ended
         for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
@@ -155,7 +151,7 @@ class WorkerSide:
         """
         received: set[str] = set()
         failed: set[str] = set()
-        may_hide = self._gates is not None or (self._meta is not None and self._meta.isolated is not None)
+        may_hide = self.gates is not None or (self._meta is not None and self._meta.isolated is not None)
         for child in self.children:
             finished = self._finished_for(child, finished_req_ids) if may_hide else finished_req_ids
             results = child.get_transfer_results(finished)
@@ -190,7 +186,7 @@ class WorkerSide:
         isolated = self._meta.isolated if self._meta is not None else None
         if isolated is not None and (hidden := isolated.hidden.get(child.index)):
             finished = finished - hidden
-        return self._gates.finished(child.index, finished) if self._gates is not None else finished
+        return self.gates.finished(child.index, finished) if self.gates is not None else finished
 
     def _note_unknown(self, results: Any) -> None:
         """Keep further result fields of newer vLLM versions: passed on unchanged, merged over several children."""
@@ -223,8 +219,8 @@ class WorkerSide:
             bad = child.get_block_ids_with_load_errors()
             if bad:
                 passed_on |= self._attribute(child, bad)
-        if self._gates is not None and self._meta is not None:
-            for request, load in self._gates.failed_sync_loads(self._meta):
+        if self.gates is not None and self._meta is not None:
+            for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
                 passed_on |= {block for group in load.blocks for block in group}
         return passed_on
@@ -247,15 +243,15 @@ class WorkerSide:
             own |= hit
             if not load.is_async:
                 self._failed_syncs.add(request)
-            elif self._ids_are_unique or KVConnectorTransferResults is None:
+            elif self.ids_are_unique or KVConnectorTransferResults is None:
                 self._report(child, ReportKind.HOLED, (request,))
             else:
                 self._report(child, ReportKind.SPOILED, (request,))
                 continue
             passed_on |= hit
         if unknown := bad - own - stray:
-            self._warn(child, "no open load", unknown, "passed on to vLLM" if self._ids_are_unique else "ignored")
-            passed_on |= unknown if self._ids_are_unique else set()
+            self._warn(child, "no open load", unknown, "passed on to vLLM" if self.ids_are_unique else "ignored")
+            passed_on |= unknown if self.ids_are_unique else set()
         if stray - own:
             self._warn(child, "another connector's load", stray - own, "ignored")
         return passed_on
@@ -277,20 +273,20 @@ class WorkerSide:
         if (meta := self._meta) is not None:
             try:  # measure the step that ends; further calls would cost more than this does
                 has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
-                self._loaded_ns = self._stalls.last_load_ns if has_sync_loads else {}
-                self._load_ns = self._stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+                self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
+                self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
                 if is_due := meta.flush or (not meta.has_forward and self._has_content()):
-                    self._stalls.flush()
+                    self.stalls.flush()
             except Exception:
                 contain("record")
-        return self._collector.collect(is_due=is_due)
+        return self.collector.collect(is_due=is_due)
 
     def _has_content(self) -> bool:
         """Return whether an event has happened after which the engine may become idle.
 
         An arrived load is not such an event: its request continues with a forward, unless it has ended.
         """
-        return bool(self._orders.failed) or self._journal.has_urgent or not all(map(self._goes_on, self._reports))
+        return bool(self._orders.failed) or self.journal.has_urgent or not all(map(self._goes_on, self._reports))
 
     def _goes_on(self, report: Report) -> bool:
         is_open = report.request in self._loads and report.request not in self._orphaned
@@ -310,19 +306,18 @@ class WorkerSide:
             has_own = has_own or own is not None
         if self._orders.loads or self._failed_syncs:
             self._report_syncs()
-        broken = self._report_isolated(self._gates) if self._gates is not None else frozenset()
+        broken: frozenset[tuple[int, int]] = frozenset()
+        if self.gates is not None:
+            for index, request, has_not_begun in self.gates.failed_loads(self._meta) if self._meta is not None else ():
+                kind = ReportKind.FAILED if has_not_begun else ReportKind.SPOILED
+                self._report(self.children[index], kind, (request,))
+            broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
-        if self._flight is not None:
-            self._flight.reported(reports)
+        if self.flight is not None:
+            self.flight.reported(reports)
         if not reports and not broken and not has_own:
             return None
         return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
-
-    def _report_isolated(self, gates: WorkerGates) -> frozenset[tuple[int, int]]:
-        """Report the failed loads of isolated children; return the children that failed, with their epochs."""
-        for index, request, has_not_begun in gates.failed_loads(self._meta) if self._meta is not None else ():
-            self._report(self.children[index], ReportKind.FAILED if has_not_begun else ReportKind.SPOILED, (request,))
-        return gates.take_broken()
 
     def _report_syncs(self) -> None:
         """Report the end of this step's synchronous loads: children do not report it.
@@ -341,15 +336,15 @@ class WorkerSide:
             began_ns = self._began.pop((load.child, request), 0)
             # With layer hooks it is complete after the last layer wait.
             ended_ns = max(began_ns + self._load_ns.get(load.child, 0), self._loaded_ns.get(load.child, 0))
-            self._reports.append(Report(self._rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
+            self._reports.append(Report(self.rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
         self._meta, self._orders = None, NO_ORDERS
         for child in self.children:
             child.clear_connector_metadata()
-        if self._flight is not None:
-            self._flight.end_step()
+        if self.flight is not None:
+            self.flight.end_step()
 
     # Once
 
@@ -357,7 +352,7 @@ class WorkerSide:
         """Give each child its own copy operation, so that its copies are counted."""
         for child in self.children:
             if child.does("set_host_xfer_buffer_ops"):
-                child.set_host_xfer_buffer_ops(self._copies.operation(child.index, copy_operation))
+                child.set_host_xfer_buffer_ops(self.copies.operation(child.index, copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the memory pool that a child provides for the KV cache, if any."""
@@ -373,7 +368,7 @@ class WorkerSide:
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         """Return the children's handshakes, and which isolated children failed at the start."""
         handshakes = tuple(child.get_handshake_metadata() for child in self.children)
-        broken = self._gates.broken if self._gates is not None else frozenset()
+        broken = self.gates.broken if self.gates is not None else frozenset()
         if not broken and all(own is None for own in handshakes):
             return None
         return MultiHandshakeMetadata(handshakes, broken)
@@ -383,11 +378,13 @@ class WorkerSide:
         for request in requests or ():
             began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
             spent_ns = now - began_ns if began_ns else 0
-            self._reports.append(Report(self._rank, kind, request, child.index, now, spent_ns, began_ns))
+            self._reports.append(Report(self.rank, kind, request, child.index, now, spent_ns, began_ns))
 
 
-def _alien(metadata: KVConnectorMetadata) -> TypeError:
-    return TypeError(f"metadata of another connector reached kvobs: {type(metadata).__name__}")
+def _checked(meta: KVConnectorMetadata) -> MultiKVConnectorMetadata:
+    if not isinstance(meta, MultiKVConnectorMetadata):
+        raise TypeError(f"metadata of another connector reached kvobs: {type(meta).__name__}")
+    return meta
 
 
 def _size(load: LoadOrder) -> int:

@@ -8,7 +8,8 @@ and everything after a failure of a hook that is called only once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvobs.children.child import Child, Unbuilt
@@ -41,7 +42,7 @@ class WorkerGates:
         self._raised: set[int] = set()  # connectors whose start_load_kv raised in this step
         self._unreported: dict[int, set[str]] = {}  # finished requests of steps in which it was not called
         for index, gate in self._gates.items():
-            gate.on_failure = self._on_failure(index, gate)
+            gate.on_failure = partial(self._failed, index, gate)
             if isinstance(children[index].connector, Unbuilt):
                 self._fail_for_good(index, gate)
 
@@ -98,10 +99,9 @@ class WorkerGates:
         return frozenset(self._broken)
 
     def take_broken(self) -> frozenset[tuple[int, int]]:
-        """Return the connectors that failed here since the last time, each with the epoch in which it did."""
-        if not self._broken:
-            return frozenset()
-        broken, self._broken = self.broken, set()
+        """Return ``broken``, and forget it."""
+        broken = self.broken
+        self._broken.clear()
         return broken
 
     def _has_begun(self, index: int) -> bool:
@@ -112,32 +112,29 @@ class WorkerGates:
         self._failed_for_good.add(index)
         self._broken.add((index, FOR_GOOD))
 
-    def _on_failure(self, index: int, gate: Gate) -> Callable[[str, tuple[Any, ...], Exception], None]:
-        def failed(hook: str, _args: tuple[Any, ...], error: Exception) -> None:
-            if ends_for_good(hook):
-                self._fail_for_good(index, gate)
-            else:
-                if hook == "start_load_kv":
-                    self._raised.add(index)
-                if hook == "bind_connector_metadata":
-                    gate.closed = _STEP
-                elif hook in _LOADING and any(not load.is_async for load in self._loads.get(index, ())):
-                    gate.closed = _SAVING  # these blocks are unfilled
-                if index in self._never_again:
-                    self._broken.add((index, FOR_GOOD))
-                elif not (state := self._states[index]).is_out:  # otherwise the scheduler knows already
-                    self._broken.add((index, state.epoch))
-            once(
-                f"isolated:{index}:{hook}",
-                logging.WARNING,
-                "isolated connector %r failed in %s: %s: %s",
-                self._names[index],
-                hook,
-                type(error).__name__,
-                line(error),
-            )
-
-        return failed
+    def _failed(self, index: int, gate: Gate, hook: str, _args: tuple[Any, ...], error: Exception) -> None:
+        if ends_for_good(hook):
+            self._fail_for_good(index, gate)
+        else:
+            if hook == "start_load_kv":
+                self._raised.add(index)
+            if hook == "bind_connector_metadata":
+                gate.closed = _STEP
+            elif hook in _LOADING and any(not load.is_async for load in self._loads.get(index, ())):
+                gate.closed = _SAVING  # these blocks are unfilled
+            if index in self._never_again:
+                self._broken.add((index, FOR_GOOD))
+            elif not (state := self._states[index]).is_out:  # otherwise the scheduler knows already
+                self._broken.add((index, state.epoch))
+        once(
+            f"isolated:{index}:{hook}",
+            logging.WARNING,
+            "isolated connector %r failed in %s: %s: %s",
+            self._names[index],
+            hook,
+            type(error).__name__,
+            line(error),
+        )
 
 
 def _loads(meta: MultiKVConnectorMetadata) -> Iterable[tuple[str, LoadOrder]]:

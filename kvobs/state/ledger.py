@@ -16,6 +16,7 @@ may withdraw its own report (``reopen_save``; a load is simply not closed), or a
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from kvobs.state.transfers import (
     Finished,
@@ -83,11 +84,15 @@ class Ledger:
         """Remember the last lookup's winner (child, is_async) or None, until the allocation."""
         self.arrive(request).candidate = candidate
 
-    def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0) -> Load | None:
+    def candidate(self, request: str) -> tuple[int, bool] | None:
+        """Return the last lookup's winner (child, is_async), until the allocation."""
+        return entry.candidate if (entry := self._entries.get(request)) else None
+
+    def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0, **details: Any) -> Load | None:
         """Open the load that vLLM allocated ``tokens`` for; return None if there is nothing to load.
 
-        ``expected`` is the number of ranks whose report completes it. A second allocation call after an async load
-        has 0 tokens and changes nothing.
+        ``expected`` is the number of ranks whose report completes it, ``details`` are more fields of ``Load``. A second
+        allocation call after an async load has 0 tokens and changes nothing.
         """
         entry = self.arrive(request)
         candidate, entry.candidate = entry.candidate, None
@@ -97,7 +102,7 @@ class Ledger:
         entry.owner = child
         if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
             self._not_open(request, entry.load)
-        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns)
+        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns, **details)
         self._open_loads[child].begin(request, now_ns, tokens)
         return entry.load
 

@@ -161,7 +161,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="With wait_for or lookup_timeout_ms, a connector whose answer was not waited for is asked in every "
         "step until it answers, then gets the blocks with 0 tokens, and does not see that request as scheduled.",
         why="A connector that gets its blocks before it has answered keeps the locks of its lookup.",
-        test="tests/unit/routing/test_open_lookups.py::test_one_that_answers_after_the_load_is_given_its_blocks_then",
+        test="tests/unit/routing/test_lookups.py::test_one_that_answers_after_the_load_is_given_its_blocks_then",
     ),
     Deviation(
         name="isolated-children-see-less",

@@ -124,7 +124,7 @@ def _naive() -> Line:
 
 def flush(rig: Rig) -> None:
     """Count what was stamped, as a worker does every 100 ms."""
-    stalls = rig.workers[0]._side._stalls
+    stalls = rig.workers[0]._side.stalls
     stalls.close_step(has_forward=True, has_sync_loads=False)
     stalls.flush()
 

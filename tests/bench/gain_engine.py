@@ -87,7 +87,7 @@ class Engine:
         self.announced = Announced()
         core: Any = self.engine.engine_core
         side: SchedulerSide = core.engine_core.scheduler.connector._side
-        side._gains._listener = TransferListeners([side._gains._listener, self.announced])
+        side.gains._listener = TransferListeners([side.gains._listener, self.announced])
         self._busy = busy
         self._others: set[str] = set()
         self._number = 0

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvobs.routing.fastest import Fastest
-from kvobs.routing.lookups import Offers
+from kvobs.routing.policies import Fastest, First, LoadPolicy, Longest
 from kvobs.state.transfers import Load
 from tests.engine.children import SteeredChild
 
 _KEPT = 3000
 """Blocks; those of all prompts that are asked again are less than that."""
 
-_choose, _admitted, _load_ended = Offers._chosen, Fastest.admitted, Fastest.load_ended
+_OTHERS: dict[str, LoadPolicy] = {"first": First(), "longest": Longest()}
+
+_choose, _admitted, _load_ended = Fastest.choose, Fastest.admitted, Fastest.load_ended
 _of_others: set[str] = set()
 """Requests of the other policies."""
 
@@ -28,16 +29,12 @@ class SwitchedChild(SteeredChild):
         return super()._blocks_to_save(tracked) if len(self._stored) < _KEPT else []
 
 
-def _chosen(self: Offers, request: Any, *args: Any) -> Any:
+def _chosen(self: Fastest, request: Any, *args: Any) -> Any:
     policy = (request.kv_transfer_params or {}).get("policy", "fastest")
     if policy == "fastest":
         return _choose(self, request, *args)
     _of_others.add(request.request_id)
-    fastest, self._fastest, self._longest = self._fastest, None, policy == "longest"
-    try:
-        return _choose(self, request, *args)
-    finally:
-        self._fastest, self._longest = fastest, False
+    return _OTHERS[policy].choose(request, *args)
 
 
 def _on_admitted(self: Fastest, request_id: str, load: Load) -> None:
@@ -51,7 +48,7 @@ def _on_load_ended(self: Fastest, request_id: str, load: Load) -> None:
 
 
 for owner, name, call in (
-    (Offers, "_chosen", _chosen),
+    (Fastest, "choose", _chosen),
     (Fastest, "admitted", _on_admitted),
     (Fastest, "load_ended", _on_load_ended),
 ):

@@ -112,7 +112,7 @@ class Engine:
         self.random = Random(seed)
         self.ledger = LEDGERS[name] = Ledger(RANKS, REPORTERS, BYTES_PER_TOKEN * RANKS)
         self.exporter = MoodyExporter()
-        for module in ("scheduler", "completions", "worker", "open_transfers", "output_view"):
+        for module in ("scheduler", "completions", "worker", "outcomes"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
         patch.setattr("kvobs.export.span_export.make_exporter", lambda _endpoint: self.exporter)

@@ -36,7 +36,7 @@ class Isolating:
         **more: Any,
     ) -> None:
         self.now_ns = 1_700_000_000 * S
-        for module in ("scheduler", "completions", "worker", "open_transfers", "isolation", "output_view"):
+        for module in ("scheduler", "completions", "worker", "outcomes", "isolation"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
         kvobs = {"names": ["best", "other"], "isolate": ["best"], **more}
@@ -47,6 +47,11 @@ class Isolating:
         for _ in range(steps):
             self.now_ns += int(seconds * S)
             self.rig.step()
+
+    def say(self, script: Script, **words: str) -> None:
+        """Let a child report on both ranks."""
+        for rank in (0, 1):
+            script.say(rank, **words)
 
     def run_to_end(self, *requests: str) -> None:
         for _ in range(60):

@@ -30,7 +30,7 @@ class Observed:
         self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
         self.token_s = 0.0  # how long a step computes, by token
-        for module in ("scheduler", "completions", "worker", "open_transfers", "gains", "fastest"):
+        for module in ("scheduler", "completions", "worker", "outcomes", "gains", "policies"):
             patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: int(self.now * 1e9))
         kvobs = {"names": NAMES, **kvobs}
         self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)
@@ -38,7 +38,7 @@ class Observed:
         work = self.rig._work
 
         def late(worker: Any, *args: Any) -> Any:
-            late_s = self.rank_s.get(worker._side._rank, 0)
+            late_s = self.rank_s.get(worker._side.rank, 0)
             self.now += late_s
             try:
                 return work(worker, *args)

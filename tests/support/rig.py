@@ -31,7 +31,7 @@ def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)
     shipped = sum(KvobsStats(data=payload["kvobs"]).increments().counts.get(place, 0) for payload in rig.stats)
-    return shipped + counts_of(rig.connector._side._collector._recorder, child, metric, *labels)
+    return shipped + counts_of(rig.connector._side.collector._recorder, child, metric, *labels)
 
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
@@ -49,12 +49,11 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.scheduler.requests == {}
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
-    assert (len(side.ledger), len(side._offers), side._next.made) == (0, 0, None)
-    assert len(side._open_lookups) == 0
-    assert [len(visibility) for visibility in side._visibility] == [0] * len(side.children)
-    assert [visibility._over for visibility in side._visibility] == [set()] * len(side.children)
+    assert (len(side.ledger), len(side.offers), side.next_orders.made) == (0, 0, None)
+    assert len(side.open_lookups) == 0
+    assert not any(visibility or visibility._over for visibility in side.visibility)
     assert all(asked == {} for asked in side.isolation._asked.values())
-    assert not isinstance(side._traces, Traces) or len(side._traces) == 0
-    assert not isinstance(side._reports, Reports) or len(side._reports) == 0
+    assert not isinstance(side.traces, Traces) or len(side.traces) == 0
+    assert not isinstance(side.reports, Reports) or len(side.reports) == 0
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
     assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

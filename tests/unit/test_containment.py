@@ -293,7 +293,7 @@ def test_a_file_that_kvobs_opens_for_writing_is_noted(opener: str, flags: int, i
 # Modules that are there for the telemetry alone: all that they do belongs into a seam.
 PACKAGES = ("telemetry", "export")
 MODULES = {"log", "schema.signals", "schema.spans", "children.collector", "children.layer_calls",
-           "routing.gains", "routing.open_transfers", "routing.outcomes", "routing.step_work"}  # fmt: skip
+           "routing.gains", "routing.outcomes"}  # fmt: skip
 """The telemetry: all of these packages, and these modules."""
 
 

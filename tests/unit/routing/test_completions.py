@@ -1,9 +1,13 @@
-"""What has ended is closed and reported once, whether any connector looks at the output or none does."""
+"""What has ended is closed and reported once, whether any connector looks at the output or none does.
+
+Every child is shown one output with all receipts, saves and failures; what it changes of its own counts (N6).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -13,10 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvobs.routing.completions import Completions, released_set
+from kvobs.children.child import Child
+from kvobs.routing.completions import Completions, OutputView, Over, released_set
+from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
+from kvobs.routing.visibility import Visibility
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import Report, ReportKind, Stray
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.rig import assert_nothing_is_left, child_config, counted
 from tests.support.scheduler_life import Life, actions
+from tests.support.scripted import Events, Stats, Tally
 
 Said: TypeAlias = tuple[int, int, int]  # child, rank, request
 KINDS = ("ScriptedConnector", "UnwatchingConnector")
@@ -47,7 +60,7 @@ def seen(rig: Rig) -> Any:
 def idle() -> Completions:
     """Return the completions of an engine without requests, at which no connector looks."""
     rig = Rig("kvobs", connectors=[child_config(Script(name), "UnwatchingConnector") for name in "ab"])
-    completions: Completions = rig.connector._side._completions
+    completions: Completions = rig.connector._side.completions
     return completions
 
 
@@ -60,7 +73,7 @@ def test_an_output_without_news_is_not_looked_into(idle: Completions, monkeypatc
 
 def test_what_ended_without_a_report_is_taken_in_all_the_same(idle: Completions) -> None:
     """As a save that its loader promised: it ends with the load, and is reported with the next output."""
-    ledger = idle._ledger
+    ledger = idle.ledger
     ledger.arrive("r")
     ledger.propose("r", (0, True))
     ledger.admit("r", BLOCK, 1)
@@ -80,7 +93,7 @@ def test_saves_that_were_done_before_their_promise_are_not_kept(idle: Completion
 
 
 def test_a_failure_that_vllm_reads_closes_its_load(idle: Completions) -> None:
-    ledger = idle._ledger
+    ledger = idle.ledger
     ledger.arrive("r")
     ledger.propose("r", (0, True))
     ledger.admit("r", BLOCK, 1)
@@ -88,7 +101,7 @@ def test_a_failure_that_vllm_reads_closes_its_load(idle: Completions) -> None:
     ledger.take_failures()
     idle.take_in(KVConnectorOutput(failed_recving={"r"}))
     assert ledger.load("r") is None
-    assert idle._next.take().closed == ["r"]
+    assert idle.next_orders.take().closed == ["r"]
 
 
 def freed(router: str, plan: Sequence[Sequence[Said]], promises: Sequence[set[int]], *, is_aggregated: bool) -> Any:
@@ -171,3 +184,342 @@ def test_without_an_aggregator_it_is_the_workers(saved: list[str]) -> None:
 def test_a_save_that_no_rank_has_reported_is_released_too(ended: list[str], reported: list[str]) -> None:
     """A connector may be given up, or has reported before its promise."""
     assert released_set(ended, [reported], is_aggregated=True) == set(ended)
+
+
+# --- what children are shown, and change
+
+KV = (2 * BLOCK, True)
+
+
+class Watcher:
+    """A connector that notes what it is shown, and then does something to it."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.change: Callable[[Any], None] = lambda output: None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.seen.append({
+            "received": set(connector_output.finished_recving or ()),
+            "sent": set(connector_output.finished_sending or ()),
+            "failed": set(connector_output.failed_recving),
+            "meta": connector_output.kv_connector_worker_meta,
+            "events": connector_output.kv_cache_events,
+            "stats": connector_output.kv_connector_stats,
+            "output": connector_output,
+        })  # fmt: skip
+        self.change(connector_output)
+
+
+class Shown:
+    """Three children, of which the first loads ``own`` and the second ``other``; both have promised ``saved``."""
+
+    def __init__(self) -> None:
+        self.watchers = [Watcher(), Watcher(), Watcher()]
+        recorder = Recorder(3)
+        self.ledger = Ledger()
+        self.visibility = [Visibility() for _ in self.watchers]
+        self.stray: list[Stray] = []
+        children = [Child(i, str(i), watcher, recorder) for i, watcher in enumerate(self.watchers)]
+        self.view = OutputView(children, self.ledger, self.visibility, self.stray.append)
+        for request, child in (("own", 0), ("other", 1)):
+            self.ledger.propose(request, (child, True))
+            self.ledger.admit(request, 16, 2)
+        self.ledger.finish("saved", [(0, 2), (1, 2)])
+        self.output = KVConnectorOutput(failed_recving=set())
+
+    def all_in(self) -> None:
+        """Let every rank report everything."""
+        for rank in (0, 1):
+            for kind, request, child in (
+                (ReportKind.RECEIVED, "own", 0),
+                (ReportKind.RECEIVED, "other", 1),
+                (ReportKind.SAVED, "saved", 0),
+                (ReportKind.SAVED, "saved", 1),
+            ):
+                self.ledger.record(Report(rank, kind, request, child, 0))
+
+    def show(self, meta: Any = None) -> Over:
+        over = self.view.show(self.output, meta, self.ledger.take_loads_in(), set(self.ledger.take_saves_in()))
+        return Over(sorted(over.loads), over.saves)
+
+
+def assign(**fields: Any) -> Callable[[Any], None]:
+    def change(output: Any) -> None:
+        for name, value in fields.items():
+            setattr(output, name, value)
+
+    return change
+
+
+def raising(output: Any) -> None:
+    raise OSError("no")
+
+
+ALL = Over(["other", "own"], {"saved"})
+NOTHING = Over([], set())
+
+
+def test_all_are_shown_the_one_output_with_everything() -> None:
+    """HiSparse needs its siblings' receipts, and failures."""
+    shown = Shown()
+    shown.all_in()
+    shown.output.failed_recving = {"other"}
+    assert shown.show() == ALL
+    for watcher in shown.watchers:
+        (seen,) = watcher.seen
+        assert seen["output"] is shown.output
+        assert (seen["received"], seen["sent"], seen["failed"]) == ({"own", "other"}, {"saved"}, {"other"})
+    assert shown.stray == []
+
+
+def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> None:
+    """FlexKV reports its receipts there."""
+    shown = Shown()
+    shown.watchers[0].change = assign(finished_recving={"own"}, finished_sending={"saved"})
+    shown.watchers[1].change = assign(finished_sending={"saved"})
+    assert shown.show() == Over(["own"], {"saved"})
+    assert shown.watchers[1].seen[0]["received"] == {"own"}
+    assert shown.watchers[1].seen[0]["sent"] == set(), "the second promise is open"
+    assert shown.watchers[2].seen[0]["sent"] == {"saved"}
+    assert shown.stray == []
+
+
+@pytest.mark.parametrize("wipes", [0, 1, 2])
+def test_what_a_child_wipes_of_its_siblings_stays_and_is_shown_to_those_after_it(wipes: int) -> None:
+    """FlexKV assigns both sets, whatever was in them; with vLLM's own router its siblings' requests hang."""
+    shown = Shown()
+    shown.all_in()
+    own = [{"own"}, {"other"}, None][wipes]
+    shown.watchers[wipes].change = assign(finished_recving=own, finished_sending={"saved"} if own else None)
+    assert shown.show() == ALL
+    assert [(w.seen[0]["received"], w.seen[0]["sent"]) for w in shown.watchers] == [({"own", "other"}, {"saved"})] * 3
+    assert shown.stray == []
+
+
+@pytest.mark.parametrize("in_steps", [1, 3])
+def test_a_child_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> None:
+    """MoRIIO parks acknowledgements, and reaps those that never came."""
+    shown = Shown()
+    shown.all_in()
+    shown.watchers[0].change = assign(finished_sending=None)
+    assert shown.show().saves == set()
+    assert [watcher.seen[0]["sent"] for watcher in shown.watchers] == [{"saved"}, set(), set()]
+    shown.watchers[0].change = lambda output: None
+    for _ in range(in_steps):
+        assert shown.show() == NOTHING
+    shown.watchers[0].change = assign(finished_sending={"saved"})
+    assert shown.show().saves == {"saved"}
+    assert set(shown.ledger.close_saves("saved")) == {0, 1}
+
+
+def test_a_child_may_keep_its_load_back_and_complete_it_later() -> None:
+    shown = Shown()
+    shown.all_in()
+    shown.watchers[0].change = lambda output: output.finished_recving.discard("own")
+    assert shown.show().loads == ["other"]
+    shown.ledger.close_load("other")
+    shown.watchers[0].change = assign(finished_recving={"own"})
+    assert shown.show().loads == ["own"]
+
+
+def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_its_place() -> None:
+    """A copy may have another order, in which blocks would be freed."""
+    shown = Shown()
+    shown.all_in()
+    sent = set(shown.ledger.take_saves_in())
+    seen: list[Any] = []
+    for watcher in shown.watchers:
+        watcher.change = lambda output: seen.append(output.finished_sending)
+    assert shown.view.show(shown.output, None, [], sent).saves is sent
+    assert all(each is sent for each in seen)
+    other = set(sent)
+    shown.watchers[1].change = assign(finished_sending=other)
+    assert shown.view.show(shown.output, None, [], sent).saves is other
+    assert seen[-1] is other
+
+
+def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
+    shown = Shown()
+    shown.watchers[2].change = assign(finished_recving={"own", "nobody"}, finished_sending={"saved", "own"})
+    assert shown.show() == NOTHING
+    assert sorted(shown.stray) == sorted([
+        Stray(2, "load", "own"),
+        Stray(2, "load", "nobody"),
+        Stray(2, "save", "saved"),
+        Stray(2, "save", "own"),
+    ])  # fmt: skip
+    assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
+
+
+@pytest.mark.parametrize("is_in", [False, True])
+def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool) -> None:
+    """vLLM has read the failures before it shows the output; every rank reports it in the next step."""
+    shown = Shown()
+    if is_in:
+        shown.all_in()
+    shown.watchers[0].change = lambda output: output.failed_recving.add("own")
+    over = shown.show()
+    assert "own" not in over.loads
+    assert shown.output.failed_recving == set()
+    assert shown.ledger.take_failures() == ("own",)
+    assert shown.watchers[1].seen[0]["failed"] == set()
+    shown.ledger.echoed("own")
+    shown.watchers[0].change = lambda output: None
+    shown.output.failed_recving = {"own"}
+    assert "own" in shown.show().loads
+    load = shown.ledger.close_load("own")
+    assert load is not None
+    assert load.failed
+
+
+@pytest.mark.parametrize("request_id", ["other", "nobody", "saved"])
+def test_a_failure_of_what_is_not_a_childs_own_is_stray(request_id: str) -> None:
+    shown = Shown()
+    shown.watchers[0].change = lambda output: output.failed_recving.add(request_id)
+    assert shown.show() == NOTHING
+    assert shown.stray == [Stray(0, "failure", request_id)]
+    assert shown.output.failed_recving == set()
+    assert shown.ledger.take_failures() == ()
+
+
+def test_a_synchronous_load_is_over_and_shown_to_nobody() -> None:
+    shown = Shown()
+    shown.ledger.propose("sync", (0, False))
+    shown.ledger.admit("sync", 16, 1)
+    shown.ledger.record(Report(0, ReportKind.SYNC_DONE, "sync", 0, 0))
+    assert shown.show().loads == ["sync"]
+    assert [watcher.seen[0]["received"] for watcher in shown.watchers] == [set()] * 3
+
+
+def test_hidden_requests_are_not_shown_and_end_all_the_same() -> None:
+    shown = Shown()
+    shown.all_in()
+    shown.visibility[2].hidden |= {"own", "saved"}
+    assert shown.show() == ALL
+    assert shown.watchers[2].seen[0]["received"] == {"other"}
+    assert shown.watchers[2].seen[0]["sent"] == set()
+
+
+def stats_of(output: KVConnectorOutput) -> Any:
+    """Return the children's own stats in the output, by name."""
+    stats = output.kv_connector_stats
+    return stats and {name: own.data for name, own in stats.data.items() if name != "kvobs"}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_all_back(raises: bool) -> None:
+    shown, mine, others = Shown(), Stats(data={"n": 1}), Stats(data={"n": 2})
+    meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
+    of_first: Any = Events("x")
+    shown.output.kv_cache_events = events = MultiKVEvents({0: of_first})
+    stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": KvobsStats.bare({})})
+    shown.output.kv_connector_stats = stats
+    shown.watchers[2].change = raising if raises else shown.watchers[2].change
+    with pytest.raises(OSError, match="no") if raises else contextlib.nullcontext():
+        shown.show(meta)
+    seen = [watcher.seen[0] for watcher in shown.watchers]
+    assert [each["meta"] for each in seen] == list(meta.metadata)
+    assert [each["events"] for each in seen] == [of_first, None, None]
+    assert [each["stats"] for each in seen] == [mine, others, None]
+    output = shown.output
+    assert (output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats) == (meta, events, stats)
+    assert list(stats.data) == ["0", "1", "kvobs"]
+
+
+def test_what_a_child_changes_of_its_own_stats_counts() -> None:
+    shown = Shown()
+    shown.output.kv_connector_stats = MultiKVConnectorStats(data={n: Stats(data={"n": 1}) for n in ("0", "1", "2")})
+    shown.watchers[0].change = lambda output: output.kv_connector_stats.data.update(n=5)
+    shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
+    shown.watchers[2].change = assign(kv_connector_stats=None)
+    shown.show()
+    assert stats_of(shown.output) == {"0": {"n": 5}, "1": {"n": 6}}
+
+
+def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:
+    shown = Shown()
+    shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
+    shown.show()
+    assert [watcher.seen[0]["stats"] for watcher in shown.watchers] == [None] * 3
+    assert stats_of(shown.output) == {"1": {"n": 6}}
+    assert shown.output.kv_connector_stats is not None
+    assert shown.output.kv_connector_stats.data["kvobs"].children["1"].endswith(":Watcher")
+    shown.watchers[1].change = lambda output: None
+    shown.output.kv_connector_stats = None
+    shown.show()
+    assert shown.output.kv_connector_stats is None
+
+
+@pytest.mark.parametrize("raw", [{"n": 3}, RawStats(data={"n": 3})], ids=["dict", "RawStats"])
+def test_raw_stats_are_shown_as_an_object_of_the_childs_class_or_not_at_all(raw: Any, a: Script, b: Script) -> None:
+    """An object of another class would end a connector that insists on its own."""
+    rig = Rig("kvobs", connectors=[child_config(a, "SummedConnector"), child_config(b)])
+    found: dict[str, Any] = {}
+    a.on_output = lambda output: found.update(a=output.kv_connector_stats)
+    b.on_output = lambda output: found.update(b=output.kv_connector_stats)
+    stats = MultiKVConnectorStats(data={"SummedConnector": raw, "ScriptedConnector": raw})
+    rig.connector.update_connector_output(KVConnectorOutput(kv_connector_stats=stats))
+    assert type(found["a"]) is Stats
+    assert stats.data["SummedConnector"] is found["a"]
+    assert found["a"].data == {"n": 3}
+    assert found["b"] is None
+    assert stats.data["ScriptedConnector"] is raw
+
+
+# --- under vLLM's scheduler
+
+
+def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Script) -> None:
+    """FlexKV promises, and then reports the load only."""
+    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)])
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig.add("r")
+    rig.step()
+    rig.abort("r")
+    rig.step()
+    assert rig.status("r") == "FINISHED_ABORTED"
+    a.on_output = assign(finished_recving={"r"}, finished_sending=None)
+    rig.step()
+    assert rig.status("r") == "gone"
+    a.on_output = None
+    assert counted(rig, "kvobs_saves_total", 0, "ok") == 1
+    seen = len(b.calls)
+    rig.run(3)
+    later = [detail for hook, detail in b.calls[seen:] if hook == "update_connector_output"]
+    assert all(shown["received"] == shown["sent"] == set() for shown in later), "it is gone"
+    assert_nothing_is_left(rig)
+
+
+def test_the_workers_forget_a_promise_that_ended_with_its_load(a: Script, b: Script) -> None:
+    """Also where both become known to them in the same step."""
+    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)], ranks=2)
+    a.finished_count = 1
+    rig.connector.get_finished_count()
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig.add("r")
+    rig.step()
+    a.say(0, received="r")
+    rig.abort("r")
+    rig.step()
+    rig.run(2)
+    assert rig.status("r") == "gone"
+    assert_nothing_is_left(rig)
+
+
+def test_a_failure_said_on_the_schedulers_side_is_recomputed(a: Script, b: Script) -> None:
+    a.offers["r"] = [KV, (0, False)]
+    rig = Rig("kvobs", a, b, ranks=2)
+    request = rig.add("r", max_tokens=2)
+    rig.step()
+    a.on_output = lambda output: output.failed_recving.add("r")
+    rig.step()
+    a.on_output = None
+    rig.step()
+    assert request.num_computed_tokens == 0
+    rig.run(4)
+    assert rig.status("r") == "gone"
+    assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
+    assert_nothing_is_left(rig)

@@ -1,4 +1,4 @@
-"""Each load is weighed once: what it saved against what its request waited."""
+"""Each load is weighed once: what it saved against what its request waited; and the work of vLLM's steps is read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from kvobs.prediction.compute_cost import Work
 from kvobs.routing import gains
-from kvobs.routing.gains import Gains, StepLimits
+from kvobs.routing.gains import Gains, StepLimits, work_of
 from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.testing import BLOCK, Rig, Script
 from tests.support.reports import took
 
 MS = 1_000_000
@@ -71,14 +73,6 @@ def test_an_async_load_is_weighed_when_its_request_is_scheduled_again(engine: En
     assert gain.saved_ns == pytest.approx(1000 * TOKEN_NS, rel=0.02)
     assert not gain.is_slower
     assert len(engine.gains) == 0
-
-
-def test_a_load_for_which_is_waited_longer_than_computing_takes_is_slower(engine: Engine) -> None:
-    load = engine.load(tokens=64)
-    engine.now_ns += 30 * MS
-    engine.gains.load_ended("r", load)
-    engine.resume("r")
-    assert engine.weighed[0][1].is_slower
 
 
 def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
@@ -156,3 +150,74 @@ def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
     scheduling = SimpleNamespace(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
     assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
     assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)
+
+
+# --- the work of a step
+
+
+class Planned:
+    """Notes every step's work as it is read, and as the requests have it."""
+
+    def __init__(self, rig: Rig, patch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[Work | None, Work]] = []
+        self.rig = rig
+        patch.setattr(gains, "work_of", self.read)
+
+    def read(self, output: Any) -> Work | None:
+        tokens = pairs = decodes = context = prefills = 0
+        for request_id, n in output.num_scheduled_tokens.items():
+            request = self.rig.scheduler.requests[request_id]
+            before = request.num_computed_tokens
+            if before < request.num_prompt_tokens:
+                prefills += 1
+                tokens += n
+                pairs += sum(range(before + 1, before + n + 1))
+            else:
+                decodes += n
+                context += before
+        found = work_of(output)
+        self.steps.append((found, (tokens, pairs, decodes, context, prefills)))
+        return found
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prefills_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch, a: Script, lag: int) -> None:
+    a.offers |= {"loaded": (3 * BLOCK, True)}
+    rig = Rig("kvobs", a, lag=lag, blocks=256)
+    rig.scheduler.max_num_scheduled_tokens = 100
+    planned = Planned(rig, monkeypatch)
+    for i, tokens in enumerate((1, 17, 250, 90)):
+        rig.add(f"r{i}", tokens=tokens, max_tokens=4 + i)
+    rig.add("loaded", tokens=4 * BLOCK + 1)
+    rig.run(4)
+    a.say(0, received="loaded")
+    rig.run(14)
+    assert not rig.scheduler.requests
+    working = [(found, truth) for found, truth in planned.steps if any(truth)]
+    assert len(working) > 6
+    assert all(found == truth for found, truth in working)
+    sizes = {(tokens, decodes) for _, (tokens, _pairs, decodes, _context, _prefills) in working}
+    assert any(tokens and decodes for tokens, decodes in sizes), "mixed"
+    assert any(tokens == 100 - decodes for tokens, decodes in sizes), "chunked"
+    assert any(not tokens for tokens, _ in sizes), "decodes alone"
+    assert {found for found, truth in planned.steps if not any(truth)} <= {None}
+
+
+def test_nothing_is_learned_from_what_a_preemption_computes_again(monkeypatch: pytest.MonkeyPatch, a: Script) -> None:
+    rig = Rig("kvobs", a, blocks=16)
+    planned = Planned(rig, monkeypatch)
+    for request_id in ("r", "q"):
+        rig.add(request_id, tokens=5 * BLOCK, max_tokens=5 * BLOCK)
+    rig.run(8 * BLOCK)
+    unlike = [found for found, truth in planned.steps if any(truth) and found != truth]
+    assert unlike
+    assert set(unlike) == {None}
+
+
+def test_nothing_is_learned_from_an_encoders_input(a: Script) -> None:
+    rig = Rig("kvobs", a)
+    rig.add("r")
+    output = rig.scheduler.schedule()
+    assert work_of(output) is not None
+    output.scheduled_encoder_inputs = {"r": [0]}
+    assert work_of(output) is None

@@ -28,8 +28,7 @@ def test_a_failure_in_any_hook_keeps_the_child_out_until_it_is_over(
     for request in ("load", "plain"):
         engine.rig.add(request, max_tokens=3)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, received="load")
+    engine.say(a, received="load")
     # Nobody asks it, without metadata; or it never answers.
     is_given_up = hook in ("get_transfer_results", "build_connector_meta")
     if is_given_up:
@@ -50,8 +49,7 @@ def test_a_failure_in_any_hook_keeps_the_child_out_until_it_is_over(
     engine.rig.add("again", max_tokens=1)
     engine.step(2)
     assert engine.rig.status("again") == "WAITING_FOR_REMOTE_KVS"
-    for rank in (0, 1):
-        a.say(rank, received="again")
+    engine.say(a, received="again")
     engine.run_to_end("again")
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") >= 1
     engine.step(3, seconds=1)
@@ -99,20 +97,6 @@ def test_a_load_that_may_have_begun_has_failed_and_is_waited_for(
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_load_under_way_survives_a_failure_before_it_begins(engine: Isolating, a: Script) -> None:
-    """In ``handle_preemptions``: the load itself begins all the same."""
-    a.offers["r"] = KV
-    a.raises["handle_preemptions"] = FAILURE
-    engine.rig.add("r", max_tokens=1)
-    engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, received="r")
-    engine.run_to_end("r")
-    assert engine.is_out
-    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 1
-    assert_nothing_is_left(engine.rig)
-
-
 @pytest.mark.parametrize("comes_late", [True, False])
 def test_the_order_of_a_load_may_come_with_a_later_steps(engine: Isolating, a: Script, comes_late: bool) -> None:
     """Connectors keep their orders when they raise: had it failed at once, it would write into another's blocks."""
@@ -124,8 +108,7 @@ def test_the_order_of_a_load_may_come_with_a_later_steps(engine: Isolating, a: S
     if comes_late:
         a.raises.clear()
         engine.step()
-        for rank in (0, 1):
-            a.say(rank, received="r")
+        engine.say(a, received="r")
     else:
         engine.step(seconds=GIVE_UP_NS / S)
     engine.run_to_end("r")
@@ -133,18 +116,22 @@ def test_the_order_of_a_load_may_come_with_a_later_steps(engine: Isolating, a: S
     assert_nothing_is_left(engine.rig)
 
 
-def test_what_was_under_way_when_a_child_failed_elsewhere_may_still_arrive(engine: Isolating, a: Script) -> None:
+@pytest.mark.parametrize("hook", ["handle_preemptions", "get_num_new_matched_tokens"])
+def test_what_was_under_way_when_a_child_failed_elsewhere_may_still_arrive(
+    engine: Isolating, a: Script, hook: str
+) -> None:
+    """Also a load that begins in the step of the failure."""
     a.offers["r"] = KV
     a.promises.add("saved")
-    engine.rig.add("r", max_tokens=1)
     engine.rig.add("saved", max_tokens=1)
     engine.step(3)
-    a.raises["get_num_new_matched_tokens"] = FAILURE
+    engine.rig.add("r", max_tokens=1)
+    engine.step(hook != "handle_preemptions")
+    a.raises[hook] = FAILURE
     engine.rig.add("other", max_tokens=1)
     engine.run_to_end("other")
     assert engine.is_out
-    for rank in (0, 1):
-        a.say(rank, received="r", saved="saved")
+    engine.say(a, received="r", saved="saved")
     engine.run_to_end("r", "saved")
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 1
     assert counted(engine.rig, "kvobs_saves_total", 0, "ok") == 1
@@ -159,8 +146,7 @@ def test_a_child_that_is_out_is_asked_for_results_as_it_is_otherwise(
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=8)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, received="r")
+    engine.say(a, received="r")
     engine.run_to_end("r")
     assert engine.is_out
     assert "failed in get_transfer_results" not in caplog.text
@@ -191,21 +177,6 @@ def test_what_never_arrives_is_given_up(engine: Isolating, a: Script, caplog: py
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_load_that_is_given_up_ended_on_all_ranks_when_it_was(
-    engine: Isolating, a: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its duration, which spans and the slow rank are made of, is that of the wait."""
-    ended: list[dict[int, int]] = []
-    monkeypatch.setattr(engine.side._listener, "load_ended", lambda request, load: ended.append(dict(load.arrived)))
-    a.offers["r"] = KV
-    engine.rig.add("r", max_tokens=1)
-    engine.step(3)
-    a.raises["get_transfer_results"] = FAILURE
-    engine.step(2)
-    engine.step(seconds=GIVE_UP_NS / S)
-    assert ended == [{0: engine.now_ns, 1: engine.now_ns}]
-
-
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_what_a_child_promises_while_it_is_out_is_held_until_it_reports_or_is_given_up(
     engine: Isolating, a: Script, is_reported: bool
@@ -217,8 +188,7 @@ def test_what_a_child_promises_while_it_is_out_is_held_until_it_reports_or_is_gi
     assert engine.is_out
     assert engine.rig.status("r") == "FINISHED_LENGTH_CAPPED"
     if is_reported:
-        for rank in (0, 1):
-            a.say(rank, saved="r")
+        engine.say(a, saved="r")
     else:
         a.raises.clear()
         engine.step(2, seconds=GIVE_UP_NS / S + 1)

@@ -84,24 +84,23 @@ def test_nobody_waits_for_the_answer_of_a_child_that_is_out(
     engine.step()
     engine.step()
     assert engine.rig.status("r") == "WAITING_FOR_REMOTE_KVS"
-    for rank in (0, 1):
-        b.say(rank, received="r")
+    engine.say(b, received="r")
     engine.run_to_end("r")
     assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
 
 
-def test_the_longest_offer_that_is_synchronous_and_isolated_loses(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+@pytest.mark.parametrize("policy", ["first", "longest"])
+def test_a_synchronous_offer_is_unused_beside_connectors_that_save(
+    policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Isolating(monkeypatch, a, b, load_policy="longest")
-    a.offers["r"], b.offers["r"] = (4 * BLOCK, False), KV
+    engine = Isolating(monkeypatch, a, b, load_policy=policy)
+    a.offers["r"], b.offers["r"] = (3 * BLOCK, False), SYNC
     engine.rig.add("r", max_tokens=1)
-    engine.step(2)
-    for rank in (0, 1):
-        b.say(rank, received="r")
     engine.run_to_end("r")
-    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 2 * BLOCK
-    assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
+    assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
+    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
+    assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
+    assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
 
 # --- N9: synchronous loads, alone or beside connectors that do not save
@@ -127,35 +126,23 @@ def test_a_synchronous_hit_is_used_where_no_other_connector_saves(a: Script, b: 
     assert_nothing_is_left(lone.rig)
 
 
-@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_layer_load"])
-def test_a_synchronous_load_that_raises_is_recomputed_and_nothing_is_saved_in_its_step(a: Script, hook: str) -> None:
+@pytest.mark.parametrize(
+    "hook", ["start_load_kv", "wait_for_layer_load", "build_connector_meta", "bind_connector_metadata"]
+)
+def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its_step(a: Script, hook: str) -> None:
     lone = Lone(a)
     a.raises[hook] = FAILURE
     lone.rig.step()
     assert lone.rig.output is not None
     assert lone.rig.output.invalid_block_ids == set(a.called("update_state_after_alloc")[0][2][0][:2])
     assert lone.request.num_computed_tokens == 0
-    if hook == "start_load_kv":
-        assert a.called("save_kv_layer") == []
-    assert a.called("wait_for_save") == []
+    assert bool(a.called("start_load_kv")) is hook.endswith(("load_kv", "layer_load"))
+    assert a.called("save_kv_layer") == a.called("wait_for_save") == []
     a.raises.clear()
     lone.rig.run(5)
-    assert lone.rig.status("r") == "gone"
     assert list(lone.request.output_token_ids) == [7, 7, 7]
     assert counted(lone.rig, "kvobs_loads_total", 0, "sync", "failed") == 1
     assert counted(lone.rig, "kvobs_failed_sync_loads_total", 0) == 1
-    assert_nothing_is_left(lone.rig)
-
-
-@pytest.mark.parametrize("hook", ["build_connector_meta", "bind_connector_metadata"])
-def test_a_synchronous_load_that_was_not_ordered_is_recomputed(a: Script, hook: str) -> None:
-    lone = Lone(a)
-    a.raises[hook] = FAILURE
-    lone.rig.step()
-    assert lone.request.num_computed_tokens == 0
-    assert a.called("start_load_kv") == a.called("wait_for_save") == []
-    lone.rig.run(5)
-    assert list(lone.request.output_token_ids) == [7, 7, 7]
     assert_nothing_is_left(lone.rig)
 
 
@@ -181,16 +168,14 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
     a.offers["early"] = b.offers["r"] = KV
     engine.rig.add("early", max_tokens=2)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, received="early")
+    engine.say(a, received="early")
     engine.run_to_end("early")
     assert engine.is_out
     engine.step(3, seconds=1000)
     assert engine.is_out
     engine.rig.add("r", max_tokens=2)
     engine.step(2)
-    for rank in (0, 1):
-        b.say(rank, received="r")
+    engine.say(b, received="r")
     engine.run_to_end("r")
     assert a.called("get_num_new_matched_tokens") == []
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 0

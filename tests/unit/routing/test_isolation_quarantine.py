@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvobs.testing import BLOCK, Script
-from tests.support.best_effort import FAILURE, KV, SYNC, Isolating, S
+from tests.support.best_effort import FAILURE, KV, Isolating, S
 from tests.support.rig import counted
 
 
@@ -56,6 +56,22 @@ def test_the_log_says_that_it_failed_on_a_worker(
     assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
 
 
+def test_what_a_child_raises_is_one_short_line_of_the_log(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.raises["build_connector_meta"] = RuntimeError("x\nINFO forged " + "x" * 10**6)
+    engine.step()
+    (line,) = (line.getMessage() for line in caplog.records if "It is in quarantine" in line.getMessage())
+    assert len(line) < 1000
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("child", [1, 7, -1])
+def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolating, child: int) -> None:
+    engine.side.isolation.record_failures([(child, 0)])
+    assert not engine.is_out
+
+
 @pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
 def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
     engine: Isolating, a: Script, seconds: float, is_known: bool
@@ -77,25 +93,12 @@ def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Isolating, 
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=1)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, failed="r")
+    engine.say(a, failed="r")
     engine.run_to_end("r")
     assert len(a.called("get_num_new_matched_tokens")) == 2
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK, 0]
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
     assert not engine.is_out, "a failed load is no failed call"
-
-
-def test_a_synchronous_offer_is_unused(
-    engine: Isolating, a: Script, b: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    a.offers["r"], b.offers["r"] = (3 * BLOCK, False), SYNC
-    engine.rig.add("r", max_tokens=1)
-    engine.run_to_end("r")
-    assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
-    assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
-    assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
-    assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
 
 def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,8 +74,7 @@ def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(e
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=3)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, failed="r")
+    engine.say(a, failed="r")
     a.raises["take_events"] = FAILURE
     engine.step()
     a.raises.clear()

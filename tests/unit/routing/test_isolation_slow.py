@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvobs.testing import Script
-from tests.support.best_effort import KV, OF_WORKER, Isolating, S
+from tests.support.best_effort import KV, OF_SCHEDULER, OF_WORKER, Isolating, S
 from tests.support.rig import assert_nothing_is_left, counted
 
 
@@ -29,10 +29,12 @@ def test_a_slow_lookup_puts_it_out_and_is_not_repeated_while_it_is(
     engine: Isolating, a: Script, slow: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     slow["get_num_new_matched_tokens"] = 4.4
+    a.offers["r"] = KV
     for request in ("r", "s", "t"):
         engine.rig.add(request, max_tokens=2)
     engine.run_to_end("r", "s", "t")
     assert engine.is_out
+    assert counted(engine.rig, "kvobs_admitted_tokens_total", 0) == 0, "the load would be slow, or fail"
     assert len(a.called("get_num_new_matched_tokens")) == 1, "at most one call in a back-off is slow"
     assert "failed in get_num_new_matched_tokens, which took 4.4 s" in caplog.text
     engine.step(seconds=8 * 4.4 + 0.1)
@@ -46,20 +48,9 @@ def test_a_slow_lookup_puts_it_out_and_is_not_repeated_while_it_is(
     a.offers["w"] = KV
     engine.rig.add("w", max_tokens=1)
     engine.step(2)
-    for rank in (0, 1):
-        a.say(rank, received="w")
+    engine.say(a, received="w")
     engine.run_to_end("w")
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 1
-    assert_nothing_is_left(engine.rig)
-
-
-def test_what_a_slow_lookup_found_is_not_loaded(engine: Isolating, a: Script, slow: dict[str, float]) -> None:
-    """The load would be slow, or fail."""
-    slow["get_num_new_matched_tokens"] = 2
-    a.offers["r"] = KV
-    engine.rig.add("r", max_tokens=2)
-    engine.run_to_end("r")
-    assert counted(engine.rig, "kvobs_admitted_tokens_total", 0) == 0
     assert_nothing_is_left(engine.rig)
 
 
@@ -114,15 +105,11 @@ def test_a_worker_may_take_its_time(engine: Isolating, a: Script, slow: dict[str
     assert not engine.is_out
 
 
-def test_what_counts_as_slow_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_what_counts_as_slow_is_an_option(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
+) -> None:
     engine = Isolating(monkeypatch, a, b, isolate_slow_ms=5_000)
-    now = [0]
-
-    def pass_time(_hook: str, _detail: Any) -> None:
-        now[0] += 4 * S
-
-    monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: now[0])
-    a.on_call = pass_time
+    slow.update(dict.fromkeys(OF_SCHEDULER, 4))
     engine.rig.add("r", max_tokens=2)
     engine.run_to_end("r")
     assert not engine.is_out

@@ -1,4 +1,4 @@
-"""Which child loads, under both policies, against a plain statement of each policy."""
+"""Who loads, against a plain statement of each policy; and lookups that are left open until they are answered."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hypothesis import given
 
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
-from kvobs.routing import lookups
-from kvobs.routing.fastest import Fastest
-from kvobs.routing.lookups import NOTHING, Offer, Offers
+from kvobs.routing import lookups, policies
+from kvobs.routing.lookups import Offers, OpenLookups
+from kvobs.routing.policies import NOTHING, Offer
+from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
-from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, locate, slot
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
-from tests.support.rig import counts_of
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.rig import assert_nothing_is_left, counts_of
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -60,7 +61,7 @@ class Asker:
             children,
             chosen,
             self.recorder,
-            Fastest.of(chosen, children, SimpleNamespace(cost=ComputeCost(2048)), TransferListener()),
+            policies.configured(chosen, children, SimpleNamespace(cost=ComputeCost(2048))),
             isolation=isolation,
             async_only=async_only,
         )
@@ -118,7 +119,9 @@ def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list
     return found
 
 
-@pytest.mark.parametrize(("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all")])
+@pytest.mark.parametrize(
+    ("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all"), ("fastest", "all")]
+)
 @given(st.lists(st.tuples(*[st.sampled_from(ANSWERS)] * 3), max_size=8))
 def test_a_lookup_is_judged_by_its_own_answers_however_often_it_is_repeated(
     policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]
@@ -142,7 +145,8 @@ def test_a_lookup_is_judged_by_its_own_answers_however_often_it_is_repeated(
         assert {child for child, waiting in enumerate(asker.offers.waited_for) if len(waiting)} == pending
         if choose(answers) is not None:
             left_open = {child for child, outcome in enumerate(outcomes) if outcome == "pending"}
-            assert asker.offers.take_left_open("r") == left_open
+            for expected in (left_open, set()):  # an asynchronous load is allocated twice
+                assert set(asker.offers.settle("r", None, 0).left_open) == expected
     for child, outcome in product(range(3), ("hit", "miss", "pending")):
         assert asker.count(child, "kvobs_lookups_total", outcome) == ((child, outcome) in seen)
 
@@ -174,26 +178,12 @@ def test_an_offer_below_its_minimum_is_no_hit_that_ends_the_waiting() -> None:
     assert asker.ask() is None
 
 
-def test_first_stops_at_a_child_that_must_answer_first() -> None:
-    asker = Asker((None, False), (16, True))
-    assert asker.ask() is None
-    assert asker.asked == [1, 0]
-
-
 def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
     """N1: as vLLM's own MultiConnector."""
     asker = Asker((16, True), (None, False), (32, True))
     assert asker.ask() is None
     assert asker.asked == [1, 1, 0]
-    assert asker.offers.take_left_open("r") == set()
-
-
-def test_first_asks_the_losers_too_so_that_what_they_offer_is_known() -> None:
-    asker = Asker((16, True), (None, False), (32, True), wait_for="earlier")
-    assert asker.ask() == Offer(0, 16, True)
-    assert asker.asked == [1, 1, 1]
-    assert asker.offers.take_left_open("r") == {1}
-    assert asker.offers.take_left_open("r") == set(), "an asynchronous load is allocated twice"
+    assert set(asker.offers.settle("r", None, 0).left_open) == set()
 
 
 def test_what_was_left_open_is_that_of_the_last_lookup() -> None:
@@ -201,8 +191,8 @@ def test_what_was_left_open_is_that_of_the_last_lookup() -> None:
     asker.ask()
     asker.answers[1] = (0, False)
     asker.ask()
-    assert asker.offers.take_left_open("r") == set()
-    assert asker.offers.take_left_open("unknown") == set()
+    assert set(asker.offers.settle("r", None, 0).left_open) == set()
+    assert set(asker.offers.settle("unknown", None, 0).left_open) == set()
 
 
 def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
@@ -235,25 +225,6 @@ def test_synchronous_offers_of_some_are_not_used() -> None:
     assert asker.ask() == Offer(0, 32, True)
 
 
-def test_each_outcome_of_a_requests_lookups_counts_once() -> None:
-    asker = Asker((None, False))
-    for answer in ((None, False), (None, False), (0, False), (16, True), (16, True), (0, False)):
-        asker.answers[0] = answer
-        asker.ask()
-    counts = {kind: asker.count(0, "kvobs_lookups_total", kind) for kind in ("hit", "miss", "pending", "timeout")}
-    assert counts == {"hit": 1, "miss": 1, "pending": 1, "timeout": 0}
-    asker.offers.forget("r")
-    asker.ask()
-    assert asker.count(0, "kvobs_lookups_total", "miss") == 2, "another request of the same id"
-
-
-@pytest.mark.parametrize("policy", ["longest", "fastest"])
-def test_those_that_compare_ask_all_while_one_is_slow_so_that_their_lookups_overlap(policy: str) -> None:
-    asker = Asker((None, False), (16, True), load_policy=policy)
-    assert asker.ask() is None
-    assert asker.asked == [1, 1]
-
-
 @POLICIES
 def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str, clock: Clock) -> None:
     asker = Asker((None, False), (16, True), load_policy=policy, lookup_timeout_ms=50)
@@ -262,19 +233,10 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str,
     assert asker.ask() is None
     clock.now_ms = 50
     assert asker.ask() == Offer(1, 16, True)
-    assert asker.offers.take_left_open("r") == {0}
+    assert set(asker.offers.settle("r", None, 0).left_open) == {0}
     assert asker.ask() == Offer(1, 16, True)
     assert asker.count(0, "kvobs_lookups_total", "pending") == 1
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
-
-
-def test_a_late_answer_counts_again(clock: Clock) -> None:
-    asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
-    asker.ask()
-    clock.now_ms = 1000
-    asker.ask()
-    asker.answers[0] = (32, True)
-    assert asker.ask() == Offer(0, 32, True)
 
 
 def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Clock) -> None:
@@ -289,13 +251,6 @@ def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Cl
     first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
     assert counts[first + LOOKUP_DELAY.bounds.index(24)] == 1  # 4.2 to 17 ms
     assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
-
-
-def test_an_answer_at_once_has_no_delay() -> None:
-    asker = Asker((16, True))
-    asker.ask()
-    assert counts_of(asker.recorder, 0, "kvobs_lookup_delay_seconds") == 0
-    assert not [c for c in asker.recorder.take().counts if locate(c)[0].signal is LOOKUP_DELAY]
 
 
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
@@ -330,6 +285,9 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
         reason = "other_chosen" if owner not in (None, i) else "not_taken"
         in_vain = won - taken if i == owner else max(0, n - won)
         assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
+    asker.ask()
+    asker.offers.forget("r")
+    assert [asker.count(i, "kvobs_offered_tokens_total") for i in range(len(tokens))] == tokens
 
 
 def test_what_kvobs_itself_does_not_take_is_declined() -> None:
@@ -340,51 +298,31 @@ def test_what_kvobs_itself_does_not_take_is_declined() -> None:
     assert lost(asker, 0) == {"declined": 32}
 
 
-def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost() -> None:
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost(is_withdrawn: bool) -> None:
     """vLLM asks again in each step as long as it has no blocks."""
     asker = Asker((32, True), (0, False))
     for _ in range(3):
         asker.ask()
     assert asker.count(0, "kvobs_offered_tokens_total") == 0
-    asker.offers.forget("r")
-    assert asker.count(0, "kvobs_offered_tokens_total") == 32
-    assert (lost(asker, 0), lost(asker, 1)) == ({"not_allocated": 32}, {})
-
-
-def test_an_offer_that_was_withdrawn_is_not_lost() -> None:
-    asker = Asker((32, True))
-    asker.ask()
-    asker.answers[0] = (None, False)
-    asker.ask()
-    asker.offers.forget("r")
-    assert lost(asker, 0) == {}
-
-
-def test_a_request_that_was_allocated_once_loses_nothing_at_its_end() -> None:
-    asker = Asker((32, True))
-    asker.ask()
-    asker.offers.settle("r", 0, 32)
-    asker.ask()  # after a preemption
-    asker.offers.forget("r")
-    assert lost(asker, 0) == {}
-    assert asker.count(0, "kvobs_offered_tokens_total") == 32
-
-
-def test_only_the_decision_of_the_last_lookup_is_taken() -> None:
-    asker = Asker((16, True), load_policy="fastest")
-    taken: list[Any] = []
-    decision = SimpleNamespace(child=0)
-    asker.offers._fastest = SimpleNamespace(  # type: ignore[assignment]
-        decide=lambda *_: decision, taken=lambda *noted: taken.append(noted)
-    )
-    for answer, expected in (((16, True), [("r", decision)]), ((0, False), [])):
-        asker.answers[0] = (16, True)
+    if is_withdrawn:
+        asker.answers[0] = (None, False)
         asker.ask()
-        asker.answers[0] = answer
-        asker.ask()
-        asker.offers.settle("r", None, 0)
-        assert taken == expected
-        taken.clear()
+    asker.offers.forget("r")
+    assert asker.count(0, "kvobs_offered_tokens_total") == (0 if is_withdrawn else 32)
+    assert (lost(asker, 0), lost(asker, 1)) == ({} if is_withdrawn else {"not_allocated": 32}, {})
+
+
+@pytest.mark.parametrize("last", [(16, True), (0, False), (None, False)])
+def test_only_the_decision_of_the_last_lookup_counts(last: Answer) -> None:
+    asker = Asker((16, True))
+    decision: Any = object()
+    asker.offers._policy = SimpleNamespace(choose=lambda request, local, offers: (offers[0], decision))
+    asker.ask()
+    asker.answers[0] = last
+    asker.ask()
+    assert asker.offers.settle("r", None, 0).decision is (decision if last[0] else None)
+    assert asker.offers.settle("r", None, 0).decision is None, "an asynchronous load is allocated twice"
 
 
 def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
@@ -402,8 +340,8 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert len(asker.offers) == 1
     asker.offers.forget("r")
     asker.offers.forget("r")
-    assert len(asker.offers) == 0
-    assert asker.offers.settle("r", None, 0) == ((), 0)
+    assert len(asker.offers) == len(asker.offers.waited_for[0]) == 0
+    assert asker.offers.settle("r", None, 0) == ((), 0, None, ())
     asker.ask()
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
 
@@ -421,24 +359,6 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clo
     assert [len(lookups) for lookups in waited_for] == [0, 0]
 
 
-def test_a_lookup_that_no_request_waits_for_is_not_in_progress(clock: Clock) -> None:
-    """An earlier hit, a time limit, or the request's end."""
-    asker = Asker((None, False), (16, True), lookup_timeout_ms=50)
-    asker.ask()
-    assert len(asker.offers.waited_for[0]) == 1
-    clock.now_ms = 50
-    asker.ask()
-    assert len(asker.offers.waited_for[0]) == 0
-    asker = Asker((None, False))
-    asker.ask()
-    asker.offers.forget("r")
-    asker.offers.forget("r")
-    assert len(asker.offers.waited_for[0]) == 0
-    asker = Asker((16, True), (None, False), wait_for="earlier")
-    asker.ask()
-    assert len(asker.offers.waited_for[1]) == 0
-
-
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
 def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatever_other_requests_are(
     answer: Answer,
@@ -451,3 +371,148 @@ def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatev
     assert asker.ask() == Offer(1, 16, True)
     other = asker.offers.ask(SimpleNamespace(request_id="s"), 0)
     assert other == (None if answer[0] is None else Offer(0, 32, True))
+
+
+# --- where an option says not to wait
+
+KV = (2 * BLOCK, True)
+NOT_YET, MISS = (None, False), (0, False)
+
+
+class Request:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+
+class Cache:
+    """A connector with an answer; it remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int | None, bool] = NOT_YET
+        self.calls: list[tuple[Any, ...]] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.calls.append(("lookup", request.request_id, num_computed_tokens))
+        return self.answer
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self.calls.append(("allocated", request.request_id, blocks, num_external_tokens))
+
+
+class Lookups:
+    def __init__(self) -> None:
+        self.caches = [Cache(), Cache()]
+        recorder = Recorder(2)
+        children = [Child(i, str(i), cache, recorder) for i, cache in enumerate(self.caches)]
+        self.visibility = [Visibility(), Visibility()]
+        self.open = OpenLookups(children, self.visibility)
+
+    def poll(self, slow: int | None = None) -> None:
+        self.open.poll(lambda index: index == slow)
+
+
+@pytest.mark.parametrize("answer", [(0, False), (32, True), (16, False)])
+def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens(
+    answer: tuple[int, bool],
+) -> None:
+    lookups = Lookups()
+    _, cache = lookups.caches
+    lookups.open.leave_open(Request("r"), "blocks", 48, {1})
+    assert lookups.open.has(1, "r")
+    assert not lookups.open.has(0, "r")
+    for n in (1, 2):
+        lookups.poll()
+        assert cache.calls == [("lookup", "r", 48)] * n
+    cache.answer = answer
+    lookups.poll()
+    assert cache.calls[2:] == [("lookup", "r", 48), ("allocated", "r", "blocks", 0)]
+    lookups.poll()
+    assert len(cache.calls) == 4, "once"
+    assert len(lookups.open) == 0
+    assert lookups.caches[0].calls == []
+
+
+def test_a_request_that_ends_or_is_looked_up_again_is_not_asked_about_any_more() -> None:
+    lookups = Lookups()
+    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
+    lookups.open.leave_open(Request("s"), "blocks", 0, {1})
+    lookups.open.forget("r")
+    lookups.open.forget("r")
+    lookups.poll()
+    assert [cache.calls for cache in lookups.caches] == [[], [("lookup", "s", 0)]]
+
+
+def test_one_whose_last_call_was_slow_is_not_asked_in_this_step() -> None:
+    lookups = Lookups()
+    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
+    lookups.poll(slow=0)
+    assert [len(cache.calls) for cache in lookups.caches] == [0, 1]
+
+
+# --- under vLLM's scheduler
+
+
+def waiting_for_earlier(a: Script, b: Script, *answers: Any) -> Rig:
+    a.offers["r"], b.offers["r"] = [KV, MISS], [NOT_YET, *answers]
+    rig = Rig("kvobs", a, b, kvobs={"wait_for": "earlier"})
+    rig.add("r", max_tokens=4)
+    rig.step()
+    assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
+    return rig
+
+
+def tokens_of(script: Script) -> list[int]:
+    return [tokens for _, tokens, _ in script.called("update_state_after_alloc")]
+
+
+def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: Script) -> None:
+    """The allocation after the load is no lookup: it must not be opened again."""
+    rig = waiting_for_earlier(a, b, NOT_YET, KV)
+    rig.run(3)
+    asked = len(b.called("get_num_new_matched_tokens"))
+    assert tokens_of(b) == [0]
+    a.say(0, received="r")
+    rig.run(8)
+    assert rig.status("r") == "gone"
+    assert len(b.called("get_num_new_matched_tokens")) == asked == 3
+    assert tokens_of(b) == [0, 0], "the second is that of the allocation after the load, as in vLLM"
+    assert all("r" not in shown.scheduled for shown in b.called("build_connector_meta"))
+    assert "r" in frozenset().union(*(shown.finished for shown in b.called("build_connector_meta")))
+    assert_nothing_is_left(rig)
+
+
+def test_one_that_answers_after_the_load_is_given_its_blocks_then(a: Script, b: Script) -> None:
+    rig = waiting_for_earlier(a, b, *[NOT_YET] * 3, MISS)
+    a.say(0, received="r")
+    rig.run(2)
+    assert rig.status("r") == "RUNNING"
+    assert tokens_of(b) == [], "it is not given 0 tokens before it has answered"
+    rig.run(2)
+    assert tokens_of(b) == [0]
+    rig.run(5)
+    assert_nothing_is_left(rig)
+
+
+def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Script) -> None:
+    rig = waiting_for_earlier(a, b)
+    rig.abort("r")
+    rig.step()
+    asked = len(b.called("get_num_new_matched_tokens"))
+    a.say(0, received="r")
+    rig.run(3)
+    assert len(b.called("get_num_new_matched_tokens")) == asked
+    assert b.called("request_finished") == ["r"]
+    assert tokens_of(b) == []
+    assert_nothing_is_left(rig)
+
+
+def test_a_failed_load_is_looked_up_anew(a: Script, b: Script) -> None:
+    """vLLM asks itself then: what was open is forgotten, and a hit that comes late loads the request."""
+    rig = waiting_for_earlier(a, b, NOT_YET, KV)
+    a.say(0, failed="r")
+    rig.run(4)
+    b.say(0, received="r")
+    rig.run(8)
+    assert rig.status("r") == "gone"
+    assert tokens_of(b)[0] == 0
+    assert_nothing_is_left(rig)

@@ -15,6 +15,7 @@ from kvobs.routing.metadata import (
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
     Orders,
+    checked,
 )
 from kvobs.state.transfers import Report, ReportKind
 from tests.support.scripted import Events, Tally
@@ -55,6 +56,33 @@ def test_ranks_with_other_children_are_refused_with_the_reason() -> None:
         one.aggregate(two)
     with pytest.raises(TypeError, match="all ranks must run the same"):
         one.aggregate(Tally(1))
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_metadata_of_too_few_or_many_children_is_refused_by_number(parts: int) -> None:
+    """With one rank nothing is aggregated, and nothing has compared them."""
+    with pytest.raises(TypeError, match=f"{parts} connectors reached kvobs, which has 2"):
+        checked(MultiKVConnectorWorkerMetadata((None,) * parts), 2, 2)
+
+
+RECEIVED: Any = ReportKind.RECEIVED
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "child"),
+    [
+        *((rank, RECEIVED, 0) for rank in (2, -1, 10**6)),
+        *((0, kind, 0) for kind in (0, 7, None)),
+        *((0, kind, child) for kind in (RECEIVED, ReportKind.SAVED, ReportKind.SYNC_FAILED) for child in (-1, 2)),
+    ],
+)
+def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, child: int) -> None:
+    """Early, a load's blocks would be read before they are filled."""
+    reports = [Report(0, RECEIVED, "r", 0, 1), Report(rank, kind, "r", child, 1)]
+    with pytest.raises(ValueError, match="a worker's report can't be of this engine: .* connectors 0 to 1, ranks 0 to"):
+        checked(MultiKVConnectorWorkerMetadata((None, None), reports), 2, 2)
+    meta = MultiKVConnectorWorkerMetadata((None, None), reports[:1])
+    assert checked(meta, 2, 2) is meta
 
 
 def test_a_child_gets_the_handshakes_of_its_own_workers_only() -> None:

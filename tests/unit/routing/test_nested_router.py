@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvobs.schema.config import ConfigError
@@ -11,15 +13,17 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
 from tests.support.scripted import Stats
 
 
-def test_a_nested_multi_connector_loads_saves_and_has_stats(
-    a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = {
+def router(path: str, *scripts: Script) -> dict[str, Any]:
+    return {
         "kv_connector": "MultiConnector",
-        "kv_connector_module_path": ROUTERS["stock"],
+        "kv_connector_module_path": path,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child_config(a), child_config(b)]},
+        "kv_connector_extra_config": {"connectors": [*map(child_config, scripts)]},
     }
+
+
+def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
+    inner = router(ROUTERS["stock"], a, b)
     outer = Script("outer")
     rig = Rig("kvobs", connectors=[inner, child_config(outer)], ranks=2)
     b.offers["r"] = KV
@@ -42,12 +46,7 @@ def test_a_nested_multi_connector_loads_saves_and_has_stats(
 
 
 def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> None:
-    inner = {
-        "kv_connector": "MultiConnector",
-        "kv_connector_module_path": ROUTERS["stock"],
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child_config(a)]},
-    }
+    inner = router(ROUTERS["stock"], a)
     rig = Rig("kvobs", connectors=[inner, child_config(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.run(2)
@@ -56,12 +55,7 @@ def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> N
 
 
 def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:
-    inner = {
-        "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "kvobs",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child_config(a)]},
-    }
+    inner = router("kvobs", a)
     with pytest.raises(ConfigError, match=r"connectors\[0\].*kvobs within kvobs; list its connectors here"):
         Rig("kvobs", connectors=[inner, child_config(b)])
     assert a.calls == b.calls == []

@@ -1,4 +1,4 @@
-"""How loads and saves end is counted once each, and logged where an operator must know."""
+"""Loads and saves count once each: in progress, stuck and at their end; and are logged where an operator must know."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvobs.routing.outcomes import Outcomes
+from kvobs.routing.outcomes import OpenTransfers, Outcomes
+from kvobs.schema import signals
 from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
-from kvobs.state.transfers import Gain, Load, Save, Stray
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import Gain, InProgress, Load, Report, ReportKind, Save, Stray, Stuck
+from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 from tests.support.reports import took
 
 
@@ -80,7 +82,8 @@ def test_of_a_load_with_holes_only_what_is_lost_is_computed_again() -> None:
     assert counted.counts()[0, "kvobs_recomputed_tokens_total"] == 16
 
 
-def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives(fails: bool) -> None:
     counted = Counted(1)
     load = Load(0, 32, True, 1, size=320, aborted=True)
     counted.outcomes.aborted("r", load, by_error=False)
@@ -88,32 +91,24 @@ def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives() -> 
         (0, "kvobs_loads_total", "async", "aborted"): 1,
         (0, "kvobs_unused_hit_tokens_total", "aborted"): 32,
     }
+    load.failed_on |= {0} if fails else set()
     counted.outcomes.load_ended("r", load)
-    assert counted.counts() == {(0, "kvobs_load_tokens_total"): 32, (0, "kvobs_load_bytes_total"): 320}
-
-
-def test_an_aborted_load_that_failed_has_loaded_nothing() -> None:
-    counted = Counted(1)
-    load = Load(0, 32, True, 1, aborted=True)
-    counted.outcomes.aborted("r", load, by_error=False)
-    load.failed_on.add(0)
-    counted.outcomes.load_ended("r", load)
-    assert counted.counts() == {
-        (0, "kvobs_loads_total", "async", "aborted"): 1,
-        (0, "kvobs_unused_hit_tokens_total", "aborted"): 32,
-    }
+    loaded = {(0, "kvobs_load_tokens_total"): 32, (0, "kvobs_load_bytes_total"): 320}
+    assert counted.counts() == ({} if fails else loaded)
 
 
 def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted(2)
     for request in ("r", "q"):
         counted.outcomes.stray(Stray(1, "load", request))
-    counted.outcomes.stray(Stray(1, "save", "r"))
+    counted.outcomes.stray(Stray(1, "save", "x\nINFO forged " + "x" * 10**6))
     assert counted.counts() == {
         (1, "kvobs_stray_reports_total", "load"): 2,
         (1, "kvobs_stray_reports_total", "save"): 1,
     }
-    assert len(caplog.records) == 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all(len(line) < 1000 and "\n" not in line for line in lines), "a client chooses the id"
 
 
 def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_not_counted_yet() -> None:
@@ -175,3 +170,102 @@ def test_a_load_counts_with_what_it_saved_and_how_long_its_request_waited(gain: 
     counted = Counted(2)
     counted.outcomes.load_weighed("r", Load(1, 32, True, 1), gain)
     assert counted.counts() == {(1, name): n for name, n in counts.items()}
+
+
+# --- those in progress, and those that are stuck
+
+RANKS = 2
+TOKENS = 16
+
+
+def half_loaded(ledger: Ledger, requests: int, expected: int = RANKS) -> None:
+    for i in range(requests):
+        ledger.propose(f"r{i}", (1, True))
+        ledger.admit(f"r{i}", TOKENS, expected)
+        ledger.record(Report(0, ReportKind.RECEIVED, f"r{i}", 1, 0), now_ns=1)
+
+
+def watched(ledger: Ledger, recorder: Recorder, stuck_after_s: float = 2.5) -> OpenTransfers:
+    return OpenTransfers(["one", "two"], ledger, recorder, RANKS, stuck_after_s)
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [(1, "1 request (r0)"), (4, "4 requests (r0, r1, r2, r3)"), (5, "5 requests (r0, r1, r2, r3, ...)")],
+)
+def test_requests_that_wait_for_the_same_rank_share_a_line(
+    requests: int, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, requests)
+    transfers = watched(ledger, recorder)
+    transfers.look_for_stuck()
+    transfers.look_for_stuck()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"connector 'two': load of {named} stuck: 2.5 s after another rank, not reported by rank 1. The blocks stay "
+        "held until then; counted in kvobs_stuck_transfers_total"
+    ]
+    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
+
+
+def test_what_is_young_is_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    ledger.propose("r", (0, True))
+    ledger.admit("r", 16, RANKS)
+    ledger.record(Report(0, ReportKind.RECEIVED, "r", 0, 0), now_ns=wall_ns())
+    watched(ledger, recorder, 1000).look_for_stuck()
+    assert caplog.text == ""
+    assert recorder.take().opened == []
+
+
+def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    transfers = OpenTransfers(["one", "two"], ledger, recorder, 4, 1)
+    half_loaded(ledger, 1, expected=2)
+    transfers.look_for_stuck()
+    assert "not reported by all expected ranks" in caplog.text
+    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
+
+
+def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest.LogCaptureFixture) -> None:
+    """Of any other load that passes there the ledger knows itself which ranks have reported."""
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, 2)
+    ledger.fail("r0", 0)
+    transfers = watched(ledger, recorder)
+    transfers.note_in_aggregator(Stuck("failure", "r0", (0, 1)))
+    transfers.note_in_aggregator(Stuck("load", "r1", (1,)))
+    transfers.note_in_aggregator(Stuck("save", "nobody's", (1,)))
+    (ours,) = (record.getMessage() for record in caplog.records)
+    assert ours.startswith("connector 'two': load of 1 request (r0) stuck: 2.5 s after")
+    assert recorder.take().opened == [
+        [signals.STUCK_TRANSFERS.name, 1, "0", 1],
+        [signals.STUCK_TRANSFERS.name, 1, "1", 1],
+    ]
+
+
+def test_the_gauges_follow_the_ledger() -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, 3)
+    lookups = (InProgress(), InProgress())
+    lookups[1].begin("r9", 7)
+    transfers = watched(ledger, recorder)
+    transfers.measure(lookups)
+    gauges = {
+        signals.slot(signals.IN_FLIGHT, "load"): 3,
+        signals.slot(signals.HELD_TOKENS, "load"): 3 * TOKENS,
+        signals.slot(signals.IN_FLIGHT, "lookup"): 1,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 7,
+    }
+    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    lookups[1].end("r9")
+    ledger.finish("r9", [(1, 2)], 8, 100)
+    transfers.measure(lookups)
+    gauges = {
+        signals.slot(signals.IN_FLIGHT, "lookup"): 0,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 0,
+        signals.slot(signals.IN_FLIGHT, "save"): 1,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 8,
+        signals.slot(signals.HELD_TOKENS, "save"): 100,
+    }
+    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}

@@ -1,18 +1,20 @@
-"""Random lives of many requests on vLLM's real scheduler: nothing raises, and nothing is left."""
+"""What the router announces of each request; and random lives and reports: nothing raises, and nothing is left."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
+from vllm.v1.serial_utils import MsgpackEncoder
 
+from kvobs import faults
+from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save, Stray
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left
 from tests.support.scheduler_life import Life, actions
-
-if TYPE_CHECKING:
-    import pytest
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +39,49 @@ def test_whatever_children_report_and_clients_abort(
     assert_nothing_is_left(life.rig)
 
 
+LIVE = ("async", "sync", "saved", "plain")
+times = st.sampled_from([0, 1, -1, -(2**63), 2**63 - 1]) | st.integers(-(2**63), 2**63 - 1)
+reports = st.builds(
+    Report,
+    st.integers(0, 1),
+    st.sampled_from(ReportKind),
+    st.sampled_from([*LIVE, "nobody", "", "x" * 10_000, "line\nbreak"]),
+    st.integers(0, 1),
+    *[times] * 3,
+)
+
+
+@pytest.mark.usefixtures("in_production")
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.lists(reports, max_size=8), max_size=3), st.integers(0, 1))
+def test_whatever_workers_report(steps: list[list[Report]], lag: int) -> None:
+    """Beside what they have to report, across vLLM's pickle and aggregator: a request of every kind is open."""
+    a, b = Script("a"), Script("b")
+    a.offers |= {"async": (BLOCK, True), "sync": (BLOCK, False)}
+    b.promises.add("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+        rig = Rig("kvobs", a, b, ranks=2, kvobs={"tracing": {"level": "calls"}}, lag=lag)
+    for name in LIVE:
+        rig.add(name, trace_headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "vendor=1"})
+    rig.run(2 + lag)
+    for step in steps:
+        for report in step:
+            rig.workers[report.rank]._side._reports.append(report)
+        rig.step()
+    for aborts in (False, True):  # and once more what has begun again
+        for name in LIVE if aborts else ():
+            rig.abort(name)
+        for rank in (0, 1):
+            a.say(rank, received="async")
+            b.say(rank, saved="saved")
+        rig.run(3 + lag)
+    assert_nothing_is_left(rig)
+    assert not rig.connector._side.ledger.incomplete
+    MsgpackEncoder().encode(rig.stats)  # or vLLM's engine ends
+    faults.take()
+
+
 def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the lookup, and without a hit, it is what vLLM says of any connector."""
     a, b = Script("a"), Script("b")
@@ -51,8 +96,12 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
     unchosen = rig.connector.get_external_cache_hit_sources(request, 32)
     assert sum(unchosen.values()) == 32
     assert not set(unchosen) & set(names)
-    rig.step()
-    assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}
+    b.answers["get_loaded_kv_cache_group_ids"] = (7,)
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
+    for _ in range(2):  # vLLM may ask before it allocates
+        assert rig.connector.get_external_cache_hit_sources(request, 32) == {names[1]: 32}
+        assert rig.connector.get_loaded_kv_cache_group_ids(request) == (7,)
+        rig.step()
 
 
 def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
@@ -61,4 +110,130 @@ def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> No
     rig.add("r", max_tokens=1)
     rig.run(1)
     assert not rig.scheduler.requests
-    assert rig.connector._side._next.made is None
+    assert rig.connector._side.next_orders.made is None
+
+
+# --- what is announced of each request, and in which order
+
+
+class Announced(TransferListener):
+    """Notes the events of a rig from now on, by request."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.events: dict[str, list[tuple[Any, ...]]] = {}
+        rig.connector._side.listener = rig.connector._side.completions.listener = self
+
+    def _note(self, request_id: str, *event: Any) -> None:
+        self.events.setdefault(request_id, []).append(event)
+
+    def looked_up(self, request: Any, began_ns: int, ended_ns: int) -> None:
+        assert 0 < began_ns <= ended_ns
+        self._note(request.request_id, "looked up")
+
+    def allocated(self, request_id: str, offers: Any, local: int, owner: int | None, tokens: int) -> None:
+        self._note(request_id, "allocated", offers, local, owner, tokens)
+
+    def admitted(self, request_id: str, load: Load) -> None:
+        assert load.blocks
+        assert load.size > 0
+        self._note(request_id, "admitted", load.child, load.tokens, load.local_tokens, load.rest_tokens)
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        self._note(request_id, "load ended", load.outcome)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        assert gain.waited_ns >= (gain.resume_ns or 0) >= 0
+        self._note(request_id, "weighed", load.outcome)
+
+    def sync_loads_failed(self, child: int, loads: int, reset: Any) -> None:
+        self._note("", "sync loads failed", child, loads, reset)
+
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        self._note(request_id, "aborted", load.child, by_error)
+
+    def promised(self, request_id: str, promised: Any, early: Any) -> None:
+        self._note(request_id, "promised", sorted(promised), sorted(early))
+
+    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+        assert ended_ns >= save.promised_ns > 0
+        self._note(request_id, "saved", child, save.outcome)
+
+    def stray(self, report: Stray) -> None:
+        self._note(report.request, "stray", report.child, report.kind)
+
+    def request_ended(self, request_id: str) -> None:
+        self._note(request_id, "ended")
+
+
+KV = (2 * BLOCK, True)
+LOADED: list[tuple[Any, ...]] = [
+    ("looked up",),
+    ("allocated", [(0, 2 * BLOCK), (1, 0)], 0, 0, 2 * BLOCK),
+    ("admitted", 0, 2 * BLOCK, 0, 2 * BLOCK + 1),
+]
+AGAIN: tuple[Any, ...] = ("allocated", [], 0, None, 0)  # after an async load
+
+
+def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    b.promises.add("r")
+    rig = Rig("kvobs", a, b)
+    announced = Announced(rig)
+    rig.add("r", max_tokens=1)
+    rig.run(2)
+    a.say(0, received="r")
+    rig.run(4)
+    b.say(0, saved="r")
+    rig.run(2)
+    assert announced.events == {
+        "r": [*LOADED, ("load ended", "ok"), AGAIN, ("promised", [1], []), ("ended",), ("saved", 1, "ok")]
+    }
+
+
+def test_of_a_request_without_offers_and_promises(a: Script, b: Script) -> None:
+    rig = Rig("kvobs", a, b)
+    announced = Announced(rig)
+    rig.add("r", max_tokens=1)
+    rig.run(4)
+    assert announced.events == {"r": [("looked up",), ("allocated", [(0, 0), (1, 0)], 0, None, 0), ("ended",)]}
+
+
+def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    a.promises.add("r")
+    rig = Rig("kvobs", a, b)
+    announced = Announced(rig)
+    rig.add("r")
+    rig.step()
+    rig.abort("r")
+    rig.step()
+    a.say(0, received="r")
+    rig.step()
+    a.say(0, saved="r")
+    rig.run(4)
+    ended = [("promised", [0], []), ("aborted", 0, False), ("ended",), ("load ended", "aborted"), ("saved", 0, "ok")]
+    assert announced.events == {"r": [*LOADED, *ended]}
+
+
+def test_of_a_save_that_is_done_before_its_promise(a: Script, b: Script) -> None:
+    b.promises.add("r")
+    rig = Rig("kvobs", a, b)
+    announced = Announced(rig)
+    rig.add("r", max_tokens=3)
+    rig.step()
+    b.say(0, saved="r")
+    rig.run(6)
+    assert announced.events["r"][2:] == [("promised", [], [1]), ("ended",)]
+
+
+def test_of_a_failed_sync_load_and_the_caches_that_were_reset_after_it(a: Script, b: Script) -> None:
+    a.offers["r"] = [(2 * BLOCK, False), (0, False)]
+    b.answers["reset_cache"] = True
+    names = ["one", "two"]
+    rig = Rig("kvobs", a, b, kvobs={"names": names, "reset_after_failed_sync_load": names})
+    announced = Announced(rig)
+    rig.add("r", max_tokens=1)
+    a.bad_blocks[0] = {2}
+    rig.run(4)
+    assert announced.events[""] == [("sync loads failed", 0, 1, ["two"])]
+    assert ("load ended", "failed") in announced.events["r"]

@@ -13,11 +13,7 @@ from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.payload.stats import has_content
 from kvobs.testing import BLOCK, Rig, Script
-
-
-@pytest.fixture
-def scripts() -> tuple[Script, Script]:
-    return Script("a"), Script("b")
+from tests.support.rig import assert_nothing_is_left
 
 
 def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
@@ -33,8 +29,7 @@ def said(side: worker.WorkerSide) -> list[tuple[ReportKind, str, int]]:
     return [] if meta is None else [(r.kind, r.request, r.child) for r in meta.reports]
 
 
-def test_vllm_gets_ordered_failures_only(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
+def test_vllm_gets_ordered_failures_only(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), failed=("f",))
     a.say(0, received="r", saved="s")
     b.say(0, failed="q")
@@ -44,8 +39,7 @@ def test_vllm_gets_ordered_failures_only(scripts: tuple[Script, Script]) -> None
     assert said(side) == []
 
 
-def test_before_030_vllm_asks_get_finished(scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = scripts
+def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("kvobs", a, b)
     side = side_of(rig)
     answers = {0: (None, {"r"}), 1: ({"s"}, None)}
@@ -56,16 +50,15 @@ def test_before_030_vllm_asks_get_finished(scripts: tuple[Script, Script], monke
     assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 1)]
 
 
-def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
+def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), failed=("f",))
     a.say(0, received="r")
     assert side.get_finished(set()) == (None, {"f"})
     assert said(side) == [(ReportKind.RECEIVED, "r", 0)]
 
 
-def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
-    side = side_of(Rig("kvobs", *scripts))
+def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
+    side = side_of(Rig("kvobs", a, b))
     assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=False, has_forward=False)
     assert side.build_connector_worker_meta() is None
@@ -85,13 +78,13 @@ def test_an_idle_worker_says_nothing(scripts: tuple[Script, Script]) -> None:
     ],
 )
 def test_numbers_go_when_the_scheduler_asks_or_when_there_is_something_to_report_and_nothing_else_to_do(
-    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, scripts: tuple[Script, Script]
+    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script
 ) -> None:
-    side = side_of(Rig("kvobs", *scripts))
+    side = side_of(Rig("kvobs", a, b))
     assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
     if reporting:
-        scripts[0].say(0, saved="r")
+        a.say(0, saved="r")
     side.get_transfer_results(set())
     assert has_content(side.get_kv_connector_stats()) is flushes
 
@@ -116,32 +109,31 @@ def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
     orphaned: tuple[str, ...],
     says: dict[str, str],
     flushes: bool,
-    scripts: tuple[Script, Script],
+    *,
+    a: Script,
+    b: Script,
 ) -> None:
     """A request that has its load goes on with a forward, and its first token is not kept waiting by numbers."""
-    side = side_of(Rig("kvobs", *scripts), *loads)
+    side = side_of(Rig("kvobs", a, b), *loads)
     meta = side._meta
     assert meta is not None
     later = dataclasses.replace(meta, orders=Orders(orphaned=list(orphaned)), has_forward=False)
     side.bind_connector_metadata(later)
-    scripts[0].say(0, **says)
+    a.say(0, **says)
     side.get_transfer_results(set())
     assert has_content(side.get_kv_connector_stats()) is flushes
     side.bind_connector_metadata(dataclasses.replace(later, orders=Orders(closed=[r for r, _ in loads])))
     assert (side._loads, side._orphaned) == ({}, set())
 
 
-def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(
-    scripts: tuple[Script, Script],
-) -> None:
-    side = side_of(Rig("kvobs", *scripts), ("r", LOAD))
+def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
+    side = side_of(Rig("kvobs", a, b), ("r", LOAD))
     assert side._meta is not None
     side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
     assert (side._loads, side._orphaned) == ({}, set())
 
 
-def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
+def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -> None:
     loads = [
         ("good", LoadOrder(0, False, ((1, 2),))),
         ("bad", LoadOrder(1, False, ((3,),))),
@@ -154,11 +146,12 @@ def test_sync_loads_are_reported_when_their_step_is_over(scripts: tuple[Script, 
 
 
 def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(
-    scripts: tuple[Script, Script],
+    a: Script,
+    b: Script,
 ) -> None:
     """By their blocks; one without counts like one with a block. All of the time is divided."""
     blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
-    side = side_of(Rig("kvobs", *scripts), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
+    side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
     side._load_ns = {0: 1003, 1: 70}
     sent = side.build_connector_worker_meta()
     assert sent is not None
@@ -169,37 +162,25 @@ def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_
 
 @pytest.mark.parametrize(
     ("groups", "passed_on", "kind"),
-    [(1, {4}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
+    [(1, {4, 6}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
     ids=["one group", "two groups"],
 )
-def test_bad_blocks_of_an_async_load(
-    groups: int, passed_on: set[int], kind: ReportKind, scripts: tuple[Script, Script]
+def test_bad_blocks_of_async_loads(
+    groups: int, passed_on: set[int], kind: ReportKind, *, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a, b = scripts
-    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
-    a.bad_blocks[0] = {4}
-    assert side.get_block_ids_with_load_errors() == passed_on
-    assert said(side) == [(kind, "r", 0)]
-
-
-def test_bad_blocks_of_two_loads_of_one_connector_are_those_of_both(
-    scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
-) -> None:
-    a, b = scripts
-    loads = [("r", LoadOrder(0, True, ((4, 5),))), ("s", LoadOrder(0, True, ((6, 7),)))]
-    side = side_of(Rig("kvobs", a, b), *loads)
+    loads = [(name, LoadOrder(0, True, ((i, 40 + i),) * groups)) for name, i in (("r", 4), ("s", 5), ("t", 6))]
+    side = side_of(Rig("kvobs", a, b, groups=groups), *loads)
     a.bad_blocks[0] = {4, 6}
-    assert side.get_block_ids_with_load_errors() == {4, 6}
-    assert said(side) == [(ReportKind.HOLED, "r", 0), (ReportKind.HOLED, "s", 0)]
+    assert side.get_block_ids_with_load_errors() == passed_on
+    assert said(side) == [(kind, "r", 0), (kind, "t", 0)]
     assert "no open load" not in caplog.text
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request(
-    groups: int, scripts: tuple[Script, Script], caplog: pytest.LogCaptureFixture
+    groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
-    a, b = scripts
     blocks = ((4, 5),) * groups
     side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, blocks)))
     a.bad_blocks[0] = {9}
@@ -213,9 +194,7 @@ def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request
     assert "'ScriptedConnector-2' reported load errors of blocks of another connector's load" in caplog.text
 
 
-def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(
-    scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several children it is added up; of one it is as it was."""
 
     @dataclasses.dataclass
@@ -223,7 +202,6 @@ def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(
         parked: set[str] = dataclasses.field(default_factory=set)
         note: str | None = None
 
-    a, b = scripts
     side = side_of(Rig("kvobs", a, b), ("r", LoadOrder(0, True, ())))
     a.reports[0] = Newer(finished_recving={"r"}, parked={"p"}, note="a note")
     b.reports[0] = Newer(parked={"q"})
@@ -234,24 +212,9 @@ def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(
     assert side.get_transfer_results(set()) == Newer(), "once"
 
 
-def test_a_load_is_forgotten_when_the_scheduler_orders_it_on_ranks_that_never_report(
-    scripts: tuple[Script, Script],
-) -> None:
-    a, b = scripts
-    a.finished_count = 1
-    a.offers["r"] = (BLOCK, True)
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r")
-    rig.step()
-    assert all("r" in w._side._loads for w in rig.workers)
-    a.say(0, received="r")
-    rig.run(2)
-    assert all(w._side._loads == {} for w in rig.workers)
-
-
-def test_a_rank_forgets_what_it_never_reports_when_that_is_over(scripts: tuple[Script, Script]) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, a: Script, b: Script) -> None:
     """A child may report on one rank for all: the others are passed its loads and saves, too."""
-    a, b = scripts
     a.finished_count = 1
     a.offers["r"] = (2 * BLOCK, True)
     a.promises.add("r")
@@ -259,36 +222,23 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(scripts: tuple[S
     rig.add("r", max_tokens=1)
     rig.step()
     assert all(list(w._side._began) == [(0, "r")] for w in rig.workers)
-    a.say(0, received="r")
+    a.say(0, received="r", saved="r" if is_early else "")  # in the step of its promise
     rig.run(3)
-    assert all(list(w._side._began) == [(0, "r")] for w in rig.workers), "the save is promised"
+    assert all(list(w._side._began) == [(0, "r")] * (not is_early) for w in rig.workers), "the save is promised"
     a.say(0, saved="r")
     rig.run(2)
-    assert all(w._side._began == {} for w in rig.workers)
-
-
-def test_a_rank_forgets_a_save_that_another_reports_in_the_step_of_its_promise(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
-    a.finished_count = 1
-    a.promises.add("r")
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r", max_tokens=1)
-    a.say(0, saved="r")
-    rig.run(3)
-    assert rig.status("r") == "gone"
-    assert all(w._side._began == {} for w in rig.workers)
+    assert_nothing_is_left(rig)
 
 
 def test_of_transfers_that_nobody_ends_the_last_begun_are_known(
-    scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+    a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
-    side = side_of(Rig("kvobs", *scripts), *((name, LOAD) for name in "rst"))
+    side = side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))
     assert list(side._began) == [(0, "s"), (0, "t")]
 
 
-def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
+def test_handshakes_and_events_keep_their_childs_place(a: Script, b: Script) -> None:
     b.handshake = object()
     b.events[0] = events = object()
     side = side_of(Rig("kvobs", a, b))
@@ -300,10 +250,9 @@ def test_handshakes_and_events_keep_their_childs_place(scripts: tuple[Script, Sc
 
 @pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])
 def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
-    word: str, is_load: bool, scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+    word: str, is_load: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once: what a child reports again began at an unknown time."""
-    a, b = scripts
     rig = Rig("kvobs", a, b)
     side = side_of(rig)
     meta = side._meta
@@ -325,9 +274,8 @@ def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
     ]
 
 
-def test_bad_blocks_do_not_end_a_load(scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its receipt comes later, and has the time of its order."""
-    a, b = scripts
     monkeypatch.setattr(worker, "wall_ns", lambda: 100)
     side = side_of(Rig("kvobs", a, b), ("r", LOAD))
     a.bad_blocks[0] = {1}
@@ -340,11 +288,9 @@ def test_bad_blocks_do_not_end_a_load(scripts: tuple[Script, Script], monkeypatc
 
 
 @pytest.mark.parametrize("had_one", [False, True])
-def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(
-    had_one: bool, scripts: tuple[Script, Script]
-) -> None:
+def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(had_one: bool, a: Script, b: Script) -> None:
     """vLLM reads stats and events of a worker between steps, too."""
-    rig = Rig("kvobs", *scripts)
+    rig = Rig("kvobs", a, b)
     side: worker.WorkerSide = rig.workers[0]._side
     if had_one:
         side = side_of(rig, ("r", LoadOrder(0, False, ((1,),))), failed=("f",))
@@ -353,12 +299,3 @@ def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(
     assert side.get_block_ids_with_load_errors() == set()
     assert not has_content(side.get_kv_connector_stats())
     assert side.build_connector_worker_meta() is None
-
-
-def test_with_several_groups_every_load_with_bad_blocks_has_failed(scripts: tuple[Script, Script]) -> None:
-    a, b = scripts
-    loads = [(request, LoadOrder(0, True, ((block,), (block,)))) for request, block in (("r", 4), ("s", 5), ("t", 6))]
-    side = side_of(Rig("kvobs", a, b, groups=2), *loads)
-    a.bad_blocks[0] = {4, 6}
-    assert side.get_block_ids_with_load_errors() == set()
-    assert said(side) == [(ReportKind.SPOILED, "r", 0), (ReportKind.SPOILED, "t", 0)]

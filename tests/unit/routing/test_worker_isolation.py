@@ -93,19 +93,13 @@ def test_a_failure_is_reported_once_with_its_epoch_unless_the_scheduler_knows() 
     assert worker.gates.take_broken() == {(0, 4)}
 
 
-def test_a_child_without_metadata_is_left_out_of_the_step() -> None:
-    """Its hooks assert without."""
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_child_without_metadata_is_left_out_of_the_step(is_built: bool) -> None:
+    """Its hooks assert without: none was built, or it could not be given."""
     worker = Worker()
-    worker.begin(0, own=None)
-    assert worker.gate.closed == STEP
-    worker.begin(0)
-    assert worker.gate.closed == OPEN
-
-
-def test_one_that_could_not_be_given_its_metadata_is_left_out_of_the_step() -> None:
-    worker = Worker()
-    worker.begin(0)
-    worker.fail("bind_connector_metadata")
+    worker.begin(0, own="metadata" if is_built else None)
+    if is_built:
+        worker.fail("bind_connector_metadata")
     assert worker.gate.closed == STEP
     worker.begin(0)
     assert worker.gate.closed == OPEN
@@ -143,13 +137,8 @@ def test_asynchronous_loads_that_can_not_have_begun_and_those_that_may_have() ->
     meta = worker.begin(0, mine=0)
     worker.load()
     assert worker.gates.failed_loads(meta) == []
-
-
-def test_a_load_of_a_step_that_it_built_no_metadata_for_stays_open() -> None:
-    """The order may come with a later step's, and then something writes into these blocks."""
-    worker = Worker()
     meta = worker.begin(0, own=None, mine=0)
-    assert worker.gates.failed_loads(meta) == []
+    assert worker.gates.failed_loads(meta) == [], "the order may come with a later step's metadata"
 
 
 def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
@@ -176,22 +165,16 @@ def test_finished_requests_of_steps_that_left_it_out_come_with_the_next() -> Non
     assert worker.gates.finished(0, {"u"}) == {"u"}
 
 
-@pytest.mark.parametrize("hook", ["register_kv_caches", "set_host_xfer_buffer_ops"])
-def test_for_good(hook: str) -> None:
-    worker = Worker()
-    worker.fail(hook)
+@pytest.mark.parametrize("hook", ["register_kv_caches", "set_host_xfer_buffer_ops", "__init__"])
+def test_what_fails_at_the_start_is_out_for_good(hook: str) -> None:
+    worker = Worker(object.__new__(Unbuilt) if hook == "__init__" else None)
+    if hook != "__init__":
+        worker.fail(hook)
     assert worker.gates.broken == worker.gates.take_broken() == {(0, FOR_GOOD)}
+    assert worker.gates.broken == frozenset()
     meta = worker.begin(10**6, mine=0)
     assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
     assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
-
-
-def test_one_that_could_not_be_built_is_out_for_good_from_the_start() -> None:
-    worker = Worker(object.__new__(Unbuilt))
-    assert worker.gates.broken == worker.gates.take_broken() == {(0, FOR_GOOD)}
-    assert worker.gates.broken == frozenset()
-    worker.begin(0)
-    assert worker.gate.closed == frozenset(HOOKS) - AT_ANY_TIME
 
 
 def test_one_that_miscounts_its_saves_after_a_failure_is_not_tried_again() -> None:

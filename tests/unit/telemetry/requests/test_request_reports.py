@@ -113,8 +113,8 @@ def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
 
 def test_without_the_options_nothing_listens(make: Make) -> None:
     side = make().rig.connector._side
-    assert side._reports is None
-    assert not any(isinstance(listener, Reports) for listener in side._listener._listeners)
+    assert side.reports is None
+    assert not any(isinstance(listener, Reports) for listener in side.listener._listeners)
 
 
 def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Script) -> None:
@@ -122,7 +122,7 @@ def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Scrip
     engine = make(report=True)
     engine.rig.add("r")
     engine.rig.run(2)
-    assert len(engine.rig.connector._side._reports) == 0
+    assert len(engine.rig.connector._side.reports) == 0
     a.say(0, received="r")
     engine.rig.run(4)
 
@@ -180,7 +180,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     loaded(decode, a, "decode", **handed)
     assert decode.report("decode")["loads"][0]["outcome"] == "ok"
     assert decode.report("decode")["asked"] is True
-    assert decode.rig.connector._side._traces._journal.take()[1] == {}
+    assert decode.rig.connector._side.traces._journal.take()[1] == {}
 
 
 # --- what it says

@@ -155,9 +155,9 @@ def test_a_request_that_ends_waits_no_longer(folder: Path, a: Script, state: str
 
 
 def assert_nothing_goes_on(rig: Rig) -> None:
-    scheduler = next(one for one in rig.connector._side._listener._listeners if isinstance(one, flight.Flight))
+    scheduler = next(one for one in rig.connector._side.listener._listeners if isinstance(one, flight.Flight))
     assert (scheduler._asked, scheduler._loaded) == ({}, {})
-    for own in (scheduler, *(worker._side._flight for worker in rig.workers)):
+    for own in (scheduler, *(worker._side.flight for worker in rig.workers)):
         assert own._in_progress._rows == {}
 
 
@@ -188,7 +188,7 @@ def test_a_load_in_progress_outlasts_the_records(folder: Path, a: Script) -> Non
     rig.run(2)
     a.say(0, received="r")
     rig.run(2)
-    sides = (rig.connector._side._listener._listeners[1], *(worker._side._flight for worker in rig.workers))
+    sides = (rig.connector._side.listener._listeners[1], *(worker._side.flight for worker in rig.workers))
     for own in sides:
         for _ in range(own._ring.room):
             own._ring.add(own._now_ns - own._wall_offset, 0, pack(What.CALL, OWN, "build_connector_meta"))
@@ -301,7 +301,7 @@ def test_without_the_option_nothing_is_written_and_no_call_is_wrapped(
     rig.run(2)
     for side in (rig.connector._side, rig.workers[0]._side):
         assert side.children[0].wait_for_save.__qualname__ == "Recorder.timed.<locals>.recorded"
-    assert rig.workers[0]._side._flight is None
+    assert rig.workers[0]._side.flight is None
     assert "times" not in rig.workers[0].wait_for_layer_load.__code__.co_varnames
 
 
@@ -329,8 +329,8 @@ def test_where_nothing_can_be_written_the_engine_serves_and_the_log_says_why(
 def test_a_fault_in_here_does_not_reach_the_call(folder: Path, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     rig = recording_rig(folder, a)
     side = rig.workers[0]._side
-    side._flight._ring.add = side._flight._ring.close = None
-    side._flight._ring.numbers = None
+    side.flight._ring.add = side.flight._ring.close = None
+    side.flight._ring.numbers = None
     rig.add("r")
     a.offers["r"] = (BLOCK, True)
     rig.run(2)

@@ -1,21 +1,20 @@
-"""Load policy ``fastest``: choose the connector with the lowest predicted time.
+"""The load policies: each chooses one of the offers of a lookup, or computing.
 
-An offer of a connector that hands KV over is always taken: another engine has computed it for this request, and may
-hold it until it is fetched.
+``first`` and ``longest`` look at the offers alone. ``fastest`` chooses the lowest predicted time, and learns from the
+router's events. It always takes an offer of a connector that hands KV over: another engine has computed it for this
+request, and may hold it until it is fetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvobs.children.child import Child
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.faults import contained
 from kvobs.prediction.compute_cost import ComputeCost, Estimator, to_compute
 from kvobs.prediction.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
-from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
 from kvobs.telemetry.recording.recorder import wall_ns
@@ -23,51 +22,76 @@ from kvobs.telemetry.recording.recorder import wall_ns
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvobs.children.child import Child
+    from kvobs.schema.options import Options
+
 _OPEN_AT_MOST = 16  # of a child's loads in progress, the oldest, that are looked at
 
 
-class Offered(Protocol):
-    """The part of an offer that counts here."""
+class Offer(NamedTuple):
+    """A child's offer: ``tokens`` beyond those computed, loaded asynchronously or within the step."""
 
-    @property
-    def child(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
+    child: int
+    tokens: int
+    is_async: bool
 
 
-class Fastest(TransferListener):
-    """The load policy ``fastest``.
+NOBODY = -1
+"""Instead of the child that was chosen."""
+NOTHING = Offer(NOBODY, 0, False)
 
-    Args:
-        children: the children's scheduler-side connectors.
-        estimator: of what computing costs.
-        listener: receives the decisions.
-    """
 
-    def __init__(self, children: Sequence[Child], estimator: Estimator, listener: TransferListener) -> None:
-        self._choice = LoadChoice(len(children))
-        self._estimator = estimator
-        self._listener = listener
-        self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
-        # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
-        self._open: list[dict[str, tuple[int, int]]] = [{} for _ in children]
+class LoadPolicy(Protocol):
+    """Chooses who loads a request."""
 
-    @classmethod
-    def of(
-        cls, options: Options, children: Sequence[Child], estimator: Estimator, listener: TransferListener
-    ) -> Fastest | None:
-        """Return the policy, if it is the configured one."""
-        return cls(children, estimator, listener) if options.load_policy == "fastest" else None
-
-    @contained("record")
-    def decide(self, request: Request, local: int, offers: Sequence[Offered]) -> Decision | None:
-        """Return the choice with its reason; None if this policy can't decide.
+    def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
+        """Return one of the offers, or ``NOTHING``; and the reason, of a policy that predicts.
 
         Args:
             request: vLLM's.
             local: tokens in vLLM's own cache.
             offers: at least one, in the order of the configuration.
         """
+
+
+class First:
+    """The first child with a hit, as in vLLM."""
+
+    def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
+        return offers[0], None
+
+
+class Longest:
+    """The child that offers most, the first of equals."""
+
+    def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
+        return max(offers, key=lambda offer: offer.tokens), None
+
+
+class Fastest(TransferListener):
+    """The child with the lowest predicted time, or computing.
+
+    Args:
+        children: the children's scheduler-side connectors.
+        estimator: of what computing costs.
+    """
+
+    def __init__(self, children: Sequence[Child], estimator: Estimator) -> None:
+        self._choice = LoadChoice(len(children))
+        self._estimator = estimator
+        self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
+        # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
+        self._open: list[dict[str, tuple[int, int]]] = [{} for _ in children]
+
+    def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
+        decision = self.decide(request, local, offers)
+        if decision is None:
+            return offers[0], None
+        return next((offer for offer in offers if offer.child == decision.child), NOTHING), decision
+
+    @contained("record")
+    def decide(self, request: Request, local: int, offers: Sequence[Offer]) -> Decision | None:
+        """Return the choice with its reason; None if this policy can't decide."""
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
@@ -85,13 +109,11 @@ class Fastest(TransferListener):
         now_ns = wall_ns()
         return [(tokens, (now_ns - since) / 1e9) for tokens, since in islice(self._open[child].values(), _OPEN_AT_MOST)]
 
-    @contained("record")
-    def taken(self, request_id: str, decision: Decision) -> None:
-        """Note, and announce, a decision by which vLLM has allocated."""
-        self._choice.taken(decision)
-        self._listener.decided(request_id, decision)
-
     # The router's events
+
+    @contained("record")
+    def decided(self, request_id: str, decision: Decision) -> None:
+        self._choice.taken(decision)
 
     @contained("record")
     def admitted(self, request_id: str, load: Load) -> None:
@@ -111,6 +133,13 @@ class Fastest(TransferListener):
         begun = self._open[load.child]
         for other in [other for other, (_, since) in begun.items() if since <= load.opened_ns]:
             del begun[other]
+
+
+def configured(options: Options, children: Sequence[Child], estimator: Estimator) -> LoadPolicy:
+    """Return the policy that the options name."""
+    if options.load_policy == "fastest":
+        return Fastest(children, estimator)
+    return Longest() if options.load_policy == "longest" else First()
 
 
 def _crowded(cost: ComputeCost, tokens: int, context: int) -> float | None:

@@ -9,11 +9,9 @@ import pytest
 
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
-from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, UNKNOWN, Decision
-from kvobs.routing import fastest
-from kvobs.routing.fastest import Fastest
-from kvobs.routing.lookups import Offer
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, Decision
+from kvobs.routing import policies
+from kvobs.routing.policies import Fastest, First, Longest, Offer
 from kvobs.state.transfers import Load
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
@@ -30,12 +28,12 @@ class NixlConnector:
     """Is called like one that hands KV over."""
 
 
-class Policy(TransferListener):
-    """The policy of an engine whose steps take 5 ms and 0.1 ms a token, and what it announces."""
+class Policy:
+    """The policy of an engine whose steps take 5 ms and 0.1 ms a token."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *connectors: Any) -> None:
         self.now_ns = 10**18
-        patch.setattr(fastest, "wall_ns", lambda: self.now_ns)
+        patch.setattr(policies, "wall_ns", lambda: self.now_ns)
         cost = ComputeCost(2048)
         for i in range(100):
             tokens = 1 + 37 * i % 1500
@@ -43,17 +41,13 @@ class Policy(TransferListener):
         recorder = Recorder(len(connectors))
         children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
         self.cost = cost
-        self.policy = Fastest(children, SimpleNamespace(cost=cost), self)
-        self.decided_: list[tuple[str, Decision]] = []
+        self.policy = Fastest(children, SimpleNamespace(cost=cost))
 
     def crowd(self, prefills: int) -> None:
         """Have so many prefills in each of a hundred steps."""
         pairs = prefills * 100 * 101 // 2
         for _ in range(100):
             self.cost.observe(STEP_S + prefills * 100 * TOKEN_S, prefills * 100, pairs, 0, 0, prefills=prefills)
-
-    def decided(self, request_id: str, decision: Decision) -> None:
-        self.decided_.append((request_id, decision))
 
     def load(self, child: int, ms: float, name: str = "x", tokens: int = 1000, **more: Any) -> Load:
         load = self.begin(child, name, tokens, **more)
@@ -156,15 +150,6 @@ def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypat
     assert policy.decide(1000, 0).reason == FASTEST
 
 
-def test_a_decision_is_announced_when_it_is_taken(policy: Policy) -> None:
-    policy.load(0, 1000)
-    decision = policy.decide(1000)
-    assert decision.reason == COMPUTING
-    assert policy.decided_ == []
-    policy.policy.taken("r", decision)
-    assert policy.decided_ == [("r", decision)]
-
-
 # --- in an engine
 
 
@@ -200,23 +185,16 @@ def test_without_a_decision_the_first_loads(monkeypatch: pytest.MonkeyPatch, a: 
     a.offers["r"], b.offers["r"] = SYNC, (3 * BLOCK, False)
     rig = Rig("kvobs", a, b, kvobs={"load_policy": "fastest"})
     side = rig.connector._side
-    monkeypatch.setattr(side._offers._fastest._choice, "decide", lambda *_: 1 // 0)
+    monkeypatch.setattr(side.offers._policy._choice, "decide", lambda *_: 1 // 0)
     rig.add("r")
     rig.run(3)
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc") if tokens] == [2 * BLOCK]
     assert_nothing_is_left(rig)
 
 
-def test_one_of_which_nothing_is_known_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(monkeypatch, object(), object())
-    policy.load(0, 1)
-    assert policy.decide(1000, 1000)[:2] == (1, UNKNOWN)
-    policy.begin(1, "t")
-    assert policy.decide(1000, 1000)[:2] == (0, FASTEST)
-
-
-def test_with_the_other_policies_there_is_none_of_it(a: Script, b: Script) -> None:
-    for policy in ("first", "longest"):
-        rig = Rig("kvobs", a, b, kvobs={"load_policy": policy})
-        assert rig.connector._side._offers._fastest is None
-        assert not any(isinstance(each, Fastest) for each in rig.connector._side._listener._listeners)
+@pytest.mark.parametrize(("name", "cls"), [("first", First), ("longest", Longest), ("fastest", Fastest)])
+def test_only_the_policy_that_predicts_learns(name: str, cls: type, a: Script, b: Script) -> None:
+    side = Rig("kvobs", a, b, kvobs={"load_policy": name}).connector._side
+    policy = side.offers._policy
+    assert type(policy) is cls
+    assert (policy in side.listener._listeners) is (name == "fastest")
