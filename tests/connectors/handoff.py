@@ -203,11 +203,13 @@ class Router:
                 number = len(self.sent)
                 self.sent.append(self.prompts.next())
                 self.prefill.add(f"p{number}", self.sent[-1], 1, do_remote_decode=True, transfer_id=f"t{number}")
+            ended = []
             for engine in (self.prefill, self.decode):
                 if engine.is_busy:
                     engine.step()
-            for done, noted in self.prefill.take_finished().items():
-                self.pass_on(int(done[1:]), noted)
+                    ended += [each for each in engine.sent if each.finished and engine is self.prefill]
+            for each in ended:
+                self.pass_on(int(each.request_id[1:]), each.kv_transfer_params or {})
             for at, request in [entry for entry in self.doomed if entry[0] <= self.decode.steps]:
                 self.doomed.remove((at, request))
                 if request in self.decode.scheduler.requests:

@@ -123,7 +123,7 @@ def examine(engine: Engine, ending: Ending) -> None:
     if ending.died:
         return
     ending.waiting = [f"{r.request_id} ({r.status.name})" for r in engine.scheduler.requests.values()]
-    ending.pinned = engine.caches.num_blocks - 1 - engine.free_blocks
+    ending.pinned = engine.held_blocks
     ending.leftovers = {plug.name: plug.leftovers() for plug in engine.plugs}
 
 
