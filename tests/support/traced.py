@@ -21,8 +21,10 @@ NOT_SAMPLED = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-00"}
 class Traced(Observed):
     """An engine whose spans end in memory."""
 
+    make_exporter: Any = InMemorySpanExporter
+
     def __init__(self, patch: pytest.MonkeyPatch, *scripts: Script, level: str | None = None, **more: Any) -> None:
-        self.exporter = InMemorySpanExporter()
+        self.exporter = self.make_exporter()
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
         patch.setattr("kvobs.export.span_export.make_exporter", lambda _endpoint: self.exporter)
         tracing = {**more.pop("tracing", {}), **({"level": level} if level else {})}
@@ -41,10 +43,6 @@ class Traced(Observed):
     def span(self, name: str) -> ReadableSpan:
         (span,) = self.spans(name)
         return span
-
-    @property
-    def now_ns(self) -> int:
-        return int(self.now * 1e9)
 
 
 def ids(span: ReadableSpan) -> tuple[str, str, str]:

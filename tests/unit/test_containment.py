@@ -297,7 +297,6 @@ EXPOSED = {
     "telemetry.recording.recorder:Recorder.tally": BINDING,
     "telemetry.recording.recorder:Recorder.traces_all": BINDING,
     "telemetry.recording.recorder:_first": BINDING,
-    "telemetry.recording.recorder:wall_ns": "reads the clock",
     "schema.signals:hook_label": BINDING,
     "schema.signals:is_timed": BINDING,
     "schema.signals:place": BINDING,
