@@ -7,14 +7,16 @@ else after its launch.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvobs.testing import Rig
 from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, cache_config
 from tests.connectors.plug import Plug
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class Engine(Rig):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +19,9 @@ from kvobs.aggregation import aggregator
 from kvobs.export import prometheus
 from kvobs.routing import metadata
 from kvobs.telemetry.payload import stats
+from kvobs.testing import cache_config, engine_config
 
-from . import drive, members, surface_children
+from . import members, surface_children
 
 OURS = {
     "MultiConnector": kvobs.MultiConnector,
@@ -37,9 +36,8 @@ Answers = dict[str, Any]
 Sizes = tuple[int, int, int, int, int, bool]
 
 
-def compared(scratch: Path) -> dict[str, Any]:
+def compared() -> dict[str, Any]:
     """Return where kvobs's public surface is not that of the vLLM on the path."""
-    base = drive.Pair(scratch, drive.recording_children()).config
     return {
         "not subclasses": [name for name, ours in OURS.items() if not issubclass(ours, getattr(stock, name))],
         "members": {
@@ -50,7 +48,7 @@ def compared(scratch: Path) -> dict[str, Any]:
             "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregator.KVOutputAggregator),
             "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
         },
-        "children": _report(_children(base)),
+        "children": _report(_children()),
         "topology": _report(_topologies()),
         "aggregator": aggregator.obstacle(),
     }
@@ -87,7 +85,7 @@ def _answer(ask: Callable[[], Any]) -> Any:
 # --- MultiConnector around children of all kinds
 
 
-def _children(base: Any) -> Iterator[tuple[str, Answers, Answers]]:
+def _children() -> Iterator[tuple[str, Answers, Answers]]:
     for names in itertools.chain(
         itertools.product(surface_children.NAMES, repeat=1), itertools.product(surface_children.NAMES, repeat=2)
     ):
@@ -100,11 +98,11 @@ def _children(base: Any) -> Iterator[tuple[str, Answers, Answers]]:
             }
             for i, name in enumerate(names)
         ]
-        theirs, ours = (_of_router(base, module, connectors) for module in (stock.__name__, "kvobs"))
+        theirs, ours = (_of_router(module, connectors) for module in (stock.__name__, "kvobs"))
         yield " + ".join(names), theirs, ours
 
 
-def _of_router(base: Any, module: str, connectors: list[dict[str, Any]]) -> Answers:
+def _of_router(module: str, connectors: list[dict[str, Any]]) -> Answers:
     """Ask one router's class and its instances of both roles everything that vLLM asks about what children can do."""
     transfer = KVTransferConfig(
         kv_connector="MultiConnector",
@@ -113,9 +111,7 @@ def _of_router(base: Any, module: str, connectors: list[dict[str, Any]]) -> Answ
         engine_id="engine",
         kv_connector_extra_config={"connectors": connectors},
     )
-    config = copy.copy(base)
-    config.kv_transfer_config = transfer
-    config.scheduler_config = copy.copy(base.scheduler_config)
+    config = engine_config(transfer)
     cls = KVConnectorFactory.get_connector_class(transfer)
     answers: Answers = {
         "supports_hma_config": _answer(lambda: KVConnectorFactory.supports_hma_config(transfer)),
@@ -143,7 +139,7 @@ def _layout(config: Any, module: str) -> Any:
 
 
 def _of_instance(cls: Any, config: Any, role: KVConnectorRole) -> Answers:
-    connector = cls(config, role, drive.caches())
+    connector = cls(config, role, cache_config())
     properties = [name for name, hook in members.hooks().items() if hook["kind"] == "property" and name != "role"]
     answers = {name: _answer(lambda name=name: getattr(connector, name)) for name in properties}  # type: ignore[misc]
     answers["children"] = [type(child).__name__ for child in connector._connectors]

@@ -31,7 +31,9 @@ class Clocked:
         self, patch: pytest.MonkeyPatch, connectors: list[dict[str, Any]], kvobs: dict[str, Any], **more: Any
     ) -> None:
         self.now_ns = 1_700_000_000 * S
-        for module in (import_module(f"{routing.__name__}.{each.name}") for each in pkgutil.iter_modules(routing.__path__)):
+        for module in (
+            import_module(f"{routing.__name__}.{each.name}") for each in pkgutil.iter_modules(routing.__path__)
+        ):
             if hasattr(module, "wall_ns"):
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
         self.rig = Rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
