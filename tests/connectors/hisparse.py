@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvobs.testing import BLOCK, Rig, ScriptedConnector, rig
+from tests.connectors.plug import Idle
 
 HOST_BLOCKS = 96  # more than the longest prompt needs
 TRANSFER_STEPS = 2
@@ -51,7 +52,7 @@ def cache_config(blocks: int, groups: int = 1) -> KVCacheConfig:
     )
 
 
-class Transfers:
+class Transfers(Idle):
     """Stands in for the worker's half: transfers are done some steps after they were ordered."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -79,12 +80,6 @@ class Transfers:
     def take_completed_host_copies(self) -> list[int]:
         copies, self.copies = self.copies, []
         return copies
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        """Have nothing to end."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvobs.testing import Rig, Script
 from tests.connectors.engine import children_of
+from tests.connectors.plug import Idle
 from tests.support.rig import child_config
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
@@ -29,43 +30,19 @@ class Clock:
     perf_counter = monotonic
 
 
-class Acknowledged:
+class Acknowledged(Idle):
     """Stands in for the worker: it reports what the test lets the decode engine acknowledge."""
 
-    said: set[str]
-
     def __init__(self, *_: Any) -> None:
-        self.said = set()
-        self.sends: list[str] = []  # what the scheduler side ordered
+        self.said: set[str] = set()
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        """Have no memory."""
-
-    def start_load_kv(self, meta: Any) -> None:
-        self.sends += meta.reqs_to_send
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Load nothing."""
-
-    def save_kv_layer(self, *_: Any, **__: Any) -> None:
-        """Write nothing."""
-
-    def wait_for_save(self, meta: Any) -> None:
-        """Write nothing."""
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self, *_: Any) -> tuple[set[str], set[str]]:
         said, self.said = self.said, set()
         return said, set()
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Report as vLLM 0.33 asks for it."""
         return KVConnectorTransferResults(finished_sending=self.get_finished()[0])
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def shutdown(self) -> None:
-        """Have nothing to end."""
 
 
 class Prefill(Rig):
@@ -119,5 +96,4 @@ class Prefill(Rig):
         )
         books += ("_reqs_need_pending_save", "_req_kv_params", "transfer_id_to_request_id")
         left = [f"{book}: {entry}" for book in books for entry in getattr(self.side, book)]
-        taken = self.scheduler.kv_cache_config.num_blocks - 1 - self.free_blocks
-        return left + list(self.scheduler.requests) + ([f"{taken} blocks"] if taken else [])
+        return left + list(self.scheduler.requests) + ([f"{self.held_blocks} blocks"] if self.held_blocks else [])
