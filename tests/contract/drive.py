@@ -110,7 +110,7 @@ def drive() -> dict[str, Any]:
 
     # What is asked now and then.
     call(rig.connector, "request_finished", request, [3])
-    for hook in ("reset_cache", "shutdown"):
+    for hook in ("has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown"):
         call(rig.connector, hook)
     for hook in ("unregister_kv_caches", "restore_kv_caches", "shutdown"):
         call(worker, hook)

@@ -32,6 +32,7 @@ LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"
 NOT_ON_CALL = {
     "has_connector_metadata": "the wrapper answers for itself",
     "get_finished_count": "the children are asked when a load or a promise opens, not when vLLM asks",
+    "get_finished": "children with get_transfer_results get that one instead",
     "request_finished": "children with request_finished_all_groups get that one instead",
 }
 """Hooks whose call on the wrapper does not become the same call on the children, and why."""
