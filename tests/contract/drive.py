@@ -1,11 +1,15 @@
-"""Let kvobs's MultiConnector live in a rig, in both roles, and call the hooks that such a life does not call."""
+"""Let kvobs's MultiConnector live in a rig, in both roles, and call the hooks that such a life does not call.
+
+Import this module after anything that changes vLLM's base classes.
+"""
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -14,10 +18,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvobs.export import span_export
-from kvobs.testing import BLOCK, Rig, Script, entry_of
+from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector, entry_of
+from tests.support.example import TESTS, imported
 from tests.support.scripted import Handshake, Tally
 
-from .members import hooks, parameters
+from .members import hooks, parameters, public_members
 
 SPAN = "cd" * 8  # of the requests' client
 HEADERS = {"traceparent": f"00-{'ab' * 16}-{SPAN}-01"}
@@ -25,11 +30,39 @@ os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"  # so that requ
 TOKENS = 64  # that are loaded
 
 
+class Call(NamedTuple):
+    """One call of a hook of one child."""
+
+    hook: str
+    args: tuple[Any, ...]
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.recorded.append(Call(name, (*args, *kwargs.values())))
+        return getattr(ScriptedConnector, name)(self, *args, **kwargs)
+
+    return hook
+
+
+_HOOKS: Any = {name: _noting(name) for name, member in public_members().items() if inspect.isfunction(member)}
+
+
+class Recording(ScriptedConnector):
+    """Notes each hook call in ``recorded``, whatever hooks the vLLM at hand has."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.recorded: list[Call] = []
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    vars().update(_HOOKS)
+
+
 class Engine(Rig):
     """A rig with recording children; each call of a hook is kept, with what came back and which children got it."""
 
     def __init__(self, *scripts: Script, **more: Any) -> None:
-        place = {"kv_connector": "Recording", "kv_connector_module_path": "tests.contract.recording"}
+        place = {"kv_connector": "Recording", "kv_connector_module_path": __name__}
         connectors = [entry_of(script, **place) for script in scripts]
         super().__init__("kvobs", connectors=connectors, kvobs={"names": [script.tag for script in scripts]}, **more)
         self.calls: list[dict[str, Any]] = []
@@ -143,6 +176,32 @@ def drive_examples(scratch: Path) -> dict[str, Any]:
         "build_connector_meta": type(rig.scheduled.kv_connector_metadata).__name__,
         "reset_cache": connector.reset_cache(),
     }
+
+
+def run_example(scratch: Path) -> dict[str, Any]:
+    """Return which tests of the example passed, and the states of the load's request."""
+    with imported(scratch) as example:
+        for name in TESTS:
+            getattr(example, name)()
+    return {"passed": TESTS, "statuses": statuses()}
+
+
+def statuses() -> list[str]:
+    """Return the states of a request whose load ends on one rank, then on the other, and is then saved by both."""
+    script = Script("a", offers={"r": (32, True)}, promises={"r"})
+    rig = Rig("kvobs", script, ranks=2)
+    rig.add("r")
+    rig.step()
+    seen = [rig.status("r")]
+    for rank in (0, 1):
+        script.say(rank, received="r")
+        rig.run(1 + 4 * rank)
+        seen.append(rig.status("r"))
+    for rank in (0, 1):
+        script.say(rank, saved="r")
+    rig.run(2)
+    assert rig.held_blocks == 0
+    return [*seen, rig.status("r")]
 
 
 def report(rig: Rig) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def today(scratch: Path) -> dict[str, Any]:
     """Report the host's hooks and its classes' surface, and how children do under kvobs in both roles."""
     import vllm
 
-    from . import drive, example, members, surface
+    from . import drive, members, surface
 
     return {
         "vllm": vllm.__version__,
@@ -41,7 +41,7 @@ def today(scratch: Path) -> dict[str, Any]:
         "recording": attempt(drive.drive),
         "example": attempt(lambda: drive.drive_examples(scratch)),
         "surface": attempt(surface.compared),
-        "testing": attempt(lambda: example.run(scratch)),
+        "testing": attempt(lambda: drive.run_example(scratch)),
     }
 
 

@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import kvobs
 from kvobs import topology
@@ -21,7 +21,7 @@ from kvobs.routing import metadata
 from kvobs.telemetry.payload import stats
 from kvobs.testing import cache_config, engine_config
 
-from . import members, surface_children
+from . import members
 
 OURS = {
     "MultiConnector": kvobs.MultiConnector,
@@ -82,17 +82,68 @@ def _answer(ask: Callable[[], Any]) -> Any:
         return "refused" if isinstance(error, AssertionError | ValueError) else type(error).__name__
 
 
-# --- MultiConnector around children of all kinds
+# --- MultiConnector around children of all kinds, each of which answers one question in its own way
+
+_NEEDED = dict.fromkeys(KVConnectorBase_V1.__abstractmethods__, lambda *_, **__: None)
+
+NoHma: Any = type("NoHma", (KVConnectorBase_V1,), _NEEDED)
+"""Says what vLLM's base class says, and doesn't support the hybrid memory allocator."""
+
+Plain: Any = type("Plain", (NoHma, SupportsHMA), {"request_finished_all_groups": lambda *_: (False, None)})
+"""The same with support for it."""
+
+
+class Divergent(Plain):
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True
+
+
+class CrossLayer(Plain):
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return True
+
+
+class BestEffort(Plain):
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+
+class Piecewise(Plain):
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("piecewise", True))
+
+
+class Sleeper(Plain):
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return kv_transfer_config.kv_role == "kv_both" and kv_transfer_config.engine_id is not None
+
+
+class Hnd(Plain):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "HND"
+
+
+class Nhd(Plain):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "NHD" if vllm_config.kv_transfer_config.kv_connector == "Nhd" else None
+
+
+KINDS = ("Plain", "Divergent", "CrossLayer", "BestEffort", "Piecewise", "Sleeper", "Hnd", "Nhd", "NoHma")
 
 
 def _children() -> Iterator[tuple[str, Answers, Answers]]:
-    for names in itertools.chain(
-        itertools.product(surface_children.NAMES, repeat=1), itertools.product(surface_children.NAMES, repeat=2)
-    ):
+    for names in itertools.chain(itertools.product(KINDS), itertools.product(KINDS, repeat=2)):
         connectors = [
             {
                 "kv_connector": name,
-                "kv_connector_module_path": "tests.contract.surface_children",
+                "kv_connector_module_path": __name__,
                 "kv_role": "kv_consumer" if name == "BestEffort" else "kv_both",
                 "kv_connector_extra_config": {"piecewise": i == 0},
             }
