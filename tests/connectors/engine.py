@@ -41,7 +41,7 @@ class Engine(Rig):
         self.scheduler.use_v2_model_runner = is_v2
         for plug, child in zip(plugs, children_of(self.connector), strict=True):
             plug.attach_scheduler(child)
-        self.steps = self.preemptions = 0
+        self.steps = 0
         self.wrong_uses: list[str] = []  # KV that was read by a forward and was not what it had to be
         self._wrong: dict[str, tuple[int, int]] = {}  # in this step: request -> first wrong position, its block
         self._reported: set[int] = set()
@@ -85,7 +85,6 @@ class Engine(Rig):
         self._wrong.clear()
         self._reported.clear()
         output = super().step()
-        self.preemptions += len(self.scheduled.preempted_req_ids or ())
         self.wrong_uses += [
             f"step {self.steps}: {request_id} reads wrong KV from token {position} on"
             for request_id, (position, block) in self._wrong.items()

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl_connector
 
 from tests.connectors.engine import Engine
-from tests.connectors.lives import PATIENCE, Ending, Prompts, examine
+from tests.connectors.lives import PATIENCE, Ending, Prompts
 from tests.connectors.memory import Memory, Truth
 from tests.connectors.offloading import Offloading
 from tests.connectors.plug import Idle, Plug
@@ -153,14 +153,11 @@ def build_pair(cls: type[Handoff], router: str, patch: Any, seed: int, *, is_fir
 
 def live_as_a_pair(prefill: Engine, decode: Engine, cls: type[Handoff], seed: int, requests: int = 16) -> list[Ending]:
     """Let a router send each request to one engine and then to the other; some are aborted on the second."""
-    endings = [Ending(), Ending()]
     try:
         Router(prefill, decode, cls, seed).serve(requests)
     except Exception as error:
-        endings[0].died = f"{type(error).__name__}: {str(error)[:200]} (step {decode.steps})"
-    for engine, ending in zip((prefill, decode), endings, strict=True):
-        examine(engine, ending)
-    return endings
+        return [Ending(engine, error) for engine in (prefill, decode)]
+    return [Ending(engine) for engine in (prefill, decode)]
 
 
 class Router:
