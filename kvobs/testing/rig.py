@@ -118,7 +118,7 @@ class Rig:
         lag: how many steps the scheduler is ahead of the workers.
         hasher: vLLM's block hasher, for requests that are made without ``add``.
         scheduled: vLLM's ``SchedulerOutput`` of the last step; None before the first.
-        sent: what the last step sent to the API server of each request, vLLM's ``EngineCoreOutput``s.
+        request_outputs: what the last step sent to the API server of each request, vLLM's ``EngineCoreOutput``s.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Rig:
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self.scheduled: Any = None
         self.output: KVConnectorOutput | None = None
-        self.sent: list[Any] = []
+        self.request_outputs: list[Any] = []
         self.stats: list[Any] = []
         own = range(ranks) if external_rank is None else [external_rank]
         self.workers: list[Any] = [self._build_worker(cls, config_of(rank), caches) for rank in own]
@@ -235,7 +235,7 @@ class Rig:
         Errors of connectors, routers and vLLM's scheduler are raised as they are: in an engine they would end it.
         """
         scheduled = self.scheduled = self.scheduler.schedule()
-        self.sent = []
+        self.request_outputs = []
         self._in_flight.append((scheduled, self._samples(scheduled)))
         if len(self._in_flight) <= self.lag:
             return KVConnectorOutput()
@@ -245,7 +245,7 @@ class Rig:
         assert combined is not None
         self.output = combined.kv_connector_output
         for engine_output in self.scheduler.update_from_output(scheduled, combined).values():
-            self.sent += engine_output.outputs
+            self.request_outputs += engine_output.outputs
             if engine_output.scheduler_stats is not None and engine_output.scheduler_stats.kv_connector_stats:
                 self.stats.append(engine_output.scheduler_stats.kv_connector_stats)
         assert self.output is not None

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.testing import Rig
+from kvobs.testing import Rig, Script
 from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, cache_config
 from tests.connectors.plug import Plug
+from tests.support.rig import child_config
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -139,6 +140,24 @@ class Engine(Rig):
             bad = memory.forward(block_ids, request.all_token_ids[: begin + count], begin)
             if bad is not None:
                 self._wrong[request_id] = (bad, block_ids[bad // BLOCK])
+
+
+class Beside(Rig):
+    """A rig of a real connector that moves no KV, and of others, which come after or before it."""
+
+    def __init__(self, router: str, entry: dict[str, Any], *others: Any, is_first: bool, **more: Any) -> None:
+        entries = [child_config(other) if isinstance(other, Script) else other for other in others]
+        super().__init__(router, connectors=[entry, *entries] if is_first else [*entries, entry], **more)
+        self._place = 0 if is_first else len(entries)
+
+    def real(self, router: Any) -> Any:
+        """Return the connector in the scheduler's router, or in a worker's."""
+        return children_of(router)[self._place]
+
+    def left_in(self, owner: Any, *books: str) -> list[str]:
+        """Return what is left in an idle engine: requests, blocks, and entries of these books."""
+        left = [f"{book}: {entry}" for book in books for entry in getattr(owner, book)]
+        return left + list(self.scheduler.requests) + ([f"{self.held_blocks} blocks"] if self.held_blocks else [])
 
 
 def children_of(connector: Any) -> list[Any]:

@@ -182,7 +182,7 @@ class Router:
             for engine in (self.prefill, self.decode):
                 if engine.is_busy:
                     engine.step()
-                    ended += [each for each in engine.sent if each.finished and engine is self.prefill]
+                    ended += [each for each in engine.request_outputs if each.finished and engine is self.prefill]
             for each in ended:
                 self.pass_on(int(each.request_id[1:]), each.kv_transfer_params or {})
             for at, request in [entry for entry in self.doomed if entry[0] <= self.decode.steps]:

@@ -202,7 +202,7 @@ class Engine(Traced):
             self._steps += 1
             super().step(1, seconds)
             self.ledger.faults["preemption"] += len(self.rig.scheduled.preempted_req_ids or ())
-            for each in self.rig.sent:
+            for each in self.rig.request_outputs:
                 if each.finish_reason is not None:
                     self.ledger.ended(each.request_id, str(each.finish_reason))
             if self.rig.output is not None:  # one step ahead, it is not there at first

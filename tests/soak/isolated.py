@@ -42,7 +42,8 @@ class Storm:
 
     def step(self, seconds: float = 0.01) -> None:
         self.engine.step(seconds=seconds)
-        self.ends.update(each.request_id for each in self.engine.rig.sent if each.finish_reason is not None)
+        outputs = self.engine.rig.request_outputs
+        self.ends.update(each.request_id for each in outputs if each.finish_reason is not None)
 
     def run(self) -> list[str]:
         """Serve some requests, go idle, and return what is wrong."""

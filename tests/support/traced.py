@@ -71,14 +71,8 @@ def load(engine: Traced, request: str = "r", **headers: Any) -> None:
 def params_of(engine: Traced, request: str, **add: Any) -> Any:
     """Return what the client gets at a request's end."""
     engine.rig.add(request, max_tokens=1, **add)
-    finish, noted = engine.rig.connector.request_finished_all_groups, []
-
-    def listen(*args: Any) -> Any:
-        noted.append(finish(*args))
-        return noted[-1]
-
-    engine.rig.connector.request_finished_all_groups = listen
-    engine.step(2)
-    engine.rig.connector.request_finished_all_groups = finish
-    ((_, params),) = noted
-    return params
+    ended: list[Any] = []
+    for _ in range(2):
+        engine.step()
+        ended += [each for each in engine.rig.request_outputs if each.request_id == request and each.finished]
+    return ended[0].kv_transfer_params
