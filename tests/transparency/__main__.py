@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
 
     findings = sweep(range(arguments.first, arguments.first + arguments.lives))
     with out:
-        json.dump({"vllm": __version__, **asdict(findings)}, out, indent=1)
+        json.dump({"vllm": __version__, **vars(findings)}, out, indent=1)
     sys.exit(findings.faulty > 0)
 
 
