@@ -117,6 +117,8 @@ class Rig:
         stats: the connectors' stats that the scheduler would have sent to the API server, so far.
         lag: how many steps the scheduler is ahead of the workers.
         hasher: vLLM's block hasher, for requests that are made without ``add``.
+        scheduled: vLLM's ``SchedulerOutput`` of the last step; None before the first.
+        request_outputs: what the last step sent to the API server of each request, vLLM's ``EngineCoreOutput``s.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Rig:
         transfer = transfer_config(
             router, connectors or [entry_of(script) for script in scripts], kvobs, kv_load_failure_policy=policy
         )
-        caches = cache_config(blocks, groups)
+        caches = self._caches(blocks, groups)
         cls = KVConnectorFactory.get_connector_class(transfer)
         block = BLOCK * context_parallel
 
@@ -167,17 +169,22 @@ class Rig:
             config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
             if external_rank is not None:
                 config.parallel_config.distributed_executor_backend = "external_launcher"
+            config.cache_config = copy.copy(config.cache_config)
+            config.cache_config.num_gpu_blocks = blocks
+            self._configure(config)
             return config
 
-        config = config_of(external_rank or 0)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(block, sha256)
-        own = range(ranks) if external_rank is None else [external_rank]
-        self.workers: list[Any] = [cls(config_of(rank), KVConnectorRole.WORKER, caches) for rank in own]
-        config.cache_config = copy.copy(config.cache_config)
-        config.cache_config.num_gpu_blocks = blocks
         self.lag = lag
-        self._in_flight: deque[tuple[Any, dict[str, bool]]] = deque()
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+        self.scheduled: Any = None
+        self.output: KVConnectorOutput | None = None
+        self.request_outputs: list[Any] = []
+        self.stats: list[Any] = []
+        own = range(ranks) if external_rank is None else [external_rank]
+        self.workers: list[Any] = [self._build_worker(cls, config_of(rank), caches) for rank in own]
+        config = config_of(external_rank or 0)
         self.scheduler: Any = (AsyncScheduler if lag else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
@@ -189,14 +196,12 @@ class Rig:
         self.connector: Any = self.scheduler.connector
         self._shake_hands()
         # By the name that vLLM's executor looks up, which kvobs may have replaced.
-        self.aggregator = executors.KVOutputAggregator.from_connector(self.connector, len(self.workers))
-        self.output: KVConnectorOutput | None = None
-        self.stats: list[Any] = []
+        self.aggregator: Any = executors.KVOutputAggregator.from_connector(self.connector, len(self.workers))
 
     def add(
         self,
         request_id: str,
-        tokens: int = 4 * BLOCK + 1,
+        tokens: int | list[int] = 4 * BLOCK + 1,
         max_tokens: int = 2,
         trace_headers: Any = None,
         prompt_of: str | None = None,
@@ -206,16 +211,16 @@ class Rig:
 
         Args:
             request_id: its id.
-            tokens: the length of its prompt.
+            tokens: its prompt, or only how long it is.
             max_tokens: how many tokens it generates.
             trace_headers: headers of the client's request, such as ``{"traceparent": ...}``.
-            prompt_of: the id of another request, with whose prompt this one begins. By default the prompt follows from
-                ``request_id``; two ids may give the same one.
+            prompt_of: the id of another request, with whose prompt this one begins. By default a prompt of a given
+                length follows from ``request_id``; two ids may give the same one.
             params: its ``kv_transfer_params``.
         """
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         seed = sum(map(ord, prompt_of or request_id)) * 31 % 97 + 3
-        prompt = [(seed + i * 7) % 250 for i in range(tokens)]
+        prompt = tokens if isinstance(tokens, list) else [(seed + i * 7) % 250 for i in range(tokens)]
         request = Request(request_id, prompt, sampling, None, block_hasher=self.hasher, trace_headers=trace_headers)
         self.scheduler.add_request(request)
         return request
@@ -229,12 +234,9 @@ class Rig:
 
         Errors of connectors, routers and vLLM's scheduler are raised as they are: in an engine they would end it.
         """
-        scheduled = self.scheduler.schedule()
-        requests = self.scheduler.requests
-        samples = {
-            r: requests[r].num_computed_tokens >= requests[r].num_prompt_tokens for r in scheduled.num_scheduled_tokens
-        }
-        self._in_flight.append((scheduled, samples))
+        scheduled = self.scheduled = self.scheduler.schedule()
+        self.request_outputs = []
+        self._in_flight.append((scheduled, self._samples(scheduled)))
         if len(self._in_flight) <= self.lag:
             return KVConnectorOutput()
         scheduled, samples = self._in_flight.popleft()
@@ -243,6 +245,7 @@ class Rig:
         assert combined is not None
         self.output = combined.kv_connector_output
         for engine_output in self.scheduler.update_from_output(scheduled, combined).values():
+            self.request_outputs += engine_output.outputs
             if engine_output.scheduler_stats is not None and engine_output.scheduler_stats.kv_connector_stats:
                 self.stats.append(engine_output.scheduler_stats.kv_connector_stats)
         assert self.output is not None
@@ -251,6 +254,17 @@ class Rig:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
+
+    # Parts that a harness with more of an engine replaces
+
+    def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
+        return cache_config(blocks, groups)
+
+    def _configure(self, config: Any) -> None:
+        """Change vLLM's configuration of the scheduler, or of a worker."""
+
+    def _build_worker(self, cls: Any, config: Any, caches: KVCacheConfig) -> Any:
+        return cls(config, KVConnectorRole.WORKER, caches)
 
     def _shake_hands(self) -> None:
         """Hand the workers' handshakes to the scheduler's side before the first request.
@@ -262,17 +276,29 @@ class Rig:
         if sent:
             self.connector.set_xfer_handshake_metadata_pp_aware(sent)
 
-    def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
-        """Make the calls of vLLM's model runner into a connector in one step."""
-        meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
-        worker.handle_preemptions(meta)
-        worker.bind_connector_metadata(meta)
-        assert worker.has_connector_metadata()
+    def _samples(self, scheduled: Any) -> dict[str, list[int]]:
+        """Return the tokens that the model samples for each request of a step."""
+        requests = {request_id: self.scheduler.requests[request_id] for request_id in scheduled.num_scheduled_tokens}
+        return {
+            request_id: [7] if request.num_computed_tokens >= request.num_prompt_tokens else []
+            for request_id, request in requests.items()
+        }
+
+    def _forward(self, worker: Any, scheduled: Any) -> None:
+        """Make the calls between those that begin and end a worker's step."""
         worker.start_load_kv(None)
         if scheduled.total_num_scheduled_tokens:
             worker.wait_for_layer_load("layer.0")
             worker.save_kv_layer("layer.0", None, None)
         worker.wait_for_save()
+
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> ModelRunnerOutput:
+        """Make the calls of vLLM's model runner into a connector in one step."""
+        meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        assert worker.has_connector_metadata()
+        self._forward(worker, scheduled)
         finished = set(scheduled.finished_req_ids)
         ends: dict[str, Any] = {}
         if _HAS_RESULTS:
@@ -291,13 +317,11 @@ class Rig:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        output = pickle.loads(pickle.dumps(output))
-        ids = list(samples)
         return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[[7] if is_sampled else [] for is_sampled in samples.values()],
-            kv_connector_output=output,
+            req_ids=list(samples),
+            req_id_to_index={request_id: i for i, request_id in enumerate(samples)},
+            sampled_token_ids=list(samples.values()),
+            kv_connector_output=pickle.loads(pickle.dumps(output)),
         )
 
     def status(self, request_id: str) -> str:

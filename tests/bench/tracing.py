@@ -154,7 +154,7 @@ class Engine(Rig):
         name = f"cmpl-{number:032x}-0-{number:08x}"
         return Request(name, prompt, sampling, None, block_hasher=self.hasher, trace_headers=headers)
 
-    def _work(self, worker: Any, scheduled: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> ModelRunnerOutput:
         begin = time.thread_time_ns()
         output = super()._work(worker, scheduled, samples)
         self.worked.append(time.thread_time_ns() - begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
@@ -11,22 +11,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from tests.connectors.memory import BLOCK, LAYERS, chain
 from tests.connectors.plug import Plug
 
-FOLDERS: dict[str, Example] = {}
-
 
 class Example(Plug):
     """Saves whole prompts into files, and loads them synchronously."""
 
-    makes_sync_loads = True
+    connector = "ExampleConnector"
 
-    def config(self) -> dict[str, Any]:
-        self.folder = Path(tempfile.mkdtemp(prefix="kvobs-example-"))
-        FOLDERS[str(self.folder)] = self
-        return {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
-        }
+    @cached_property
+    def tag(self) -> str:
+        return tempfile.mkdtemp(prefix="kvobs-example-")
+
+    def options(self) -> dict[str, Any]:
+        return {"shared_storage_path": self.tag}
 
     def install(self, patch: Any) -> None:
         save = ExampleConnector.save_kv_layer
@@ -39,7 +35,7 @@ class Example(Plug):
                 if request.is_store and layer_name == LAYERS[0]:
                     slots, values = request.slot_mapping, chain(request.token_ids.tolist())
                     held = kv_layer[slots // BLOCK, 0, slots % BLOCK, 0].tolist()
-                    FOLDERS[child._storage_path].check_store(held == values[: len(held)], f"{len(held)} tokens")
+                    Example.by_tag[child._storage_path].check_store(held == values[: len(held)], f"{len(held)} tokens")
 
         saved.is_ours = True  # type: ignore[attr-defined]
         patch.setattr(ExampleConnector, "save_kv_layer", saved)
@@ -51,11 +47,8 @@ class Example(Plug):
 class DecodeBench(Plug):
     """Fills the KV of every prompt with made-up values: what is computed with it is wrong on purpose."""
 
-    makes_sync_loads = True
+    connector = "DecodeBenchConnector"
     is_a_lie = True
-
-    def config(self) -> dict[str, Any]:
-        return {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
 
     def leftovers(self) -> list[str]:
         scheduler = self.child.connector_scheduler

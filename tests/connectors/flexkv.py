@@ -11,25 +11,20 @@ from types import ModuleType
 from typing import Any
 
 from tests.connectors.memory import BLOCK, chain, page_is_right
-from tests.connectors.plug import Plug
-
-MANAGERS: dict[str, FlexKV] = {}
+from tests.connectors.plug import Idle, Plug, held
 
 
 class FlexKV(Plug):
     """One child with a store of its own."""
 
+    connector = "FlexKVConnectorV1"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pages: dict[tuple[int, ...], Any] = {}
-        MANAGERS[self.name] = self
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "FlexKVConnectorV1",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"tag": self.name},
-        }
+    def options(self) -> dict[str, Any]:
+        return {"tag": self.tag}
 
     def install(self, patch: Any) -> None:
         name = "flexkv.integration.vllm.vllm_v1_adapter"
@@ -47,8 +42,7 @@ class FlexKV(Plug):
 
 
 def _adapter(vllm_config: Any, role: Any) -> Any:
-    plug = MANAGERS[vllm_config.kv_transfer_config.get_from_extra_config("tag", "")]
-    return SchedulerAdapter(plug) if role.name == "SCHEDULER" else WorkerAdapter()
+    return SchedulerAdapter(FlexKV.of(vllm_config)) if role.name == "SCHEDULER" else Idle()
 
 
 class Task:
@@ -60,7 +54,7 @@ class Task:
         self.due = 0
 
 
-class SchedulerAdapter:
+class SchedulerAdapter(Idle):
     """What FlexKV's adapter does in the scheduler."""
 
     def __init__(self, plug: FlexKV) -> None:
@@ -74,9 +68,7 @@ class SchedulerAdapter:
         self.plug.may_fail("get_match")
         whole = request.num_tokens // BLOCK * BLOCK
         tokens = list(request.all_token_ids[:whole])
-        end = num_computed_tokens
-        while end < whole and tuple(tokens[: end + BLOCK]) in self.plug.pages:
-            end += BLOCK
+        end = held(self.plug.pages, tokens, num_computed_tokens)
         if end == num_computed_tokens:
             return 0, False
         task = Task("get", request.request_id, tokens[:end], num_computed_tokens // BLOCK)
@@ -123,9 +115,7 @@ class SchedulerAdapter:
             return False, None
         whole = (request.num_tokens - 1) // BLOCK * BLOCK  # the last token was sampled, not computed
         tokens = list(request.all_token_ids[:whole])
-        first = 0
-        while first < whole and tuple(tokens[: first + BLOCK]) in self.plug.pages:
-            first += BLOCK
+        first = held(self.plug.pages, tokens)
         if first >= whole:
             return False, None
         task = Task("put", request.request_id, tokens, first // BLOCK)
@@ -147,36 +137,3 @@ class SchedulerAdapter:
                 else:
                     memory.put(block, self.plug.pages[key])
         self.plug.loaded += task.kind == "get"
-
-    def take_events(self) -> list[Any]:
-        return []
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def shutdown(self) -> None:
-        """Have nothing to end."""
-
-
-class WorkerAdapter:
-    """What FlexKV's adapter does in a worker: next to nothing."""
-
-    def start_load_kv(self, *_: Any, **__: Any) -> None:
-        """Leave it to the server."""
-
-    wait_for_layer_load = save_kv_layer = wait_for_save = register_kv_caches = shutdown = start_load_kv
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        return None, None
-
-    def take_events(self) -> list[Any]:
-        return []
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()

@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl_connector
 
 from tests.connectors.engine import Engine
-from tests.connectors.lives import PATIENCE, Ending, Prompts, examine
+from tests.connectors.lives import PATIENCE, Ending, Prompts
 from tests.connectors.memory import Memory, Truth
 from tests.connectors.offloading import Offloading
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Idle, Plug
 
 
 class Handoff(Plug):
@@ -28,16 +28,12 @@ class Handoff(Plug):
 
     def __init__(self, name: str, *, is_prefill: bool, seed: int = 0) -> None:
         super().__init__(name, seed)
-        self.is_prefill = is_prefill
+        self.is_prefill, self.role = is_prefill, "kv_producer" if is_prefill else "kv_consumer"
         self.ready: dict[str, list[int]] = {}  # prefill: a transfer -> its blocks, held until they are read
         self.dropped: set[str] = set()  # prefill: transfers that will never be ready
         self.asked: list[tuple[int, str, str, list[int], bool]] = []  # decode: due, request, transfer, blocks, reports
         self.sent: set[str] = set()
         self.names: dict[str, str] = {}  # transfer -> the prefill engine's request
-
-    def config(self) -> dict[str, Any]:
-        role = "kv_producer" if self.is_prefill else "kv_consumer"
-        return {"kv_connector": self.connector, "kv_role": role}
 
     def install(self, patch: Any) -> None:
         patch.setattr(nixl_connector, "NixlPullConnectorWorker", NixlWire)
@@ -93,7 +89,7 @@ class MooncakePD(Handoff):
     connector = "MooncakeConnector"
 
 
-class Wire:
+class Wire(Idle):
     """What the workers of all three have."""
 
     plug: Handoff
@@ -103,26 +99,8 @@ class Wire:
     pcp_dcp_sharded = False
     xfer_handshake_metadata = None
 
-    def __init__(self, *_: Any) -> None:
-        """Connect to nothing."""
-
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        """Know the memory from the plug."""
-
-    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        """Copy nothing through the host."""
-
     def get_transfer_results(self) -> KVConnectorTransferResults:
         return self.plug.results()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        """Have nothing to end."""
 
 
 class NixlWire(Wire):
@@ -175,14 +153,11 @@ def build_pair(cls: type[Handoff], router: str, patch: Any, seed: int, *, is_fir
 
 def live_as_a_pair(prefill: Engine, decode: Engine, cls: type[Handoff], seed: int, requests: int = 16) -> list[Ending]:
     """Let a router send each request to one engine and then to the other; some are aborted on the second."""
-    endings = [Ending(), Ending()]
     try:
         Router(prefill, decode, cls, seed).serve(requests)
     except Exception as error:
-        endings[0].died = f"{type(error).__name__}: {str(error)[:200]} (step {decode.steps})"
-    for engine, ending in zip((prefill, decode), endings, strict=True):
-        examine(engine, ending)
-    return endings
+        return [Ending(engine, error) for engine in (prefill, decode)]
+    return [Ending(engine) for engine in (prefill, decode)]
 
 
 class Router:
@@ -203,11 +178,13 @@ class Router:
                 number = len(self.sent)
                 self.sent.append(self.prompts.next())
                 self.prefill.add(f"p{number}", self.sent[-1], 1, do_remote_decode=True, transfer_id=f"t{number}")
+            ended = []
             for engine in (self.prefill, self.decode):
                 if engine.is_busy:
                     engine.step()
-            for done, noted in self.prefill.take_finished().items():
-                self.pass_on(int(done[1:]), noted)
+                    ended += [each for each in engine.request_outputs if each.finished and engine is self.prefill]
+            for each in ended:
+                self.pass_on(int(each.request_id[1:]), each.kv_transfer_params or {})
             for at, request in [entry for entry in self.doomed if entry[0] <= self.decode.steps]:
                 self.doomed.remove((at, request))
                 if request in self.decode.scheduler.requests:
@@ -220,6 +197,3 @@ class Router:
         self.decode.add(f"d{number}", self.sent[number], self.random.choice((1, 4, 20)), **params)
         if self.random.random() < 0.25:
             self.doomed.append((self.decode.steps + self.random.choice((0, 1, 3)), f"d{number}"))
-
-
-__all__ = ["Handoff", "MooncakePD", "NixlPush", "build_pair", "live_as_a_pair"]

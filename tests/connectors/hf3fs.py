@@ -15,13 +15,12 @@ from tests.connectors.plug import Plug
 class HF3FS(Plug):
     """One child with a file system of its own; the last one that was made gets the next connector."""
 
+    connector = "HF3FSKVConnector"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pages: dict[str, Any] = {}
         self.transfers: list[tuple[int, Any]] = []
-
-    def config(self) -> dict[str, Any]:
-        return {"kv_connector": "HF3FSKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
 
     def install(self, patch: Any) -> None:
         silent = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, SIGQUIT=0)
@@ -37,12 +36,12 @@ class HF3FS(Plug):
 
     def tick(self) -> None:
         super().tick()
-        due, self.transfers = (
-            [t for t in self.transfers if t[0] <= self.now],
-            [t for t in self.transfers if t[0] > self.now],
-        )
-        for _, run in due:
-            run()
+        transfers, self.transfers = self.transfers, []
+        for due, run in transfers:
+            if due <= self.now:
+                run()
+            else:
+                self.transfers.append((due, run))
 
     def leftovers(self) -> list[str]:
         left = [f"request {request}" for request in self.child._scheduling_states]

@@ -23,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvobs.testing import BLOCK, Rig, ScriptedConnector, rig
+from tests.connectors.engine import Beside
+from tests.connectors.plug import Idle
 
 HOST_BLOCKS = 96  # more than the longest prompt needs
 TRANSFER_STEPS = 2
@@ -51,7 +53,7 @@ def cache_config(blocks: int, groups: int = 1) -> KVCacheConfig:
     )
 
 
-class Transfers:
+class Transfers(Idle):
     """Stands in for the worker's half: transfers are done some steps after they were ordered."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -79,12 +81,6 @@ class Transfers:
     def take_completed_host_copies(self) -> list[int]:
         copies, self.copies = self.copies, []
         return copies
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        """Have nothing to end."""
 
 
 @dataclass
@@ -120,27 +116,23 @@ CONFIG = {
 }
 
 
-def build(router: str, patch: Any, others: list[dict[str, Any]], *, is_first: bool, **options: Any) -> Rig:
-    """Build an engine of HiSparse and others."""
+def build(router: str, patch: Any, other: Any, *, is_first: bool, **options: Any) -> Beside:
+    """Build an engine of HiSparse and another connector."""
     patch.setattr(hisparse, "HiSparseConnectorWorker", Transfers)
     patch.setattr(rig, "cache_config", cache_config)
     # A scripted sibling answers for the groups that vLLM transfers.
     patch.setattr(ScriptedConnector, "get_loaded_kv_cache_group_ids", lambda self, request: (0, 1))
-    return Rig(router, connectors=[CONFIG, *others] if is_first else [*others, CONFIG], **options)
+    return Beside(router, CONFIG, other, is_first=is_first, **options)
 
 
 def coordinator_of(engine: Rig) -> Any:
     return get_hisparse_coordinator(engine.scheduler.kv_cache_manager)
 
 
-def leftovers(engine: Rig) -> list[str]:
+def leftovers(engine: Beside) -> list[str]:
     """Return what is left in an idle engine: pages in transfer, imports, requests, blocks of either pool."""
     coordinator = coordinator_of(engine)
-    host = coordinator.get_host_block_pool()
     books = ("_pending_imports", "pending_spills", "request_states", "_retained_copies", "spills_to_send")
-    left = [f"{book}: {entry}" for book in books for entry in getattr(coordinator, book)]
-    left += [f"request {request}" for request in engine.scheduler.requests]
-    for name, pool in (("GPU", engine.scheduler.kv_cache_manager.block_pool), ("host", host)):
-        taken = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        left += [f"{taken} {name} blocks"] if taken else []
-    return left
+    host = coordinator.get_host_block_pool()
+    held = host.num_gpu_blocks - 1 - host.get_num_free_blocks()
+    return engine.left_in(coordinator, *books) + ([f"{held} host blocks"] if held else [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from tests.connectors.engine import Engine
@@ -15,22 +14,26 @@ from tests.connectors.plug import Plug
 PATIENCE = 400
 """Steps without a new request after which one that is not done waits for ever; slow wires take 4 steps."""
 
+ABORTS = 0.15
+"""The share of steps in which a live request is aborted."""
 
-@dataclass
+
 class Ending:
-    """What was found in one life."""
+    """What was found in one life; of an engine that died, no more than what was wrong before."""
 
-    wrong_uses: list[str] = field(default_factory=list)
-    wrong_stores: dict[str, list[str]] = field(default_factory=dict)
-    waiting: list[str] = field(default_factory=list)  # requests that never end
-    pinned: int = 0  # GPU blocks that stay taken
-    leftovers: dict[str, list[str]] = field(default_factory=dict)
-    cleared: dict[str, int] = field(default_factory=dict)
-    died: str = ""
-    stored: dict[str, int] = field(default_factory=dict)
-    loaded: dict[str, int] = field(default_factory=dict)
-    preemptions: int = 0
-    steps: int = 0
+    def __init__(self, engine: Engine, error: Exception | None = None) -> None:
+        plugs = engine.plugs
+        is_a_lie = any(plug.is_a_lie for plug in plugs)
+        self.died = "" if error is None else f"{type(error).__name__}: {str(error)[:200]} (step {engine.steps})"
+        self.wrong_uses = [] if is_a_lie else engine.wrong_uses
+        self.wrong_stores = {plug.name: [] if is_a_lie else plug.wrong_stores for plug in plugs}
+        self.cleared = {plug.name: plug.cleared for plug in plugs}
+        self.stored = {plug.name: plug.stored for plug in plugs}
+        self.loaded = {plug.name: plug.loaded for plug in plugs}
+        alive = engine.scheduler.requests.values() if error is None else ()
+        self.waiting = [f"{request.request_id} ({request.status.name})" for request in alive]  # that never end
+        self.pinned = engine.held_blocks if error is None else 0  # GPU blocks that stay taken
+        self.leftovers = {plug.name: plug.leftovers() for plug in plugs} if error is None else {}
 
     @property
     def faults(self) -> list[str]:
@@ -66,39 +69,32 @@ class Prompts:
         return stem[:shared] + [self.random.randrange(250) for _ in range(own)]
 
 
-def live(
-    engine: Engine, seed: int, *, requests: int = 24, aborts: float = 0.15, params: Any = None, seconds: float = 0.0
-) -> Ending:
+def live(engine: Engine, seed: int, *, requests: int = 24, seconds: float = 0.0) -> Ending:
     """Run one life to its end and look at everything.
 
     Args:
         engine: freshly built.
         seed: of everything random.
         requests: how many.
-        aborts: the share of steps in which a live request is aborted.
         seconds: for which a request may wait that nobody reports.
-        params: called with a number and a generator, returns a request's ``kv_transfer_params``.
     """
     rng = random.Random(seed)
-    prompts, ending, added = Prompts(rng), Ending(), 0
+    prompts, added = Prompts(rng), 0
     try:
         while added < requests:
             for _ in range(rng.choice((0, 0, 1, 1, 2))):
                 if added < requests:
-                    extra = params(added, rng) if params else {}
-                    engine.add(f"r{added}", prompts.next(), rng.choice((1, 2, 5, 30, 60)), **extra)
+                    engine.add(f"r{added}", prompts.next(), rng.choice((1, 2, 5, 30, 60)))
                     added += 1
-            if engine.scheduler.requests and rng.random() < aborts:
+            if engine.scheduler.requests and rng.random() < ABORTS:
                 engine.abort(rng.choice(sorted(engine.scheduler.requests)))
             if rng.random() < 0.08:
                 engine.forget()
             engine.step()
         settle(engine, seconds)
     except Exception as error:
-        ending.died = f"{type(error).__name__}: {str(error)[:200]} (step {engine.steps})"
-        ending.__cause__ = error  # type: ignore[attr-defined]
-    examine(engine, ending)
-    return ending
+        return Ending(engine, error)
+    return Ending(engine)
 
 
 def settle(engine: Engine, seconds: float = 0.0) -> None:
@@ -109,22 +105,6 @@ def settle(engine: Engine, seconds: float = 0.0) -> None:
         steps += 1
         if seconds:
             time.sleep(0.001)  # as vLLM does while it waits for a transfer
-
-
-def examine(engine: Engine, ending: Ending) -> None:
-    """Take down what was found, and what is left if the engine is still alive."""
-    ending.steps, ending.preemptions = engine.steps, engine.preemptions
-    is_a_lie = any(plug.is_a_lie for plug in engine.plugs)
-    ending.wrong_uses = [] if is_a_lie else engine.wrong_uses
-    for plug in engine.plugs:
-        ending.wrong_stores[plug.name] = [] if is_a_lie else plug.wrong_stores
-        ending.cleared[plug.name] = plug.cleared
-        ending.stored[plug.name], ending.loaded[plug.name] = plug.stored, plug.loaded
-    if ending.died:
-        return
-    ending.waiting = [f"{r.request_id} ({r.status.name})" for r in engine.scheduler.requests.values()]
-    ending.pinned = engine.caches.num_blocks - 1 - engine.free_blocks
-    ending.leftovers = {plug.name: plug.leftovers() for plug in engine.plugs}
 
 
 def build(router: str, plugs: list[Plug], patch: Any, faults: Faults | None = None, **options: Any) -> Engine:

@@ -10,8 +10,8 @@ from collections import Counter
 from importlib import import_module
 from typing import Any
 
-from tests.connectors.memory import BLOCK, Memory, Truth, chain, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.memory import BLOCK, Memory, chain, page_is_right
+from tests.connectors.plug import Plug, held
 
 CHUNK = 2 * BLOCK
 
@@ -19,17 +19,15 @@ CHUNK = 2 * BLOCK
 class LMCacheMP(Plug):
     """One child with a server of its own."""
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": f"tcp://{self.name}",
-                "lmcache.mp.port": 1,
-                "lmcache.mp.mq_timeout": 1.0,
-                "lmcache.mp.heartbeat_interval": 20.0,
-            },
-        }
+    connector = "LMCacheMPConnector"
+
+    @property
+    def tag(self) -> str:
+        return f"tcp://{self.name}:1"
+
+    def options(self) -> dict[str, Any]:
+        options = {"host": f"tcp://{self.name}", "port": 1, "mq_timeout": 1.0, "heartbeat_interval": 20.0}
+        return {f"lmcache.mp.{name}": value for name, value in options.items()}
 
     def install(self, patch: Any) -> None:
         connector: Any = import_module("lmcache.integration.vllm.lmcache_mp_connector")
@@ -40,8 +38,7 @@ class LMCacheMP(Plug):
         self.jobs: dict[str, tuple[int, int]] = {}  # request -> (due, chunks found)
         self.copies: list[Copy] = []
         self.given_up: set[str] = set()  # ended before they were allocated: LMCache itself leaves their locks to time
-        SERVERS[f"tcp://{self.name}:1"] = self
-        patch.setattr(adapter.RequestClientFactory, "create", lambda url, **_: Client(SERVERS[url]))
+        patch.setattr(adapter.RequestClientFactory, "create", lambda url, **_: Client(self.by_tag[url]))
         patch.setattr(adapter, "create_transfer_context", lambda *_, req_client, **__: Transfers(req_client.server))
         cls = connector.LMCacheMPConnector
         real = cls._cleanup_request_tracker
@@ -67,13 +64,10 @@ class LMCacheMP(Plug):
 
     def found(self, key: Any) -> int:
         """Lock the chunks of a prefix for its request; return how many there are."""
-        count = 0
-        for end in range(CHUNK, key.end + 1, CHUNK):
-            if key.token_ids[:end] not in self.chunks:
-                break
+        found = held(self.chunks, key.token_ids[: key.end], step=CHUNK)
+        for end in range(CHUNK, found + 1, CHUNK):
             self.locks[key.request_id, key.token_ids[:end]] += 1
-            count += 1
-        return count
+        return found // CHUNK
 
     def unlock(self, key: Any) -> None:
         """Free what a key covers: whole chunks only, as LMCache does."""
@@ -95,9 +89,6 @@ class LMCacheMP(Plug):
             futures = (*worker.worker_adapter.store_futures, *worker.worker_adapter.retrieve_futures)
             left += [f"transfer of {request}" for request in futures]
         return left + [f"copy of {copy.key.request_id}" for copy in self.copies]
-
-
-SERVERS: dict[str, LMCacheMP] = {}
 
 
 class Copy:
@@ -224,6 +215,3 @@ def _done(result: Any) -> Any:
     future = _future()
     future.set_result(result)
     return future
-
-
-__all__ = ["LMCacheMP", "Truth"]

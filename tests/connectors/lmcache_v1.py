@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from tests.connectors.memory import BLOCK, Memory, Truth, chain, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, held
 
 CHUNK = 2 * BLOCK
-ENGINES: dict[str, LMCacheV1] = {}
 
 
 class LMCacheV1(Plug):
     """One child with a cache of its own."""
 
-    makes_sync_loads = True
+    connector = "LMCacheConnectorV1"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,18 +28,9 @@ class LMCacheV1(Plug):
         self.answers: dict[str, int] = {}  # request -> tokens found, until it is allocated
         self.pins: set[str] = set()
         self.given_up: set[str] = set()  # ended with a lookup that nobody used: LMCache leaves these to time
-        ENGINES[self.name] = self
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "LMCacheConnectorV1",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "tag": self.name,
-                "lmcache.chunk_size": CHUNK,
-                "lmcache.save_unfull_chunk": False,
-            },
-        }
+    def options(self) -> dict[str, Any]:
+        return {"tag": self.tag, "lmcache.chunk_size": CHUNK, "lmcache.save_unfull_chunk": False}
 
     def install(self, patch: Any) -> None:
         adapter: Any = import_module("lmcache.integration.vllm.vllm_v1_adapter")
@@ -71,9 +61,7 @@ class LMCacheV1(Plug):
 
     def lookup(self, token_ids: Any, lookup_id: str, request_configs: Any = None) -> int:
         self.may_fail("lookup")
-        tokens, found = tuple(token_ids), 0
-        while found + CHUNK <= len(tokens) and tokens[: found + CHUNK] in self.chunks:
-            found += CHUNK
+        found = held(self.chunks, token_ids, step=CHUNK)
         if found:
             self.pins.add(lookup_id)
         self.answers[lookup_id] = found
@@ -95,8 +83,7 @@ class LMCacheV1(Plug):
 
 def _manager(config: Any, factory: Any, connector: Any) -> Any:
     """Stand for LMCacheManager, which would start the engine or the lookup client."""
-    extra = connector._vllm_config.kv_transfer_config.kv_connector_extra_config
-    plug = ENGINES[extra["tag"]]
+    plug = LMCacheV1.of(connector._vllm_config)
     is_worker = connector._role.name == "WORKER"
     return SimpleNamespace(
         start_services=lambda: None,

@@ -15,12 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker a
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, WIDTH, Memory, Truth, page_is_right
 from tests.connectors.plug import Plug
 
-STORES: dict[str, MooncakeStore] = {}
-
 
 class MooncakeStore(Plug):
     """A store of its own; its lookups answer at once, as by default."""
 
+    connector = "MooncakeStoreConnector"
     is_lookup_async = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,14 +27,9 @@ class MooncakeStore(Plug):
         self.keys: dict[str, bytes] = {}
         self.lookups: list[tuple[int, Future[Any], Any]] = []
         self.due: list[int] = []
-        STORES[self.name] = self
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "MooncakeStoreConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"lookup_rpc_port": self.name, "lookup_async": self.is_lookup_async},
-        }
+    def options(self) -> dict[str, Any]:
+        return {"lookup_rpc_port": self.tag, "lookup_async": self.is_lookup_async}
 
     def install(self, patch: Any) -> None:
         module = ModuleType("mooncake.store")
@@ -118,7 +112,7 @@ class AsyncMooncakeStore(MooncakeStore):
 
 def _client(vllm_config: Any) -> Any:
     """Make the real lookup client without its socket and its thread."""
-    plug = STORES[vllm_config.kv_transfer_config.get_from_extra_config("lookup_rpc_port", "")]
+    plug = MooncakeStore.of(vllm_config, "lookup_rpc_port")
     client = object.__new__(store_worker.LookupKeyClient)
     client.futures, client.executor = {}, SimpleNamespace(submit=lambda call, *args: plug.submit(lambda: call(*args)))
     client._lookup, client._reset = plug.lookup, plug.reset
@@ -184,6 +178,3 @@ class _Event:
 
     def synchronize(self) -> None:
         """Wait for nothing."""
-
-
-__all__ = ["AsyncMooncakeStore", "MooncakeStore"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvobs.testing import Rig, Script
-from tests.connectors.engine import children_of
-from tests.support.rig import child_config
+from kvobs.testing import Script
+from tests.connectors.engine import Beside
+from tests.connectors.plug import Idle
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
 PATIENCE = 60.0
@@ -29,31 +29,13 @@ class Clock:
     perf_counter = monotonic
 
 
-class Acknowledged:
+class Acknowledged(Idle):
     """Stands in for the worker: it reports what the test lets the decode engine acknowledge."""
 
-    said: set[str]
-
     def __init__(self, *_: Any) -> None:
-        self.said = set()
-        self.sends: list[str] = []  # what the scheduler side ordered
+        self.said: set[str] = set()
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        """Have no memory."""
-
-    def start_load_kv(self, meta: Any) -> None:
-        self.sends += meta.reqs_to_send
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Load nothing."""
-
-    def save_kv_layer(self, *_: Any, **__: Any) -> None:
-        """Write nothing."""
-
-    def wait_for_save(self, meta: Any) -> None:
-        """Write nothing."""
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self, *_: Any) -> tuple[set[str], set[str]]:
         said, self.said = self.said, set()
         return said, set()
 
@@ -61,14 +43,8 @@ class Acknowledged:
         """Report as vLLM 0.33 asks for it."""
         return KVConnectorTransferResults(finished_sending=self.get_finished()[0])
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
 
-    def shutdown(self) -> None:
-        """Have nothing to end."""
-
-
-class Prefill(Rig):
+class Prefill(Beside):
     """A prefill engine of MoRIIO and a scripted sibling."""
 
     def __init__(self, router: str, patch: Any, sibling: Script, *, is_first: bool, read: bool, ranks: int) -> None:
@@ -80,10 +56,7 @@ class Prefill(Rig):
         patch.setattr(moriio, "time", self.clock)
         extra = {"host_ip": "127.0.0.1", "read_mode": read, "defer_timeout": PATIENCE}
         config = {"kv_connector": "MoRIIOConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-        configs = [config, child_config(sibling)] if is_first else [child_config(sibling), config]
-        super().__init__(router, connectors=configs, ranks=ranks)
-        self.place = 0 if is_first else 1
-        self.side = children_of(self.connector)[self.place].connector_scheduler
+        super().__init__(router, config, sibling, is_first=is_first, ranks=ranks)
 
     def prefill(self, request: str, max_tokens: int = 1) -> None:
         """Add a request that a decode engine will take over."""
@@ -94,7 +67,7 @@ class Prefill(Rig):
     def acknowledge(self, request: str) -> None:
         """Let the decode engine acknowledge, on each rank."""
         for worker in self.workers:
-            children_of(worker)[self.place].connector_worker.said.add(request)
+            self.real(worker).connector_worker.said.add(request)
         self.step()
 
     def saved(self, request: str) -> None:
@@ -111,13 +84,8 @@ class Prefill(Rig):
     @property
     def left(self) -> list[str]:
         """Return what is left in an idle engine."""
-        books: tuple[str, ...] = (
-            "_deferred_send_deadlines",
-            "_pending_sent_acks",
-            "_reqs_need_save",
-            "_reqs_need_send",
+        return self.left_in(
+            self.real(self.connector).connector_scheduler,
+            *("_deferred_send_deadlines", "_pending_sent_acks", "_reqs_need_save", "_reqs_need_send"),
+            *("_reqs_need_pending_save", "_req_kv_params", "transfer_id_to_request_id"),
         )
-        books += ("_reqs_need_pending_save", "_req_kv_params", "transfer_id_to_request_id")
-        left = [f"{book}: {entry}" for book in books for entry in getattr(self.side, book)]
-        taken = self.scheduler.kv_cache_config.num_blocks - 1 - self.free_blocks
-        return left + list(self.scheduler.requests) + ([f"{taken} blocks"] if taken else [])

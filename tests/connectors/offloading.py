@@ -19,10 +19,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
-from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, Memory, Truth, page_is_right
+from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, page_is_right
 from tests.connectors.plug import Plug
-
-PLUGS: dict[str, Offloading] = {}
 
 
 class LateWorker(HostWorker):
@@ -65,7 +63,7 @@ class LateSpec(HostOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-            plug = PLUGS[self.extra_config["tag"]]
+            plug = Offloading.by_tag[self.extra_config["tag"]]
             self._worker = LateWorker(plug, kv_caches, self.blocks_per_chunk, chunks)
         return self._worker
 
@@ -84,7 +82,9 @@ class LateTieringSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            worker = LateWorker(PLUGS[self.extra_config["tag"]], kv_caches, self.blocks_per_chunk, self.num_chunks)
+            worker = LateWorker(
+                Offloading.by_tag[self.extra_config["tag"]], kv_caches, self.blocks_per_chunk, self.num_chunks
+            )
             widths = [cache.page_size_bytes * self.blocks_per_chunk for cache in kv_caches.tensors]
             worker.host = [
                 region.create_next_worker_view(width).unflatten(1, (self.blocks_per_chunk, -1)) for width in widths
@@ -101,7 +101,7 @@ class MemoryTier(SecondaryTierManager):
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **more: Any) -> None:
         super().__init__(offloading_spec=offloading_spec, primary_kv_view=primary_kv_view, tier_type=tier_type, **more)
-        self.plug = PLUGS[offloading_spec.extra_config["tag"]]
+        self.plug = Offloading.by_tag[offloading_spec.extra_config["tag"]]
         self.primary = np.asarray(primary_kv_view)
         self.chunks: dict[Any, Any] = {}
         self.jobs: list[tuple[int, Any, bool]] = []
@@ -148,29 +148,21 @@ class Offloading(Plug):
     that wrong in stock, too: see test_stock_faults.py.
     """
 
+    connector = "OffloadingConnector"
     is_late = False
     chunks = 60
     more: ClassVar[dict[str, Any]] = {}
 
-    spec_name, spec_module = "LateSpec", "tests.connectors.offloading"
+    spec_name = "LateSpec"
 
-    def config(self) -> dict[str, Any]:
-        PLUGS[self.name] = self
+    def options(self) -> dict[str, Any]:
         return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "tag": self.name,
-                "spec_name": self.spec_name,
-                "spec_module_path": self.spec_module,
-                "cpu_bytes_to_use": self.chunks * PAGE_BYTES * len(LAYERS),
-                **self.more,
-            },
+            "tag": self.tag,
+            "spec_name": self.spec_name,
+            "spec_module_path": "tests.connectors.offloading",
+            "cpu_bytes_to_use": self.chunks * PAGE_BYTES * len(LAYERS),
+            **self.more,
         }
-
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        self.checked: set[tuple[bytes, int]] = set()
 
     def attach_scheduler(self, child: Any) -> None:
         super().attach_scheduler(child)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.contract.hosts import STAMP, HostUnavailableError, _errors, _pip, cache_folder
+from tests.contract.hosts import STAMP, HostUnavailableError, _errors, _pip, _stamp, cache_folder
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     # What lmcache imports on a CPU and vLLM does not bring. Left out: CUDA's libraries and Google's clients.
@@ -115,13 +115,6 @@ def _install(name: str, place: Path) -> None:
 def _recipe(name: str) -> str:
     """Fingerprint of what is installed: a folder with anything else in it is made anew."""
     return f"{name} {hashlib.sha256(repr(PACKAGES[name]).encode()).hexdigest()[:16]} {sys.version_info[:2]}"
-
-
-def _stamp(place: Path) -> str | None:
-    try:
-        return (place / STAMP).read_text()
-    except FileNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

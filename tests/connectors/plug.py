@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, ClassVar, Self
 
-from tests.connectors.memory import Memory, Truth
+from tests.connectors.memory import BLOCK, Memory, Truth
 
 
 class Plug:
@@ -18,8 +19,10 @@ class Plug:
     A subclass stands in for the wire in ``install``, which runs before the connector is built.
     """
 
-    makes_sync_loads = False
+    connector = ""  # vLLM's name of its class
+    role = "kv_both"
     is_a_lie = False  # what it loads is made up, on purpose
+    by_tag: ClassVar[dict[str, Any]] = {}  # for stand-ins that know a configuration only
 
     def __init__(self, name: str = "", seed: int = 0, fail_rate: float = 0.0) -> None:
         self.name = name or type(self).__name__.lower()
@@ -34,10 +37,26 @@ class Plug:
         self.stored = 0  # blocks that were compared
         self.loaded = 0
         self.cleared = 0  # how often the store was asked to delete what it holds
+        self.by_tag[self.tag] = self
+
+    @property
+    def tag(self) -> str:
+        """Return what its options say of it."""
+        return self.name
+
+    def options(self) -> dict[str, Any]:
+        """Return the connector's own options."""
+        return {}
 
     def config(self) -> dict[str, Any]:
         """Return the child's entry in ``connectors``."""
-        raise NotImplementedError
+        return {"kv_connector": self.connector, "kv_role": self.role, "kv_connector_extra_config": self.options()}
+
+    @classmethod
+    def of(cls, vllm_config: Any, option: str = "tag") -> Self:
+        """Return the plug of a connector's configuration."""
+        plug: Self = cls.by_tag[vllm_config.kv_transfer_config.get_from_extra_config(option, "")]
+        return plug
 
     def install(self, patch: Any) -> None:
         """Put the stand-ins in place."""
@@ -69,3 +88,36 @@ class Plug:
         self.stored += 1
         if not page_is_right:
             self.wrong_stores.append(f"step {self.now}: {what}")
+
+
+class Idle:
+    """What stands in for a worker, or for a library in it, has in common: nothing happens."""
+
+    def __init__(self, *_: Any) -> None:
+        """Connect to nothing."""
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
+    register_kv_caches = set_host_xfer_buffer_ops = shutdown = start_load_kv
+
+    def get_finished(self, *_: Any) -> tuple[Any, Any]:
+        return None, None
+
+    def take_events(self) -> list[Any]:
+        return []
+
+    def get_kv_connector_stats(self) -> None:
+        return None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+def held(pages: Container[tuple[int, ...]], tokens: Sequence[int], begin: int = 0, step: int = BLOCK) -> int:
+    """Return up to which token there are pages, by all tokens up to their end, from a token on."""
+    end = begin
+    while end + step <= len(tokens) and tuple(tokens[: end + step]) in pages:
+        end += step
+    return end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -16,18 +16,15 @@ from tests.connectors.plug import Plug
 class SimpleCPU(Plug):
     """Eager saves, as by default."""
 
-    options: ClassVar[dict[str, Any]] = {}
+    connector = "SimpleCPUOffloadConnector"
+    is_lazy = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.backends: list[Copies] = []
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 60 * PAGE_BYTES * len(LAYERS), **self.options},
-        }
+    def options(self) -> dict[str, Any]:
+        return {"cpu_bytes_to_use": 60 * PAGE_BYTES * len(LAYERS), "lazy_offload": self.is_lazy}
 
     def install(self, patch: Any) -> None:
         cuda = SimpleNamespace(Stream=_Stream, current_stream=lambda: None)
@@ -86,7 +83,7 @@ class SimpleCPU(Plug):
 class LazySimpleCPU(SimpleCPU):
     """Saves what is about to be evicted."""
 
-    options: ClassVar[dict[str, Any]] = {"lazy_offload": True}
+    is_lazy = True
 
 
 class Copies:

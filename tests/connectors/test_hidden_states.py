@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 
-from kvobs.testing import BLOCK, Rig, Script
-from tests.connectors.engine import children_of
-from tests.support.rig import child_config
+from kvobs.testing import BLOCK, Script
+from tests.connectors.engine import Beside
 
 FIRST = pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
 HELD = "FINISHED_LENGTH_CAPPED"
@@ -53,21 +52,17 @@ def _install(patch: pytest.MonkeyPatch) -> dict[str, Copy]:
     return copies
 
 
-def _build(router: str, folder: Path, sibling: Script, *, is_first: bool, ranks: int) -> Rig:
+def _build(router: str, folder: Path, sibling: Script, *, is_first: bool, ranks: int) -> Beside:
     extra = {"shared_storage_path": str(folder)}
     config = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    configs = [config, child_config(sibling)] if is_first else [child_config(sibling), config]
-    return Rig(router, connectors=configs, ranks=ranks)
+    return Beside(router, config, sibling, is_first=is_first, ranks=ranks)
 
 
-def _left(engine: Rig, is_first: bool) -> list[Any]:
-    left: list[Any] = list(engine.scheduler.requests)
-    left += [engine.free_blocks] if engine.free_blocks != engine.scheduler.kv_cache_config.num_blocks - 1 else []
-    for router in (engine.connector, *engine.workers):
-        child = children_of(router)[0 if is_first else 1]
-        books = ("_pending_saves", "_request_filenames", "_lock_fds", "_req_copy_events")
-        left += [entry for book in books for entry in getattr(child, book)]
-    return left
+def _left(engine: Beside) -> list[str]:
+    books = ("_pending_saves", "_request_filenames", "_lock_fds", "_req_copy_events")
+    return [
+        line for router in (engine.connector, *engine.workers) for line in engine.left_in(engine.real(router), *books)
+    ]
 
 
 def _is_locked(path: Path) -> bool:
@@ -103,7 +98,7 @@ def test_one_rank_reports_and_blocks_are_free_after_all_savers(
         engine.step()
     assert (engine.status("r"), _is_locked(lock)) == ("gone", False)
     engine.run(3)
-    assert _left(engine, is_first) == []
+    assert _left(engine) == []
 
 
 @pytest.mark.parametrize(("router", "status"), [("stock", HELD), ("kvobs", "gone")])
@@ -135,4 +130,4 @@ def test_an_aborted_request_is_saved_if_it_ever_ran(
     for each in copies.values():
         each.is_done = True
     engine.run(3)
-    assert _left(engine, is_first) == []
+    assert _left(engine) == []

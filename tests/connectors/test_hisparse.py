@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl_
 from kvobs.testing import BLOCK, Rig, Script
 from tests.connectors.handoff import Wire
 from tests.connectors.hisparse import Imports, build, coordinator_of, leftovers
-from tests.support.rig import child_config
 
 ROUTERS = ["stock", "kvobs"]
 FIRST = pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
@@ -27,7 +26,7 @@ def test_it_is_given_the_end_of_a_siblings_load(
     imports = Imports()
     imports.install(monkeypatch)
     sibling = Script("sibling", offers={"r": [(3 * BLOCK, True), (0, False)]})
-    engine = build(router, monkeypatch, [child_config(sibling)], is_first=is_first)
+    engine = build(router, monkeypatch, sibling, is_first=is_first)
     request = engine.add("r", max_tokens=4)
     engine.run(2)
     assert (engine.status("r"), imports.recorded) == ("WAITING_FOR_REMOTE_KVS", [("r", 3 * BLOCK)])
@@ -50,7 +49,7 @@ def _live(router: str, seed: int, *, is_first: bool) -> tuple[dict[str, bool], I
     with pytest.MonkeyPatch.context() as patch:
         imports, sibling, rng = Imports(), Script("sibling"), random.Random(seed)
         imports.install(patch)
-        engine = build(router, patch, [child_config(sibling)], is_first=is_first, blocks=44)
+        engine = build(router, patch, sibling, is_first=is_first, blocks=44)
         due: list[tuple[int, str]] = []
         said: dict[str, bool] = {}
         seen = 0
@@ -125,7 +124,7 @@ def test_it_is_given_the_ends_of_nixls_loads(router: str, is_first: bool, monkey
     monkeypatch.setattr(nixl_connector, "NixlPullConnectorWorker", Pull)
     monkeypatch.setattr(Pull, "failing", frozenset({"bad"}))
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
-    engine = build(router, monkeypatch, [nixl], is_first=is_first)
+    engine = build(router, monkeypatch, nixl, is_first=is_first)
     requests = {name: _decode(engine, name) for name in ("good", "bad")}
     engine.run(20)
     assert dict(imports.ended) == {"good": False, "bad": True}

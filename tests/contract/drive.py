@@ -1,241 +1,218 @@
-"""Build kvobs's MultiConnector as vLLM's factory does, in both roles, and take requests through all of its hooks."""
+"""Let kvobs's MultiConnector live in a rig, in both roles, and call the hooks that such a life does not call.
 
-import copy
+Import this module after anything that changes vLLM's base classes.
+"""
+
 import inspect
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
-from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvobs.demo.model import make_model
 from kvobs.export import span_export
 from kvobs.schema.signals import VLLM_LABELS
+from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector, entry_of
+from tests.support.example import TESTS, imported
+from tests.support.scripted import Handshake, Tally
 
-from .members import hooks, parameters
+from .members import hooks, parameters, public_members
 
-MODULE = "kvobs"
 SPAN = "cd" * 8  # of the requests' client
+HEADERS = {"traceparent": f"00-{'ab' * 16}-{SPAN}-01"}
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"  # so that requests are traced
 METRICS: Any = ({each: each for each in (Counter, Gauge, Histogram)}, [*VLLM_LABELS], {0: ["tiny", "0"]})
-BLOCK_SIZE = 16
-REQUEST_TOKENS = 100
+TOKENS = 64  # that are loaded
 
 
-def recording_children() -> list[dict[str, Any]]:
-    return [
-        {"kv_connector": name, "kv_connector_module_path": "tests.contract.recording", "kv_role": "kv_both"}
-        for name in ("Loader", "Saver")
-    ]
+class Call(NamedTuple):
+    """One call of a hook of one child."""
+
+    hook: str
+    args: tuple[Any, ...]
 
 
-def example_children(scratch: Path) -> list[dict[str, Any]]:
-    return [
-        {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(scratch / f"store{i}")},
-        }
-        for i in (0, 1)
-    ]
+def _noting(name: str) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.recorded.append(Call(name, (*args, *kwargs.values())))
+        return getattr(ScriptedConnector, name)(self, *args, **kwargs)
+
+    return hook
 
 
-class Pair:
-    """A MultiConnector with these children as vLLM's own factory builds it for the scheduler and for one worker."""
-
-    def __init__(self, scratch: Path, connectors: list[dict[str, Any]], hma: bool = True) -> None:
-        self.config = EngineArgs(
-            model=str(make_model(scratch)),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            max_model_len=512,
-            disable_hybrid_kv_cache_manager=not hma,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="MultiConnector",
-                kv_connector_module_path=MODULE,
-                kv_role="kv_both",
-                kv_connector_extra_config={"connectors": connectors},
-            ),
-        ).create_engine_config()
-        self.scheduler = KVConnectorFactory.create_connector(self.config, KVConnectorRole.SCHEDULER, caches())
-        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, caches())
-        self.children = (self.scheduler._connectors, self.worker._connectors)
+_HOOKS: Any = {name: _noting(name) for name, member in public_members().items() if inspect.isfunction(member)}
 
 
-def caches() -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    group = KVCacheGroupSpec(layer_names=["layer.0"], kv_cache_spec=spec)
-    return KVCacheConfig(num_blocks=32, kv_cache_tensors=[], kv_cache_groups=[group])
+class Recording(ScriptedConnector):
+    """Notes each hook call in ``recorded``, whatever hooks the vLLM at hand has."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.recorded: list[Call] = []
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    vars().update(_HOOKS)
 
 
-# --- driving it
+class Engine(Rig):
+    """A rig with recording children; each call of a hook is kept, with what came back and which children got it."""
 
-
-class Drive:
-    """Calls hooks of a pair, and keeps for each call what came back and which children got it."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
+    def __init__(self, *scripts: Script, **more: Any) -> None:
+        place = {"kv_connector": "Recording", "kv_connector_module_path": __name__}
+        connectors = [entry_of(script, **place) for script in scripts]
+        super().__init__("kvobs", connectors=connectors, kvobs={"names": [script.tag for script in scripts]}, **more)
         self.calls: list[dict[str, Any]] = []
-        self.noted: list[Any] = []  # the stats of each step, worker's and scheduler's in one
-        self.aggregator: Any = None
+        self.arguments: dict[str, list[tuple[Any, ...]]] = {}  # of a hook's last call, by child
+        for connector in (self.connector, *self.workers):
+            for name, hook in hooks().items():
+                if hook["kind"] == "method" and hasattr(connector, name):
+                    setattr(connector, name, partial(self._call, name, getattr(connector, name), connector))
 
-    def __call__(self, side: str, hook: str, *args: Any, when_absent: Any = None) -> Any:
-        connector = getattr(self.pair, side)
-        if not hasattr(connector, hook):
-            return when_absent
-        children = self.pair.children[0 if side == "scheduler" else 1]
+    def _call(self, name: str, plain: Any, connector: Any, *args: Any, **kwargs: Any) -> Any:
+        children = connector._connectors
         for child in children:
-            vars(child).get("recorded", []).clear()
-        answer = getattr(connector, hook)(*args)
+            child.recorded.clear()
+        answer = plain(*args, **kwargs)
         if inspect.isgenerator(answer):
             answer = list(answer)
-        recorded = [[call.hook for call in getattr(child, "recorded", ())] for child in children]
-        self.calls.append({"side": side, "hook": hook, "answer": _plain(answer), "recorded": recorded})
+        recorded = [[call.hook for call in child.recorded] for child in children]
+        self.calls.append({"hook": name, "answer": _plain(answer), "recorded": recorded})
+        self.arguments[name] = [call.args for child in children for call in child.recorded if call.hook == name]
         return answer
 
-    def arguments(self, side: str, hook: str) -> list[tuple[Any, ...]]:
-        """Return what each recording child was given in its last call of ``hook``."""
-        children = self.pair.children[0 if side == "scheduler" else 1]
-        return [call.args for child in children for call in child.recorded if call.hook == hook]
 
+def drive() -> dict[str, Any]:
+    """Take a request through a load, a save and its end; return the calls and what the scheduler has read."""
+    loader, saver = (Script(name, handshake=Handshake(name)) for name in ("Loader", "Saver"))
+    loader.offers["r1"] = TOKENS, True
+    saver.promises.add("r1")
+    saver.params["r1"] = {"saver": "was here"}
+    rig = Engine(loader, saver)
+    worker, seen = rig.workers[0], dict[str, Any]()
+    seen["signatures"] = {"scheduler": _signatures(rig.connector), "worker": _signatures(worker)}
 
-def drive(pair: Pair) -> dict[str, Any]:
-    """Take two requests through a load, a save and their ends; return the calls and what the scheduler would read."""
-    call = Drive(pair)
-    seen: dict[str, Any] = {"properties": _properties(pair), "class": on_the_class(pair)}
-    seen["signatures"] = {side: _signatures(getattr(pair, side)) for side in ("scheduler", "worker")}
-    recording = all(hasattr(child, "recorded") for child in pair.children[0])
+    def call(connector: Any, hook: str, *args: Any) -> Any:
+        return getattr(connector, hook)(*args) if hasattr(connector, hook) else None
 
     # Start.
-    layer = torch.zeros(32, 2, BLOCK_SIZE, 64)
-    call("worker", "get_mem_pool_context")
-    call("worker", "register_kv_caches", {"layer.0": layer})
-    if recording:
-        call("worker", "register_cross_layers_kv_cache", layer, None)
-    call("worker", "set_host_xfer_buffer_ops", print)
-    call("worker", "reset_capture_state")
-    handshake = call("worker", "get_handshake_metadata")
+    layer = torch.zeros(32, 2, BLOCK, 64)
+    call(worker, "get_mem_pool_context")
+    call(worker, "register_kv_caches", {"layer.0": layer})
+    call(worker, "register_cross_layers_kv_cache", layer, None)
+    call(worker, "set_host_xfer_buffer_ops", print)
+    call(worker, "reset_capture_state")
+    handshake = call(worker, "get_handshake_metadata")
     for hook, key in (("set_xfer_handshake_metadata", 0), ("set_xfer_handshake_metadata_pp_aware", (0, 0))):
-        if recording:
-            call("scheduler", hook, {key: handshake})
-            seen[hook] = [[part.child for part in given.values()] for (given,) in call.arguments("scheduler", hook)]
-    call("scheduler", "get_finished_count")
-    call("scheduler", "bind_kv_cache_manager", SimpleNamespace(block_pool=SimpleNamespace()))
-    call("scheduler", "bind_gpu_block_pool", SimpleNamespace())
+        call(rig.connector, hook, {key: handshake})
+        seen[hook] = [[part.tag for part in given.values()] for (given,) in rig.arguments[hook]]
+    call(rig.connector, "get_finished_count")
+    call(rig.connector, "bind_kv_cache_manager", SimpleNamespace(block_pool=SimpleNamespace()))
+    call(rig.connector, "bind_gpu_block_pool", SimpleNamespace())
 
-    # A request that is offered tokens and gets blocks for them.
-    request = a_request("r1")
-    call("scheduler", "on_new_request", request)
-    tokens, _ = call("scheduler", "get_num_new_matched_tokens", request, 0)
-    blocks = KVCacheBlocks(([KVCacheBlock(block_id=i) for i in range(1, 8)],))
-    if tokens:
-        call("scheduler", "get_loaded_kv_cache_group_ids", request)
-    call("scheduler", "update_state_after_alloc", request, blocks, tokens)
-    if recording:
-        seen["allocated"] = [given[2] for given in call.arguments("scheduler", "update_state_after_alloc")]
-    call("scheduler", "get_external_cache_hit_sources", request, tokens)
-    seen["after load"] = step(call, SchedulerOutput.make_empty())
+    # A request that is offered tokens and gets blocks for them; its end, with what a child promises.
+    received, sent = list[str](), list[str]()
 
-    # Its end, with what a child promises; then the step in which it reaches the workers.
-    call("scheduler", "register_finished_partial_tail", request, ([1, 2],), [])
-    seen["finished"] = _plain(call("scheduler", "request_finished_all_groups", request, ([1, 2],)))
-    last = SchedulerOutput.make_empty()
-    last.finished_req_ids.add("r1")
-    seen["after save"] = step(call, last)
-    call("scheduler", "request_finished", a_request("r2"), [3])
+    def step(loaded: str = "", saved: str = "") -> None:
+        for script, tally in ((loader, 1), (saver, 2)):
+            script.worker_meta[0] = Tally(tally)
+        loader.say(0, received=loaded)
+        saver.say(0, saved=saved)
+        output = rig.step()
+        received.extend(output.finished_recving or ())
+        sent.extend(output.finished_sending or ())
+
+    request = rig.add("r1", 100, 1, HEADERS)
+    step()
+    seen["allocated"] = [given[2] for given in rig.arguments["update_state_after_alloc"]]
+    call(rig.connector, "get_loaded_kv_cache_group_ids", request)
+    call(rig.connector, "get_external_cache_hit_sources", request, TOKENS)
+    call(worker, "finish_forward")
+    call(worker, "get_finished", set())  # still public, no longer called by vLLM
+    step(loaded="r1")
+    call(rig.connector, "register_finished_partial_tail", request, ([1, 2],), [])
+    step()
+    seen["finished"] = next(c["answer"] for c in rig.calls if c["hook"] == "request_finished_all_groups")
+    step(saved="r1")
+    step()
+    seen["received"], seen["sent"] = received, sent
+    seen["still bound"] = worker.has_connector_metadata()
 
     # What is asked now and then.
-    call("worker", "unregister_kv_caches")
-    call("worker", "restore_kv_caches")
-    call("scheduler", "reset_cache")
-    call("scheduler", "shutdown")
-    call("worker", "shutdown")
-    seen["noted"] = report(pair, [stats for stats in call.noted if stats is not None])
-    seen["aggregator"] = type(call.aggregator).__module__
-    return {"calls": call.calls, "seen": seen}
+    call(rig.connector, "request_finished", request, [3])
+    for hook in ("has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown"):
+        call(rig.connector, hook)
+    for hook in ("unregister_kv_caches", "restore_kv_caches", "shutdown"):
+        call(worker, hook)
+    seen |= {"noted": report(rig), "aggregator": type(rig.aggregator).__module__, "class": on_the_class(rig)}
+    return {"calls": rig.calls, "seen": seen}
 
 
-def combine(call: Drive, output: KVConnectorOutput) -> KVConnectorOutput:
-    """Put the one worker's output through the aggregator that vLLM's executor would build."""
-    if call.aggregator is None:
-        executor: Any = SimpleNamespace(parallel_config=call.pair.config.parallel_config)
-        Executor.init_kv_output_aggregator(executor, call.pair.scheduler)
-        call.aggregator = executor.kv_output_aggregator
-    theirs = copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
-    theirs.kv_connector_output = output
-    combined: KVConnectorOutput = call.aggregator.aggregate([theirs], 0).kv_connector_output
-    return combined
+class Examples(Rig):
+    """Two of vLLM's example connectors; there is no forward."""
+
+    def __init__(self, scratch: Path) -> None:
+        extras = [{"shared_storage_path": str(scratch / f"store{i}")} for i in (0, 1)]
+        entry = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        connectors = [entry | {"kv_connector_extra_config": extra} for extra in extras]
+        super().__init__("kvobs", connectors=connectors, hybrid=False)
+
+    def _forward(self, worker: Any, scheduled: Any) -> None:
+        worker.start_load_kv(SimpleNamespace(attn_metadata=None))
+        worker.wait_for_save()
 
 
-def step(call: Drive, scheduled: Any) -> dict[str, Any]:
-    """Run one engine step without a forward; return what the scheduler reads after the connector has seen it."""
-    meta = call("scheduler", "build_connector_meta", scheduled)
-    call("worker", "handle_preemptions", meta)
-    call("worker", "bind_connector_metadata", meta)
-    bound = call("worker", "has_connector_metadata")
-    call("worker", "start_load_kv", SimpleNamespace(attn_metadata=None))
-    call("worker", "wait_for_layer_load", "layer.0")
-    call("worker", "save_kv_layer", "layer.0", None, None)
-    call("worker", "finish_forward")
-    call("worker", "wait_for_save")
-    output = KVConnectorOutput()
-    results = call("worker", "get_transfer_results", scheduled.finished_req_ids)
-    if results is None:  # vLLM before 0.30
-        output.finished_sending, output.finished_recving = call("worker", "get_finished", scheduled.finished_req_ids)
-    else:
-        output.finished_sending, output.finished_recving = results.finished_sending, results.finished_recving
-        call("worker", "get_finished", set())  # still public, no longer called by vLLM
-    output.invalid_block_ids = call("worker", "get_block_ids_with_load_errors")
-    output.kv_connector_stats = call("worker", "get_kv_connector_stats")
-    output.kv_cache_events = call("worker", "get_kv_connector_kv_cache_events")
-    output.kv_connector_worker_meta = call("worker", "build_connector_worker_meta")
-    call("worker", "clear_connector_metadata")
-    output = combine(call, output)
-    call("scheduler", "update_connector_output", output)
-    stats, more = output.kv_connector_stats, call("scheduler", "get_kv_connector_stats")
-    if stats is not None and more is not None and not more.is_empty():
-        stats = stats.aggregate(more)
-    call.noted.append(stats)
-    call("scheduler", "take_events")
-    call("scheduler", "has_pending_block_frees")
-    call("scheduler", "has_pending_push_work")
+def drive_examples(scratch: Path) -> dict[str, Any]:
+    """Return their answers about one request, and in a step."""
+    rig = Examples(scratch)
+    rig.step()
+    request, connector = rig.add("r"), rig.connector
     return {
-        "bound": bound,
-        "received": sorted(output.finished_recving or ()),
-        "sent": sorted(output.finished_sending or ()),
-        "still bound": call("worker", "has_connector_metadata"),
+        "get_num_new_matched_tokens": connector.get_num_new_matched_tokens(request, 0),
+        "request_finished_all_groups": connector.request_finished_all_groups(request, ([1, 2],)),
+        "build_connector_meta": type(rig.scheduled.kv_connector_metadata).__name__,
+        "reset_cache": connector.reset_cache(),
     }
 
 
-def report(pair: Pair, noted: list[Any]) -> dict[str, Any]:
+def run_example(scratch: Path) -> dict[str, Any]:
+    """Return which tests of the example passed, and the states of the load's request."""
+    with imported(scratch) as example:
+        for name in TESTS:
+            getattr(example, name)()
+    return {"passed": TESTS, "statuses": statuses()}
+
+
+def statuses() -> list[str]:
+    """Return the states of a request whose load ends on one rank, then on the other, and is then saved by both."""
+    script = Script("a", offers={"r": (32, True)}, promises={"r"})
+    rig = Rig("kvobs", script, ranks=2)
+    rig.add("r")
+    rig.step()
+    seen = [rig.status("r")]
+    for rank in (0, 1):
+        script.say(rank, received="r")
+        rig.run(1 + 4 * rank)
+        seen.append(rig.status("r"))
+    for rank in (0, 1):
+        script.say(rank, saved="r")
+    rig.run(2)
+    assert rig.held_blocks == 0
+    return [*seen, rig.status("r")]
+
+
+def report(rig: Rig) -> dict[str, Any]:
     """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
-    cls, exported = type(pair.scheduler), InMemorySpanExporter()
+    cls, exported = type(rig.connector), InMemorySpanExporter()
     span_export.make_exporter = lambda endpoint: exported
-    metrics = cls.build_prom_metrics(pair.config, *METRICS)
+    metrics = cls.build_prom_metrics(rig.scheduler.vllm_config, *METRICS)
     logged: Any = None
-    for stats in noted:
-        sent = stats.to_dict() if hasattr(stats, "to_dict") and hasattr(KVConnectorStats, "to_dict") else stats.data
+    for sent in rig.stats:
         packed = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=sent))
         arrived = MsgpackDecoder(SchedulerStats).decode(packed).kv_connector_stats
         metrics.observe(arrived, 0)
@@ -257,10 +234,9 @@ def report(pair: Pair, noted: list[Any]) -> dict[str, Any]:
     }
 
 
-def on_the_class(pair: Pair) -> dict[str, Any]:
+def on_the_class(rig: Rig) -> dict[str, Any]:
     """Return the answers of the hooks that vLLM asks of the class, without an instance."""
-
-    cls, config = type(pair.scheduler), pair.config
+    cls, config = type(rig.connector), rig.scheduler.vllm_config
     transfer = config.kv_transfer_config
     questions: dict[str, tuple[Any, ...]] = {
         "requires_piecewise_for_cudagraph": (transfer.kv_connector_extra_config,),
@@ -271,17 +247,6 @@ def on_the_class(pair: Pair) -> dict[str, Any]:
     }
     known = hooks()
     return {hook: _plain(getattr(cls, hook)(*arguments)) for hook, arguments in questions.items() if hook in known}
-
-
-def a_request(request_id: str) -> Any:
-    """Return vLLM's own request object."""
-    headers = {"traceparent": f"00-{'ab' * 16}-{SPAN}-01"}
-    return Request(request_id, list(range(REQUEST_TOKENS)), SamplingParams(max_tokens=1), None, trace_headers=headers)
-
-
-def _properties(pair: Pair) -> dict[str, list[Any]]:
-    names = [name for name, hook in hooks().items() if hook["kind"] == "property"]
-    return {name: [_plain(getattr(side, name)) for side in (pair.scheduler, pair.worker)] for name in names}
 
 
 def _signatures(connector: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--tomorrow", action="store_true", help="give vLLM a hook that no version has, and call it")
     arguments = parser.parse_args()
     with only_json_on_stdout() as out, tempfile.TemporaryDirectory(prefix="kvobs-probe-") as scratch:
-        report = tomorrow(Path(scratch)) if arguments.tomorrow else today(Path(scratch))
+        report = tomorrow() if arguments.tomorrow else today(Path(scratch))
         json.dump(report, out)
 
 
@@ -33,19 +33,19 @@ def today(scratch: Path) -> dict[str, Any]:
     """Report the host's hooks and its classes' surface, and how children do under kvobs in both roles."""
     import vllm
 
-    from . import drive, example, members, surface
+    from . import drive, members, surface
 
     return {
         "vllm": vllm.__version__,
         "hooks": members.hooks(),
-        "recording": attempt(lambda: drive.drive(drive.Pair(scratch, drive.recording_children()))),
-        "example": attempt(lambda: drive.drive(drive.Pair(scratch, drive.example_children(scratch), hma=False))),
-        "surface": attempt(lambda: surface.compared(scratch)),
-        "testing": attempt(lambda: example.run(scratch)),
+        "recording": attempt(drive.drive),
+        "example": attempt(lambda: drive.drive_examples(scratch)),
+        "surface": attempt(surface.compared),
+        "testing": attempt(lambda: drive.run_example(scratch)),
     }
 
 
-def tomorrow(scratch: Path) -> dict[str, Any]:
+def tomorrow() -> dict[str, Any]:
     """Report what becomes of a hook that a newer vLLM adds to its base class and broadcasts in its MultiConnector."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
 
@@ -60,16 +60,16 @@ def tomorrow(scratch: Path) -> dict[str, Any]:
     setattr(multi_connector.MultiConnector, TOMORROW, broadcast)
     logged = keep_messages()
 
+    from kvobs.testing import Script
+
     from . import drive
 
-    pair = drive.Pair(scratch, drive.recording_children())
-    getattr(pair.scheduler, TOMORROW)("hello")
+    rig = drive.Engine(Script("a"), Script("b"))
+    getattr(rig.connector, TOMORROW)("hello")
     return {
-        "recorded": [
-            [list(call.args) for call in child.recorded if call.hook == TOMORROW] for child in pair.children[0]
-        ],
+        "recorded": [[list(arguments)] for arguments in rig.arguments[TOMORROW]],
         "logged": [line for line in logged if TOMORROW in line],
-        "inherited": TOMORROW not in vars(type(pair.scheduler)) and TOMORROW not in vars(pair.scheduler),
+        "inherited": getattr(rig.connector, TOMORROW).args[1].__func__ is broadcast,
     }
 
 

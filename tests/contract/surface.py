@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,7 @@ from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import kvobs
 from kvobs import topology
@@ -21,8 +19,9 @@ from kvobs.aggregation import aggregator
 from kvobs.export import prometheus
 from kvobs.routing import metadata
 from kvobs.telemetry.payload import stats
+from kvobs.testing import cache_config, engine_config
 
-from . import drive, members, surface_children
+from . import members
 
 OURS = {
     "MultiConnector": kvobs.MultiConnector,
@@ -37,9 +36,8 @@ Answers = dict[str, Any]
 Sizes = tuple[int, int, int, int, int, bool]
 
 
-def compared(scratch: Path) -> dict[str, Any]:
+def compared() -> dict[str, Any]:
     """Return where kvobs's public surface is not that of the vLLM on the path."""
-    base = drive.Pair(scratch, drive.recording_children()).config
     return {
         "not subclasses": [name for name, ours in OURS.items() if not issubclass(ours, getattr(stock, name))],
         "members": {
@@ -50,7 +48,7 @@ def compared(scratch: Path) -> dict[str, Any]:
             "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregator.KVOutputAggregator),
             "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
         },
-        "children": _report(_children(base)),
+        "children": _report(_children()),
         "topology": _report(_topologies()),
         "aggregator": aggregator.obstacle(),
     }
@@ -84,27 +82,78 @@ def _answer(ask: Callable[[], Any]) -> Any:
         return "refused" if isinstance(error, AssertionError | ValueError) else type(error).__name__
 
 
-# --- MultiConnector around children of all kinds
+# --- MultiConnector around children of all kinds, each of which answers one question in its own way
+
+_NEEDED = dict.fromkeys(KVConnectorBase_V1.__abstractmethods__, lambda *_, **__: None)
+
+NoHma: Any = type("NoHma", (KVConnectorBase_V1,), _NEEDED)
+"""Says what vLLM's base class says, and doesn't support the hybrid memory allocator."""
+
+Plain: Any = type("Plain", (NoHma, SupportsHMA), {"request_finished_all_groups": lambda *_: (False, None)})
+"""The same with support for it."""
 
 
-def _children(base: Any) -> Iterator[tuple[str, Answers, Answers]]:
-    for names in itertools.chain(
-        itertools.product(surface_children.NAMES, repeat=1), itertools.product(surface_children.NAMES, repeat=2)
-    ):
+class Divergent(Plain):
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True
+
+
+class CrossLayer(Plain):
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return True
+
+
+class BestEffort(Plain):
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+
+class Piecewise(Plain):
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("piecewise", True))
+
+
+class Sleeper(Plain):
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return kv_transfer_config.kv_role == "kv_both" and kv_transfer_config.engine_id is not None
+
+
+class Hnd(Plain):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "HND"
+
+
+class Nhd(Plain):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "NHD" if vllm_config.kv_transfer_config.kv_connector == "Nhd" else None
+
+
+KINDS = ("Plain", "Divergent", "CrossLayer", "BestEffort", "Piecewise", "Sleeper", "Hnd", "Nhd", "NoHma")
+
+
+def _children() -> Iterator[tuple[str, Answers, Answers]]:
+    for names in itertools.chain(itertools.product(KINDS), itertools.product(KINDS, repeat=2)):
         connectors = [
             {
                 "kv_connector": name,
-                "kv_connector_module_path": "tests.contract.surface_children",
+                "kv_connector_module_path": __name__,
                 "kv_role": "kv_consumer" if name == "BestEffort" else "kv_both",
                 "kv_connector_extra_config": {"piecewise": i == 0},
             }
             for i, name in enumerate(names)
         ]
-        theirs, ours = (_of_router(base, module, connectors) for module in (stock.__name__, "kvobs"))
+        theirs, ours = (_of_router(module, connectors) for module in (stock.__name__, "kvobs"))
         yield " + ".join(names), theirs, ours
 
 
-def _of_router(base: Any, module: str, connectors: list[dict[str, Any]]) -> Answers:
+def _of_router(module: str, connectors: list[dict[str, Any]]) -> Answers:
     """Ask one router's class and its instances of both roles everything that vLLM asks about what children can do."""
     transfer = KVTransferConfig(
         kv_connector="MultiConnector",
@@ -113,9 +162,7 @@ def _of_router(base: Any, module: str, connectors: list[dict[str, Any]]) -> Answ
         engine_id="engine",
         kv_connector_extra_config={"connectors": connectors},
     )
-    config = copy.copy(base)
-    config.kv_transfer_config = transfer
-    config.scheduler_config = copy.copy(base.scheduler_config)
+    config = engine_config(transfer)
     cls = KVConnectorFactory.get_connector_class(transfer)
     answers: Answers = {
         "supports_hma_config": _answer(lambda: KVConnectorFactory.supports_hma_config(transfer)),
@@ -143,7 +190,7 @@ def _layout(config: Any, module: str) -> Any:
 
 
 def _of_instance(cls: Any, config: Any, role: KVConnectorRole) -> Answers:
-    connector = cls(config, role, drive.caches())
+    connector = cls(config, role, cache_config())
     properties = [name for name, hook in members.hooks().items() if hook["kind"] == "property" and name != "role"]
     answers = {name: _answer(lambda name=name: getattr(connector, name)) for name in properties}  # type: ignore[misc]
     answers["children"] = [type(child).__name__ for child in connector._connectors]

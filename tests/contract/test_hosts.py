@@ -32,6 +32,7 @@ LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"
 NOT_ON_CALL = {
     "has_connector_metadata": "the wrapper answers for itself",
     "get_finished_count": "the children are asked when a load or a promise opens, not when vLLM asks",
+    "get_finished": "children with get_transfer_results get that one instead",
     "request_finished": "children with request_finished_all_groups get that one instead",
 }
 """Hooks whose call on the wrapper does not become the same call on the children, and why."""
@@ -172,23 +173,15 @@ def test_every_hook_reaches_both_children(report: Report, routed: Report) -> Non
         assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other child: recorded {saver}"
 
 
-def test_only_the_child_that_offered_is_given_tokens_to_load(routed: Report) -> None:
-    assert routed["seen"]["allocated"] == [64, 0]
-
-
 def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Report) -> None:
-    assert (routed["seen"]["after load"]["received"], routed["seen"]["after load"]["sent"]) == (["r1"], [])
-    promised, params = routed["seen"]["finished"]
+    """Only the child that offered is given tokens. Metadata is bound in a step, as a rig asserts, and not after it."""
+    seen = routed["seen"]
+    assert (seen["allocated"], seen["received"], seen["sent"]) == ([64, 0], ["r1"], ["r1"])
+    promised, params = seen["finished"]
     assert promised
     assert params.pop("kvobs").keys() == {"traceparent"}
     assert params == {"saver": "was here"}
-    assert (routed["seen"]["after save"]["received"], routed["seen"]["after save"]["sent"]) == ([], ["r1"])
-
-
-def test_metadata_is_bound_during_a_step_and_not_after_it(routed: Report) -> None:
-    for step in ("after load", "after save"):
-        assert routed["seen"][step]["bound"]
-        assert not routed["seen"][step]["still bound"]
+    assert not seen["still bound"]
 
 
 def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
@@ -201,7 +194,7 @@ def test_numbers_reach_the_metrics_and_the_log_the_way_this_vllm_sends_them(rout
     noted = routed["seen"]["noted"]
     assert noted["hits"] == {"Loader": 1, "Saver": 1}
     assert noted["loaded"] == {"Loader": 64}
-    assert noted["calls"] == {"Loader": 2, "Saver": 2}
+    assert noted["calls"]["Loader"] == noted["calls"]["Saver"] > 2
     assert noted["spans"] == ["kv.load Loader", "kv.lookup", "kv.save Saver"]
     assert noted["log"]["Loader"].items() >= {"lookups": 1, "hits": 1, "loads": 1, "load_tokens": 64}.items()
 
@@ -218,7 +211,7 @@ def test_the_class_answers_for_its_children(report: Report, routed: Report) -> N
 
 
 def test_two_example_connectors_build_and_run_in_both_roles(report: Report) -> None:
-    answers = {call["hook"]: call["answer"] for call in part(report, "example")["calls"]}
+    answers = part(report, "example")
     assert answers["get_num_new_matched_tokens"] == [0, False]
     assert answers["request_finished_all_groups"] == [False, None]
     assert answers["build_connector_meta"] == "MultiKVConnectorMetadata"

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -18,40 +18,17 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 from rich.console import Console
 
 from docs import pages
-from tests.soak.report import Result, markdown, tables
+from tests.soak import inprocess, isolated, server
+from tests.soak.report import Result, markdown
 
 Part = Callable[[int, int, Callable[[str], None]], Result]
 
 
-def in_process(requests: int, seed: int, report: Callable[[str], None]) -> Result:
-    from tests.soak import inprocess
-
-    return inprocess.run(requests, seed, report)
-
-
-def best_effort(requests: int, seed: int, report: Callable[[str], None]) -> Result:
-    from tests.soak import isolated
-
-    return isolated.run(requests, seed, report)
-
-
-def on_a_server(requests: int, seed: int, report: Callable[[str], None]) -> Result:
-    from tests.soak import server
-
-    return server.run(requests, seed, report)
-
-
-def with_exporter(requests: int, seed: int, report: Callable[[str], None]) -> Result:
-    from tests.soak import server
-
-    return server.run(requests, seed, report, has_exporter=True)
-
-
 PARTS: dict[str, tuple[Part, int]] = {
-    "inprocess": (in_process, 200_000),
-    "isolated": (best_effort, 20_000),
-    "server": (on_a_server, 20_000),
-    "exporter": (with_exporter, 5_000),
+    "inprocess": (inprocess.run, 200_000),
+    "isolated": (isolated.run, 20_000),
+    "server": (server.run, 20_000),
+    "exporter": (partial(server.run, has_exporter=True), 5_000),
 }
 
 
@@ -61,7 +38,6 @@ def main() -> int:
     usual = ", ".join(f"{n:,} {name}" for name, (_, n) in PARTS.items())
     parser.add_argument("--requests", type=int, metavar="N", help=f"how many, of each part (usually {usual})")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (%(default)s)")
-    parser.add_argument("--plot", type=Path, default="build/soak.png", help="where the picture goes (%(default)s)")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -72,13 +48,7 @@ def main() -> int:
     for name in options.parts or PARTS:
         part, usually = PARTS[name]
         results.append(part(options.requests or usually, options.seed, progress.print))
-        for table in tables(results[-1:]):
-            console.print(table)
-
-    from tests.soak.plot import draw
-
-    draw(results, options.plot)
-    console.print(f"Memory as a picture: {options.plot}")
+        console.print(markdown(results[-1:]), markup=False)
     if is_whole(options):
         pages.write(pages.FOLDER / "reliability.md", "run", "soak", markdown(results))
         console.print("The tables are in docs/reliability.md, too.")

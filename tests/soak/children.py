@@ -8,26 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.testing import BLOCK
+from kvobs.testing import BLOCK, Script, ScriptedConnector
 from tests.engine.steering import Agenda, Due
-from tests.soak.ledger import Ledger
-from tests.soak.lives import Report
+from tests.soak.ledger import Ledger, Report
 from tests.soak.plans import Plan
 from tests.support.scripted import Stats, Things
 
-LEDGERS: dict[str, Ledger] = {}
-"""The books of each life, by its name."""
-
 STATS_EVERY = 8
 """Steps in which a worker has stats of its own once."""
+
+
+@dataclass
+class Part(Script):
+    """Which of its life's children a connector is, and the books of the life."""
+
+    ledger: Ledger = field(kw_only=True)
+    index: int = field(kw_only=True)
 
 
 class Order(NamedTuple):
@@ -70,15 +72,14 @@ class OddStats(KVConnectorStats):
         return not self.data
 
 
-class SoakChild(KVConnectorBase_V1, SupportsHMA):
-    """Follows the plans of its life's requests; ``life`` and ``index`` are in its extra config."""
+class SoakChild(ScriptedConnector):
+    """Follows the plans of its life's requests."""
+
+    script: Part
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        option = self._kv_transfer_config.get_from_extra_config
-        self._ledger = LEDGERS[option("life", "")]
-        self._index: int = option("index", 0)
-        self._rank: int = vllm_config.parallel_config.rank
+        self._ledger, self._index = self.script.ledger, self.script.index
         # Scheduler's side
         self._live: dict[str, Tracked] = {}
         self._orders: list[Order] = []
@@ -86,15 +87,14 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
         # Worker's side
         self._agenda = Agenda()
         self._holes: dict[str, frozenset[int]] = {}
-        self._said_stats = False
 
     def _called(self, hook: str) -> None:
         self._ledger.called(self._index, hook)
 
-    # Scheduler
+    def _note(self, hook: str, detail: Any = None) -> Any:
+        """Keep no calls: memory must stay flat."""
 
-    def get_finished_count(self) -> int | None:
-        return self._ledger.reporters[self._index]
+    # Scheduler
 
     def on_new_request(self, request: Any) -> None:
         self._called("on_new_request")
@@ -133,9 +133,6 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
         self._step += 1
         return meta
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._called("request_finished_all_groups")
         plan = self._live.pop(request.request_id).plan
@@ -147,9 +144,6 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         if self._index == 0:
             self._ledger.take_in()
-
-    def reset_cache(self) -> bool:
-        return True
 
     # Worker
 
@@ -164,13 +158,13 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
         if order.kind == "stray":
             self._agenda.add(self._step, Due(plan.stray, request))
             return
-        fails = plan.fails if order.kind == "load" and self._rank in plan.fails_on else ""
+        fails = plan.fails if order.kind == "load" and self.rank in plan.fails_on else ""
         first_bad = min(plan.good_blocks, len(order.blocks) - 1)
         bad = frozenset(order.blocks[first_bad:]) if fails == "blocks" else frozenset()
         if order.kind == "load" and not plan.is_async:
             self._spoil(request, bad)
             return
-        after = (plan.received if order.kind == "load" else plan.saved)[self._rank]
+        after = (plan.received if order.kind == "load" else plan.saved)[self.rank]
         if after is None:
             return
         kind = "failure" if fails == "whole" else order.kind
@@ -181,15 +175,6 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
     def _spoil(self, request: str, bad: frozenset[int]) -> None:
         if bad:
             self._holes[request] = bad
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Load nothing."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Save nothing."""
-
-    def wait_for_save(self) -> None:
-        """Save nothing."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -212,7 +197,7 @@ class SoakChild(KVConnectorBase_V1, SupportsHMA):
         return set().union(*holes.values())
 
     def _tell(self, kind: str, requests: Iterable[str]) -> None:
-        self._ledger.reports += [Report(self._rank, self._index, kind, request) for request in requests]
+        self._ledger.reports += [Report(self.rank, self._index, kind, request) for request in requests]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role is KVConnectorRole.SCHEDULER or self._index == 2 or self._step % STATS_EVERY:

@@ -6,19 +6,17 @@ the engine is idle, no book may hold anything, and memory must stay flat.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 
 from kvobs.testing import BLOCK, Script
 from tests.soak import memory
 from tests.soak.report import Result
-from tests.support.best_effort import KV, OF_SCHEDULER, OF_WORKER, SYNC, Isolating
+from tests.support.best_effort import OF_SCHEDULER, OF_WORKER, Isolating
+from tests.support.observed import KV, SYNC
 from tests.support.rig import assert_nothing_is_left
 
 AT_ONCE = 40
@@ -41,17 +39,11 @@ class Storm:
         self.faults: Counter[str] = Counter()
         self.added = 0
         self.ends: Counter[str] = Counter()  # of this storm's requests
-        self._hear_ends(patch)
 
-    def _hear_ends(self, patch: pytest.MonkeyPatch) -> None:
-        update = self.engine.rig.scheduler.update_from_output
-
-        def noted(*args: Any) -> Any:
-            outputs = update(*args)
-            self.ends.update(o.request_id for of in outputs.values() for o in of.outputs if o.finish_reason is not None)
-            return outputs
-
-        patch.setattr(self.engine.rig.scheduler, "update_from_output", noted)
+    def step(self, seconds: float = 0.01) -> None:
+        self.engine.step(seconds=seconds)
+        outputs = self.engine.rig.request_outputs
+        self.ends.update(each.request_id for each in outputs if each.finish_reason is not None)
 
     def run(self) -> list[str]:
         """Serve some requests, go idle, and return what is wrong."""
@@ -64,7 +56,7 @@ class Storm:
             self._change(requests)
             if self.random.random() < 0.05:
                 aborted |= self._abort([r for r in requests if self.engine.rig.status(r) != "gone"])
-            self.engine.step(seconds=self.random.choice([0.01, 0.01, 0.5, 3]))
+            self.step(seconds=self.random.choice([0.01, 0.01, 0.5, 3]))
         self._calm(requests)
         left = [request for request in requests if self.engine.rig.status(request) != "gone"]
         wrong = [f"{request} never ended" for request in requests if request not in aborted and not self.ends[request]]
@@ -114,14 +106,14 @@ class Storm:
             child.raises, child.raises_on = ({} if is_told else _failures("take_events")), None
             if not is_told:  # a save promised after that failure, and never reported, is held for ever, as in vLLM
                 child.promises.clear()
-        self.engine.step()
+        self.step()
         everything = " ".join(requests) if is_told else ""
         for _ in range(CALM_STEPS):
             for child in self.children:
                 child.raises = {}
                 for rank in (0, 1):
                     child.say(rank, received=everything, saved=everything)
-            self.engine.step(seconds=1)
+            self.step(seconds=1)
         for child in self.children:
             child.reports.clear()
 
@@ -134,16 +126,10 @@ def _failures(*hooks: str) -> dict[str, Exception]:
 def run(requests: int, seed: int, show: Callable[[str], None]) -> Result:
     """Serve so many requests in storms, half of them with vLLM's asynchronous scheduling."""
     result = Result("Best-effort connectors", budget_mib=5)
-    begin = time.monotonic()
-    gc.collect()
-    gc.freeze()
-    try:
+    with result.measured():
         for lag in (0, 1):
             with pytest.MonkeyPatch.context() as patch:
                 _live(Storm(Random(seed + lag), patch, lag=lag), requests // 2, result, show)
-    finally:
-        gc.unfreeze()
-    result.seconds = time.monotonic() - begin
     return result
 
 

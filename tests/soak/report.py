@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-
-from rich.table import Table
 
 from docs import pages
 from tests.soak.memory import MIB, Sample, growth, warm
@@ -46,6 +47,18 @@ class Result:
     memory: dict[str, list[Sample]] = field(default_factory=dict)
     grown_types: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Take the time of a part in this process, whose memory is looked at inside the ``with`` block."""
+        begin = time.monotonic()
+        gc.collect()
+        gc.freeze()  # what is imported already is neither counted nor looked through again and again
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+        self.seconds = time.monotonic() - begin
+
     def take(self, ledger: Ledger) -> None:
         """Add the books of one life that is over."""
         self.requests += sum(ledger.ends.values())
@@ -82,25 +95,6 @@ def markdown(results: Iterable[Result]) -> str:
         counts = pages.table(["", ""], [list(row) for group in _counts(result) for row in group])
         found.append(f"**{result.title}**\n\n{counts}\n\n{pages.table(list(MEMORY), _memory(result))}")
     return "\n\n".join(found)
-
-
-def tables(results: Iterable[Result]) -> Iterator[Table]:
-    """Show each part's counts and memory."""
-    for result in results:
-        counts = Table(title=result.title, title_justify="left", title_style="bold", pad_edge=False)
-        counts.add_column("")
-        counts.add_column("", justify="right")
-        for group in _counts(result):
-            for row in group:
-                counts.add_row(*row)
-            counts.add_section()
-        yield counts
-        held = Table(pad_edge=False)
-        for heading in MEMORY:
-            held.add_column(heading, justify="left" if heading == MEMORY[0] else "right")
-        for cells in _memory(result):
-            held.add_row(*cells)
-        yield held
 
 
 MEMORY = ("memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown")

@@ -6,9 +6,7 @@ import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -18,13 +16,12 @@ from kvobs.routing.outcomes import Outcomes
 from kvobs.state.ledger import Ledger as KvobsLedger
 from tests.soak import inprocess, isolated
 from tests.soak.__main__ import is_whole
-from tests.soak.engine import RANKS, REPORTERS, SHAPES
+from tests.soak.inprocess import RANKS, REPORTERS, SHAPES
 from tests.soak.ledger import Ledger
 from tests.soak.memory import MIB, Sample, growth
 from tests.soak.orders import ORDERS, TOKENS, expected
 from tests.soak.plans import NEVER, draw
-from tests.soak.plot import draw as draw_plot
-from tests.soak.report import Result, markdown, tables
+from tests.soak.report import Result, markdown
 
 FAULTS = {
     *("failed on one rank", "failed on all ranks", "bad blocks", "sync load failed on one rank"),
@@ -76,7 +73,7 @@ def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = KvobsLedger.take_received
     monkeypatch.setattr(KvobsLedger, "take_received", lambda self: set(sorted(take(self))[1:]))
-    monkeypatch.setattr("tests.soak.engine.STALLED_AFTER", 100)
+    monkeypatch.setattr("tests.soak.inprocess.STALLED_AFTER", 100)
     with pytest.raises(AssertionError, match="requests never end"):
         inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])
 
@@ -137,15 +134,6 @@ def test_what_orders_add_up_to() -> None:
     assert counts["kvobs_loads_total/async/failed"] == 2
     assert counts["kvobs_admitted_tokens_total"] == 5 * TOKENS
     assert counts["kvobs_saves_total/ok"] == 1
-
-
-def test_every_result_can_be_shown(tmp_path: Path) -> None:
-    samples = [Sample(i, 100 * MIB, objects) for i, objects in enumerate((0, 10, 10))]
-    result = Result("Part", 5, faults=Counter({"preemption": 3}), memory={"process": samples})
-    draw_plot([result, Result("Other", 5, memory={"process": samples})], tmp_path / "a" / "soak.png")
-    assert (tmp_path / "a" / "soak.png").stat().st_size > 10_000
-    shown: list[Any] = [list(column.cells) for table in tables([result]) for column in table.columns]
-    assert "  preemption" in shown[0]
 
 
 def test_the_published_tables_have_every_count_and_the_memory() -> None:

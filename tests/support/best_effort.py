@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvobs.testing import BLOCK, Rig, Script
+from kvobs.testing import Script
+from tests.support.observed import KV, SYNC, Clocked, S
 from tests.support.rig import child_config
 
 if TYPE_CHECKING:
     import pytest
 
-S = 10**9
-KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
+__all__ = ["KV", "SYNC", "Isolating", "S", "named"]
+
 FAILURE = ConnectionError("store is gone")
 PER_REQUEST = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished")
 OF_SCHEDULER = (*PER_REQUEST, "build_connector_meta", "update_connector_output", "take_events")
@@ -22,7 +23,7 @@ OF_WORKER = (
 )
 
 
-class Isolating:
+class Isolating(Clocked):
     """A rig whose first child is isolated, and its clock."""
 
     def __init__(
@@ -35,18 +36,13 @@ class Isolating:
         lag: int = 0,
         **more: Any,
     ) -> None:
-        self.now_ns = 1_700_000_000 * S
-        for module in ("scheduler", "completions", "worker", "outcomes", "isolation"):
-            patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: self.now_ns)
         connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
         kvobs = {"names": ["best", "other"], "isolate": ["best"], **more}
-        self.rig = Rig("kvobs", connectors=connectors, ranks=2, kvobs=kvobs, policy="recompute", lag=lag)
+        super().__init__(patch, connectors, kvobs, ranks=2, lag=lag)
         self.side = self.rig.connector._side
 
     def step(self, steps: int = 1, seconds: float = 0.01) -> None:
-        for _ in range(steps):
-            self.now_ns += int(seconds * S)
-            self.rig.step()
+        super().step(steps, seconds)
 
     def say(self, script: Script, **words: str) -> None:
         """Let a child report on both ranks."""

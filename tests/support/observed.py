@@ -1,11 +1,14 @@
-"""A real scheduler and aggregator whose metrics end where Prometheus reads them; time is the test's."""
+"""A real scheduler and aggregator whose time is the test's, and whose metrics end where Prometheus reads them."""
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvobs import routing
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.front import Front
 from tests.support.rig import child_config
@@ -13,6 +16,7 @@ from tests.support.rig import child_config
 if TYPE_CHECKING:
     import pytest
 
+S = 10**9
 STEP_S = 0.2
 NAMES = ["one", "two"]
 KV = (2 * BLOCK, True)
@@ -20,37 +24,61 @@ SYNC = (2 * BLOCK, False)
 BYTES_PER_TOKEN = 2 * 2 * 64 * 4  # of one rank: K and V, heads, head size, bytes
 
 
-class Observed:
-    """A rig, the API server's side of it, and the clock of both."""
+class Clocked:
+    """A rig, and the clock of its router; ``more`` are arguments of the rig."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, *scripts: Script, ranks: int = 2, policy: str = "recompute", **kvobs: Any
-    ):
+        self, patch: pytest.MonkeyPatch, connectors: list[dict[str, Any]], kvobs: dict[str, Any], **more: Any
+    ) -> None:
+        self.now_ns = 1_700_000_000 * S
+        for module in (
+            import_module(f"{routing.__name__}.{each.name}") for each in pkgutil.iter_modules(routing.__path__)
+        ):
+            if hasattr(module, "wall_ns"):
+                patch.setattr(module, "wall_ns", lambda: self.now_ns)
+        self.rig = Rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
+
+    @property
+    def now(self) -> float:
+        return self.now_ns / S
+
+    def step(self, steps: int = 1, seconds: float = STEP_S) -> None:
+        for _ in range(steps):
+            self.now_ns += int(seconds * S)
+            self.rig.step()
+
+
+class Observed(Clocked):
+    """The same with the API server's side of it."""
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *scripts: Script,
+        connectors: list[dict[str, Any]] | None = None,
+        rig: dict[str, Any] | None = None,
+        ranks: int = 2,
+        policy: str = "recompute",
+        **kvobs: Any,
+    ) -> None:
         self.scripts = scripts
-        self.now = 1_700_000_000.0
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
         self.token_s = 0.0  # how long a step computes, by token
-        for module in ("scheduler", "completions", "worker", "outcomes", "gains", "policies"):
-            patch.setattr(f"kvobs.routing.{module}.wall_ns", lambda: int(self.now * 1e9))
+        connectors = connectors or [child_config(script) for script in scripts]
         kvobs = {"names": NAMES, **kvobs}
-        self.rig = Rig("kvobs", *scripts, ranks=ranks, kvobs=kvobs, policy=policy)
-        self.front = Front(*map(child_config, scripts), **kvobs)
+        super().__init__(patch, connectors, kvobs, ranks=ranks, policy=policy, **(rig or {}))
+        self.front = Front(*connectors, **kvobs)
         work = self.rig._work
 
         def late(worker: Any, *args: Any) -> Any:
-            late_s = self.rank_s.get(worker._side.rank, 0)
-            self.now += late_s
+            late_ns = int(self.rank_s.get(worker._side.rank, 0) * S)
+            self.now_ns += late_ns
             try:
                 return work(worker, *args)
             finally:
-                self.now += self.token_s * args[0].total_num_scheduled_tokens - late_s
+                self.now_ns += int(self.token_s * S) * args[0].total_num_scheduled_tokens - late_ns
 
         patch.setattr(self.rig, "_work", late)
-
-    def step(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.now += STEP_S
-            self.rig.step()
 
     def value(self, metric: str, child: str | None = "one", **labels: str) -> float:
         """Return what Prometheus reads, 0 where there is no such series."""
@@ -68,6 +96,7 @@ class Observed:
         }
 
     def _deliver(self) -> None:
+        """Hand the payloads to the API server's side, packed as vLLM packs them."""
         stats, self.rig.stats = self.rig.stats, []
         for payload in stats:
             self.front.metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)))

@@ -7,12 +7,25 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvobs.testing import ScriptedConnector
+
+_NOT_NOTED = (
+    *("get_block_ids_with_load_errors", "get_kv_connector_kv_cache_events", "build_connector_worker_meta"),
+    *("get_kv_connector_stats", "get_finished_count", "clear_connector_metadata", "finish_forward"),
+)
+"""Hooks whose calls a scripted connector does not note, and in which it does not raise."""
+
+
+def _noting(name: str) -> Any:
+    def hook(self: Any, *arguments: Any) -> Any:
+        self._note(name)
+        return getattr(ScriptedConnector, name)(self, *arguments)
+
+    return hook
 
 
 class BestEffortConnector(ScriptedConnector):
@@ -20,36 +33,11 @@ class BestEffortConnector(ScriptedConnector):
 
     requires_kv_delivery = False
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         assert self.has_connector_metadata(), "as OffloadingConnector insists"
         return super().get_transfer_results(finished_req_ids)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        self._note("get_block_ids_with_load_errors")
-        return super().get_block_ids_with_load_errors()
-
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        self._note("get_kv_connector_kv_cache_events")
-        return super().get_kv_connector_kv_cache_events()
-
-    def build_connector_worker_meta(self) -> Any:
-        self._note("build_connector_worker_meta")
-        return super().build_connector_worker_meta()
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        self._note("get_kv_connector_stats")
-        return super().get_kv_connector_stats()
-
-    def get_finished_count(self) -> int | None:
-        self._note("get_finished_count")
-        return super().get_finished_count()
-
-    def clear_connector_metadata(self) -> None:
-        self._note("clear_connector_metadata")
-        super().clear_connector_metadata()
-
-    def finish_forward(self) -> None:
-        self._note("finish_forward")
+    vars().update({hook: _noting(hook) for hook in _NOT_NOTED})
 
 
 class FlexKVConnectorV1(ScriptedConnector):

@@ -21,8 +21,10 @@ NOT_SAMPLED = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-00"}
 class Traced(Observed):
     """An engine whose spans end in memory."""
 
+    make_exporter: Any = InMemorySpanExporter
+
     def __init__(self, patch: pytest.MonkeyPatch, *scripts: Script, level: str | None = None, **more: Any) -> None:
-        self.exporter = InMemorySpanExporter()
+        self.exporter = self.make_exporter()
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
         patch.setattr("kvobs.export.span_export.make_exporter", lambda _endpoint: self.exporter)
         tracing = {**more.pop("tracing", {}), **({"level": level} if level else {})}
@@ -41,10 +43,6 @@ class Traced(Observed):
     def span(self, name: str) -> ReadableSpan:
         (span,) = self.spans(name)
         return span
-
-    @property
-    def now_ns(self) -> int:
-        return int(self.now * 1e9)
 
 
 def ids(span: ReadableSpan) -> tuple[str, str, str]:
@@ -73,14 +71,8 @@ def load(engine: Traced, request: str = "r", **headers: Any) -> None:
 def params_of(engine: Traced, request: str, **add: Any) -> Any:
     """Return what the client gets at a request's end."""
     engine.rig.add(request, max_tokens=1, **add)
-    finish, noted = engine.rig.connector.request_finished_all_groups, []
-
-    def listen(*args: Any) -> Any:
-        noted.append(finish(*args))
-        return noted[-1]
-
-    engine.rig.connector.request_finished_all_groups = listen
-    engine.step(2)
-    engine.rig.connector.request_finished_all_groups = finish
-    ((_, params),) = noted
-    return params
+    ended: list[Any] = []
+    for _ in range(2):
+        engine.step()
+        ended += [each for each in engine.rig.request_outputs if each.request_id == request and each.finished]
+    return ended[0].kv_transfer_params

@@ -10,9 +10,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from tests.transparency.life import RECEIVES, WITHDRAWS, Character, Life
-from tests.transparency.messages import Load, Message, Note, Save
+from tests.transparency.messages import Count, Events, Handshake, Load, Message, Note, Save
 from tests.transparency.record import Cause, Run
+
+SOURCES: Any = [*getattr(base, "CacheHitSource", ())]  # vLLM before 0.31 has none
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)  # vLLM before 0.30 has none
 
 
 @dataclass
@@ -59,12 +65,25 @@ class Books:
             self.promised[request] = tails | promised
 
 
-class SchedulerHalf:
+class Half:
+    """A child in one process; ``on_`` and its name answers a hook, others do what vLLM's base class does."""
+
+    def __init__(self, connector: Any, life: Life, index: int, books: Books) -> None:
+        self.connector, self.life, self.index, self.books = connector, life, index, books
+        self.character: Character = life.children[index]
+
+    def dice(self, *what: object) -> float:
+        return self.life.dice(self.index, *what)
+
+    def happens(self, probability: float, *what: object) -> bool:
+        return probability > 0 and self.dice(*what) < probability
+
+
+class SchedulerHalf(Half):
     """A child in the scheduler's process."""
 
-    def __init__(self, life: Life, index: int, books: Books) -> None:
-        self.life, self.index, self.books = life, index, books
-        self.character: Character = life.children[index]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._calls: Counter[Any] = Counter()
         self._offers: dict[str, tuple[int, bool]] = {}  # the last lookup: local tokens, is_async
         self._loads: list[Load] = []
@@ -75,17 +94,11 @@ class SchedulerHalf:
         self._withdrawn: dict[str, int] = {}
         self._messages = 0
 
-    def dice(self, *what: object) -> float:
-        return self.life.dice(self.index, *what)
-
-    def happens(self, probability: float, *what: object) -> bool:
-        return probability > 0 and self.dice(*what) < probability
-
     def _nth(self, *what: object) -> int:
         self._calls[what] += 1
         return self._calls[what]
 
-    def lookup(self, request: Any, local: int) -> tuple[int | None, bool]:
+    def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name, character = request.request_id, self.character
         nth = self._nth("lookup", name)
         if self.happens(character.pending, "pending", name, nth):
@@ -94,7 +107,7 @@ class SchedulerHalf:
         if not self.happens(character.hits, "hits", name) or self.happens(0.1, "misses", name, nth):
             return 0, False
         is_async = self.happens(character.asynchronous, "async", name)
-        tokens = self._stored(request, is_async) - local
+        tokens = self._stored(request, is_async) - num_computed_tokens
         if tokens <= 0:
             return 0, False
         if (self.index, name) in self.books.failed:
@@ -102,7 +115,7 @@ class SchedulerHalf:
                 return 0, False
             if request.num_preemptions == self._preemptions[name]:  # it has not run since
                 self.books.run.mark(Cause.OFFERED_AGAIN, self.index, name)
-        self._offers[name] = (local, is_async)
+        self._offers[name] = (num_computed_tokens, is_async)
         return tokens, is_async
 
     def _stored(self, request: Any, is_async: bool) -> int:
@@ -113,12 +126,18 @@ class SchedulerHalf:
         most = have // block if is_async else (have - 1) // block
         return min(most, 1 + int(self.dice("stored", request.request_id) * 8)) * block
 
-    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        if not tokens:
+    def on_get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return (self.index % self.life.groups,)
+
+    def on_get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return {SOURCES[self.index]: num_external_tokens}
+
+    def on_update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not num_external_tokens:
             return
         name = request.request_id
         local, is_async = self._offers[name]
-        first, end = local // self.life.block, -(-(local + tokens) // self.life.block)
+        first, end = local // self.life.block, -(-(local + num_external_tokens) // self.life.block)
         ids = tuple(tuple(group[first:end]) for group in blocks.get_block_ids())
         self._load_count[name] += 1
         self._preemptions[name] = request.num_preemptions
@@ -135,14 +154,15 @@ class SchedulerHalf:
         if is_async and self.character.writes == RECEIVES:
             self._receipts[name] = 1 + int(self.dice("receives", name, load.number) * 5)
 
-    def message(self) -> Message:
+    def on_build_connector_meta(self, scheduler_output: Any) -> Message:
         self._messages += 1
         loads, self._loads = tuple(self._loads), []
         saves, self._saves = tuple(self._saves), []
         return Message(self.index, self._messages, loads, saves)
 
-    def read_output(self, output: Any) -> None:
+    def on_update_connector_output(self, connector_output: Any) -> None:
         """Do to the workers' output what this child does to it."""
+        output = connector_output
         if self.character.writes == RECEIVES:
             for name in _due(self._receipts):
                 self.books.run.seen["load reported in the output"] += 1
@@ -165,10 +185,13 @@ class SchedulerHalf:
         for name in _due(self._withdrawn, forget=False):
             output.finished_sending = {*(output.finished_sending or ()), name}
 
-    def end(self, request: Any, blocks: Any) -> tuple[bool, dict[str, Any] | None]:
+    def on_request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self.on_request_finished_all_groups(request, (block_ids,))
+
+    def on_request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         name, character = request.request_id, self.character
         is_whole = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        may = (is_whole or character.promises_aborted) and any(blocks)
+        may = (is_whole or character.promises_aborted) and any(block_ids)
         promises = may and self.happens(character.promises, "promises", name)
         if promises or self.index in self.books.tails.get(name, ()):
             self._saves.append(Save(name))
@@ -176,7 +199,7 @@ class SchedulerHalf:
         params = {f"child {self.index}": name} if self.happens(0.2, "params", name) else None
         return promises, params
 
-    def takes_tail(self, request: Any) -> bool:
+    def on_register_finished_partial_tail(self, request: Any, block_ids: Any, partial_tail_offloads: Any) -> bool:
         name, character = request.request_id, self.character
         promises = self.happens(character.promises, "promises", name)
         takes = self.happens(character.tails, "tail", name) and (promises or self.happens(0.2, "lone tail", name))
@@ -185,38 +208,55 @@ class SchedulerHalf:
             self.books.tails.setdefault(name, set()).add(self.index)
         return takes
 
-    def at_times(self, probability: float, what: str) -> bool:
+    def on_get_finished_count(self) -> int | None:
+        return 1 if self.life.one_reports else None
+
+    def on_take_events(self) -> Any:
+        has_any = self._at_times(self.character.chats, "events")
+        events = [f"an event of child {self.index}"] if has_any else []
+        return iter(events) if self.index % 2 else events
+
+    def on_has_pending_block_frees(self) -> bool:
+        return self._at_times(self.character.block_frees, "frees")
+
+    def on_has_pending_push_work(self) -> bool:
+        return self._at_times(self.character.chats / 3, "push")
+
+    def on_reset_cache(self) -> bool | None:
+        return (None, True, False)[int(self.dice("reset") * 3)]
+
+    def on_set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Take those of every stage; vLLM's base class raises."""
+
+    def on_get_kv_connector_stats(self) -> Count | None:
+        return Count.of(f"child {self.index}") if self._at_times(self.character.chats, "stats") else None
+
+    def _at_times(self, probability: float, what: str) -> bool:
         """Return whether something happens at this call."""
         return self.happens(probability, what, self._nth(what))
 
 
-class WorkerHalf:
+class WorkerHalf(Half):
     """A child in one worker."""
 
-    def __init__(self, life: Life, index: int, rank: int, books: Books) -> None:
-        self.life, self.index, self.rank, self.books = life, index, rank, books
-        self.character: Character = life.children[index]
-        self.step = 0
+    def __init__(self, *args: Any, rank: int) -> None:
+        super().__init__(*args)
+        self.rank, self.step = rank, 0
         self._loads: dict[str, tuple[int, Load]] = {}  # request -> the step it is in, the load
         self._saves: dict[str, int] = {}
         self._bad: list[tuple[int, set[int]]] = []
 
-    def dice(self, *what: object) -> float:
-        return self.life.dice(self.index, *what)
-
-    def happens(self, probability: float, *what: object) -> bool:
-        return probability > 0 and self.dice(*what) < probability
-
-    def take(self, message: Message) -> None:
+    def on_bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin a step with what the scheduler's half says."""
+        KVConnectorBase_V1.bind_connector_metadata(self.connector, connector_metadata)
         self.step += 1
-        for load in message.loads:
+        for load in connector_metadata.loads:
             takes = self._takes("load", load.request, load.number) if load.is_async else 0
             if load.is_async:
                 self._loads[load.request] = (self.step + takes, load)
             if self.happens(self.character.bad_blocks, "bad", load.request, load.number):
                 self._spoil(load, self.step + int(takes * self.dice("bad at", load.request)))
-        for save in message.saves:
+        for save in connector_metadata.saves:
             self._saves[save.request] = self.step + self._takes("save", save.request)
 
     def _takes(self, *what: object) -> int:
@@ -233,7 +273,20 @@ class WorkerHalf:
             self.books.failed.add((self.index, load.request))
             self.books.run.seen[f"bad blocks of {'an async' if load.is_async else 'a sync'} load"] += 1
 
-    def results(self, can_fail: bool = True) -> tuple[set[str], set[str], set[str]]:
+    def on_start_load_kv(self, *_: Any, **__: Any) -> None:
+        assert self.connector.has_connector_metadata()
+
+    on_wait_for_layer_load = on_save_kv_layer = on_wait_for_save = on_start_load_kv
+
+    def on_get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        saved, received, failed = self._results()
+        return TransferResults(finished_sending=saved, finished_recving=received, failed_recving=failed)
+
+    def on_get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        saved, received, _ = self._results(can_fail=False)
+        return saved or None, received or None
+
+    def _results(self, can_fail: bool = True) -> tuple[set[str], set[str], set[str]]:
         """Return what is saved, what is received, and what of that failed."""
         received = {name for name, (due, _) in self._loads.items() if due <= self.step}
         failed = {name for name in received if can_fail and self._fails(self._loads[name][1])}
@@ -277,7 +330,7 @@ class WorkerHalf:
             if kind:
                 failed.add(name)
 
-    def bad_blocks(self) -> set[int]:
+    def on_get_block_ids_with_load_errors(self) -> set[int]:
         due = [blocks for at, blocks in self._bad if at <= self.step]
         self._bad = [(at, blocks) for at, blocks in self._bad if at > self.step]
         found = set().union(*due)
@@ -287,10 +340,19 @@ class WorkerHalf:
             found.add(others[0].blocks[0][0])
         return found
 
-    def note(self) -> Note | None:
-        return Note({self.rank: self.step}) if self.at_times("note") else None
+    def on_get_kv_connector_kv_cache_events(self) -> Events | None:
+        return Events([f"child {self.index} rank {self.rank} {self.step}"]) if self._at_times("events") else None
 
-    def at_times(self, what: str) -> bool:
+    def on_build_connector_worker_meta(self) -> Note | None:
+        return Note({self.rank: self.step}) if self._at_times("note") else None
+
+    def on_get_handshake_metadata(self) -> Handshake:
+        return Handshake(self.index, self.rank)
+
+    def on_get_kv_connector_stats(self) -> Count | None:
+        return Count.of(f"child {self.index}") if self._at_times("stats") else None
+
+    def _at_times(self, what: str) -> bool:
         return self.happens(self.character.chats, what, self.step, self.rank)
 
 

@@ -5,32 +5,22 @@ The loop is EngineCore's: schedule, run the workers, read their output; one step
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import itertools
 import os
 import pickle
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.executor import abstract as executors
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from kvobs.testing import cache_config, engine_config, transfer_config
+from kvobs.testing import Rig
 from kvobs.testing.rig import base_config
 from tests.transparency.children import CLASSES, STAGES, ChildError, Stage
 from tests.transparency.life import PLAIN, Life, Plan
@@ -56,7 +46,8 @@ def live(life: Life, router: str, **options: Any) -> Run:
     tag = f"stage {next(_numbers)}"
     STAGES[tag] = stage = Stage(life, run)
     try:
-        with _runner(life):
+        # vLLM's scheduler is to believe in the life's model runner.
+        with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(life.runner == "v2"))):
             engine = Engine(stage, tag, router, options)
             engine.live()
     except Exception as error:
@@ -75,7 +66,7 @@ class InOrder(set[str]):
         return iter(sorted(super().__iter__()))
 
 
-class Engine:
+class Engine(Rig):
     def __init__(self, stage: Stage, tag: str, router: str, options: dict[str, Any]) -> None:
         self._stage, self._life, self._run = stage, stage.life, stage.run
         life = self._life
@@ -88,54 +79,42 @@ class Engine:
             }
             for index, character in enumerate(life.children)
         ]
-        transfer = transfer_config(router, connectors, options or None, kv_load_failure_policy=life.policy)
-        caches = cache_config(life.blocks, life.groups)
-        if life.slides:
-            _make_slide(caches.kv_cache_groups[-1])
-        cls = KVConnectorFactory.get_connector_class(transfer)
-        configs = [self._config(transfer, rank) for rank in range(life.ranks)]
-        self.workers = [Worker(life, cls(each, KVConnectorRole.WORKER, caches), each) for each in configs]
-        config = self._config(transfer, 0)
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(life.block, sha256)
-        self.scheduler: Any = (AsyncScheduler if life.is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=life.block,
-            hash_block_size=life.block,
-            log_stats=True,
+        super().__init__(
+            router,
+            connectors=connectors,
+            kvobs=options or None,
+            ranks=life.ranks,
+            blocks=life.blocks,
+            groups=life.groups,
+            policy=life.policy,
+            lag=int(life.is_async),
+            context_parallel=life.dcp,
+            hybrid=all(child.shape != PLAIN for child in life.children),
         )
-        self._offer_tails()
-        self._draft()
-        self._read_in_order()
-        self._note_answers()
-        self.aggregator: Any = None
-        if life.executor == "mp":
-            self.aggregator = executors.KVOutputAggregator.from_connector(self.scheduler.connector, life.ranks)
-        self._shake_hands()
-        self._in_flight: deque[tuple[Any, Any]] = deque()
+        if life.executor == "uni":
+            self.aggregator = None
         self._names: set[str] = set()
         self._to_come = sorted(life.plans, key=lambda plan: plan.arrives)
         self._inputs: list[tuple[int, Plan, Request]] = []  # when they come, to which request
 
-    def _config(self, transfer: Any, rank: int) -> Any:
-        life = self._life
-        config = engine_config(transfer, life.ranks, rank)
-        config.parallel_config.tensor_parallel_size = 1 if life.pipeline else life.ranks
-        config.parallel_config.pipeline_parallel_size = life.ranks if life.pipeline else 1
-        config.parallel_config.decode_context_parallel_size = life.dcp
-        scheduler = config.scheduler_config
-        scheduler.disable_hybrid_kv_cache_manager = any(child.shape == PLAIN for child in life.children)
-        scheduler.max_num_batched_tokens = life.budget
-        scheduler.max_num_scheduled_tokens = None
-        scheduler.max_num_seqs = 4
+    def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
+        caches = super()._caches(blocks, groups)
+        if self._life.slides:
+            _make_slide(caches.kv_cache_groups[-1])
+        return caches
+
+    def _configure(self, config: Any) -> None:
+        life, parallel, scheduler = self._life, config.parallel_config, config.scheduler_config
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = (
+            (1, life.ranks) if life.pipeline else (life.ranks, 1)
+        )
+        scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens = life.budget, None
+        scheduler.max_num_seqs, scheduler.enable_chunked_prefill = 4, True
         scheduler.policy = "priority" if life.by_priority else "fcfs"
-        scheduler.enable_chunked_prefill = True
         scheduler.async_scheduling = life.is_async
-        config.cache_config = copy.copy(config.cache_config)
-        config.cache_config.num_gpu_blocks = life.blocks
-        return config
+
+    def _build_worker(self, cls: Any, config: Any, caches: KVCacheConfig) -> Worker:
+        return Worker(self._life, super()._build_worker(cls, config, caches), config)
 
     def _offer_tails(self) -> None:
         """Let this vLLM offer a partial tail at the end of a request; the tiny model's cache has none by itself."""
@@ -143,16 +122,11 @@ class Engine:
         if hasattr(manager, "finalize_partial_tail_offloads") and any(c.tails for c in self._life.children):
             manager.finalize_partial_tail_offloads = lambda request: [(0, 1, 1)] if request.num_computed_tokens else []
 
-    def _draft(self) -> None:
-        """Let the scheduler leave room for drafts, as it does for a draft model's."""
-        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = self._life.drafts
-
     def _note_answers(self) -> None:
         """Note what vLLM is answered."""
-        connector = self.scheduler.connector
         for hook in ANSWERS:
-            if hasattr(connector, hook):
-                setattr(connector, hook, functools.partial(self._asked, hook, getattr(connector, hook)))
+            if hasattr(self.connector, hook):
+                setattr(self.connector, hook, functools.partial(self._asked, hook, getattr(self.connector, hook)))
 
     def _asked(self, hook: str, ask: Any, *arguments: Any) -> Any:
         answer = ask(*arguments)
@@ -163,27 +137,30 @@ class Engine:
 
     def _read_in_order(self) -> None:
         """Let vLLM read receipts by name: the order of a set follows from how it was made, which differs."""
-        connector = self.scheduler.connector
-        update = connector.update_connector_output
+        update = self.connector.update_connector_output
 
         def update_and_order(output: Any) -> None:
             update(output)
             output.finished_recving = InOrder(output.finished_recving or ())
 
-        connector.update_connector_output = update_and_order
+        self.connector.update_connector_output = update_and_order
 
     def _shake_hands(self) -> None:
         """Do as EngineCore does before its first step."""
-        connector = self.scheduler.connector
+        self._offer_tails()
+        # The scheduler leaves room for drafts, as it does for a draft model's.
+        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = self._life.drafts
+        self._read_in_order()
+        self._note_answers()
         content = {
             (rank, 0) if self._life.pipeline else (0, rank): shake
             for rank, worker in enumerate(self.workers)
             if (shake := worker.connector.get_handshake_metadata()) is not None
         }
-        if content and hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):
-            connector.set_xfer_handshake_metadata_pp_aware(content)
+        if content and hasattr(self.connector, "set_xfer_handshake_metadata_pp_aware"):
+            self.connector.set_xfer_handshake_metadata_pp_aware(content)
         elif content:
-            connector.set_xfer_handshake_metadata({rank: shake for (_, rank), shake in content.items()})
+            self.connector.set_xfer_handshake_metadata({rank: shake for (_, rank), shake in content.items()})
 
     def live(self) -> None:
         life, run = self._life, self._run
@@ -194,7 +171,7 @@ class Engine:
             self._happen(step, late=False)
             has_requests = self.scheduler.has_requests()
             if has_requests or self._in_flight:
-                self._step(step, has_requests)
+                self._advance(step, has_requests)
             elif step > last and not self._to_come and not self._inputs:
                 break
         self._say_what_is_left()
@@ -260,11 +237,11 @@ class Engine:
             None,
             arrival_time=float(plan.arrives),
             priority=plan.priority,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
             resumable=resumable,
         )
 
-    def _step(self, step: int, has_requests: bool) -> None:
+    def _advance(self, step: int, has_requests: bool) -> None:
         executed = False
         if has_requests:
             scheduled = self.scheduler.schedule()
@@ -297,7 +274,7 @@ class Engine:
 
     def _execute(self, scheduled: Any) -> Any:
         """Run every worker; return what the scheduler is to read."""
-        samples = {name: self._samples(name, scheduled) for name in scheduled.num_scheduled_tokens}
+        samples = {name: self._sampled(name, scheduled) for name in scheduled.num_scheduled_tokens}
         if self.aggregator is None:
             return self.workers[0].execute(scheduled, samples)
         sent = pickle.dumps(scheduled)
@@ -310,7 +287,7 @@ class Engine:
             self.aggregator.aggregate([None] * len(outputs), at)  # of the forward; the sampling's come after it
         return self.aggregator.aggregate(outputs, at)
 
-    def _samples(self, name: str, scheduled: Any) -> int:
+    def _sampled(self, name: str, scheduled: Any) -> int:
         """Return how many tokens are sampled for a request: one, and some of those that were drafted."""
         if self.scheduler.requests[name].is_prefill_chunk:
             return 0
@@ -326,17 +303,12 @@ class Engine:
         states = {name: (each.status, each.num_computed_tokens) for name, each in self.scheduler.requests.items()}
         stats = [of_client.scheduler_stats for of_client in outputs.values() if of_client.scheduler_stats is not None]
         counts = [(counted(each.kv_connector_stats), each.connector_prefix_cache_stats) for each in stats]
-        self._run.note(VLLM, "stepped", states, self._free, said, counts)
-
-    @property
-    def _free(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._run.note(VLLM, "stepped", states, self.free_blocks, said, counts)
 
     def _say_what_is_left(self) -> None:
         requests = {name: each.status.name for name, each in self.scheduler.requests.items()}
-        missing = self._life.blocks - 1 - self._free
-        if requests or missing:
-            self._run.left = f"{requests or 'no requests'}, {missing} blocks"
+        if requests or self.held_blocks:
+            self._run.left = f"{requests or 'no requests'}, {self.held_blocks} blocks"
 
 
 def _make_slide(group: Any) -> None:
@@ -349,18 +321,3 @@ def _make_slide(group: Any) -> None:
         dtype=spec.dtype,
         sliding_window=3 * spec.block_size,
     )
-
-
-@contextlib.contextmanager
-def _runner(life: Life) -> Iterator[None]:
-    """Let vLLM's scheduler believe in the life's model runner."""
-    name, value = "VLLM_USE_V2_MODEL_RUNNER", "1" if life.runner == "v2" else "0"
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvobs import log
 from tests.transparency.comparator import Verdict, judge
@@ -41,16 +40,6 @@ class Findings:
             self.faulty += 1
             if len(self.faults) < FAULTS_KEPT:
                 self.faults.append(f"seed {verdict.life.seed}, {verdict.fault}")
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "lives": self.lives,
-            "calls": self.calls,
-            "seen": dict(self.seen),
-            "stock": dict(self.stock),
-            "faulty": self.faulty,
-            "faults": self.faults,
-        }
 
 
 def sweep(seeds: Iterable[int]) -> Findings:

@@ -30,21 +30,10 @@ def _without_receipts(show: Any, output: Any) -> None:
     show(seen)
 
 
-def _without_saves(show: Any, output: Any) -> None:
-    seen = copy.copy(output)
-    seen.finished_sending = None
-    show(seen)
-
-
 def _filtered(build: Any, scheduled: Any) -> Any:
     seen = copy.copy(scheduled)
     seen.finished_req_ids = set()
     return build(seen)
-
-
-def _twice(ask: Any, *arguments: Any) -> Any:
-    ask(*arguments)
-    return ask(*arguments)
 
 
 def _resetting(connector: Any, build: Any, scheduled: Any) -> Any:
@@ -56,14 +45,6 @@ def _resetting(connector: Any, build: Any, scheduled: Any) -> Any:
 def _backwards(connector: Any, start: Any, *arguments: Any, **more: Any) -> None:
     for child in reversed(connector._connectors):
         child.start_load_kv(*arguments, **more)
-
-
-def _late(connector: Any, update: Any, output: Any) -> None:
-    """Give vLLM what is received one step later."""
-    update(output)
-    held = vars(connector).setdefault("held", set())
-    now, connector.held = set(held), set(output.finished_recving or ())
-    output.finished_recving = now or None
 
 
 def _never(connector: Any, update: Any, output: Any) -> None:
@@ -80,7 +61,6 @@ MUTATIONS = {
     "a lookup is left out": Mutation(
         SCHEDULER, "get_num_new_matched_tokens", lambda ask, *_: (0, False), children=(1,)
     ),
-    "a child is asked twice": Mutation(SCHEDULER, "get_num_new_matched_tokens", _twice, children=(1,)),
     "a sibling is given tokens": Mutation(
         SCHEDULER,
         "update_state_after_alloc",
@@ -88,21 +68,15 @@ MUTATIONS = {
         children=(1,),
     ),
     "a sibling's receipt is hidden": Mutation(SCHEDULER, "update_connector_output", _without_receipts, children=(1,)),
-    "a save is hidden": Mutation(SCHEDULER, "update_connector_output", _without_saves, children=(0,)),
     "a finished request is hidden": Mutation(SCHEDULER, "build_connector_meta", _filtered, children=(0,)),
     "a request's end is hidden": Mutation(
         SCHEDULER, "request_finished_all_groups", lambda say, *_: (False, None), children=(0,)
     ),
     "a cache is reset": Mutation(SCHEDULER, "build_connector_meta", _resetting),
-    "a receipt comes late to vLLM": Mutation(SCHEDULER, "update_connector_output", _late),
     "a save is never completed": Mutation(SCHEDULER, "update_connector_output", _never),
     "children load in another order": Mutation(WORKER, "start_load_kv", _backwards),
     "metadata goes to another child": Mutation(WORKER, "bind_connector_metadata", _swapped),
-    "finished ids are hidden from a worker": Mutation(
-        WORKER, "get_transfer_results", lambda ask, finished: ask(set()), children=(1,)
-    ),
     "metadata stays bound": Mutation(WORKER, "clear_connector_metadata", lambda clear: None, children=(0,)),
-    "preemptions are hidden": Mutation(WORKER, "handle_preemptions", lambda say, meta: None, children=(0,)),
 }
 
 
@@ -114,7 +88,6 @@ def test_without_a_mutation_nothing_is_found() -> None:
 
 SEEN_IN = {
     "a cache is reset": "reset_cache",
-    "a receipt comes late to vLLM": "update_state_after_alloc",
     "a save is never completed": "stepped",
 }
 """The hook whose call gives it away, if it is another."""

@@ -35,7 +35,7 @@ def compare(version: str) -> dict[str, Any]:
     """Compare the first lives under ``version``, fetching it where it is not there."""
     folder = hosts.prepare([version])[version]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.transparency", "--lives", str(LIVES), "--json"],
+        [sys.executable, "-m", "tests.transparency", "--lives", str(LIVES)],
         cwd=REPOSITORY,
         env=hosts.environment(folder, REPOSITORY),
         capture_output=True,

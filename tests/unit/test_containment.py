@@ -310,7 +310,6 @@ EXPOSED = {
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
     "telemetry.recording.recorder:Recorder.tally": BINDING,
     "telemetry.recording.recorder:_first": BINDING,
-    "telemetry.recording.recorder:wall_ns": "reads the clock",
     "schema.signals:hook_label": BINDING,
     "schema.signals:is_timed": BINDING,
     "schema.signals:place": BINDING,

@@ -80,14 +80,12 @@ def test_lookups(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = [(None, False), (None, False), (0, False)]
     b.offers["r"] = KV
     engine = Observed(monkeypatch, a, b, lookup_timeout_ms=100_000)
-    with monkeypatch.context() as clocks:
-        clocks.setattr("kvobs.routing.lookups.wall_ns", lambda: int(engine.now * 1e9))
-        engine.rig.add("r")
-        engine.step(2)
-        assert engine.value("kvobs_in_flight", kind="lookup") == 1
-        began = engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup")
-        assert began == pytest.approx(engine.now - STEP_S)
-        engine.step()
+    engine.rig.add("r")
+    engine.step(2)
+    assert engine.value("kvobs_in_flight", kind="lookup") == 1
+    began = engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup")
+    assert began == pytest.approx(engine.now - STEP_S)
+    engine.step()
     assert engine.value("kvobs_in_flight", kind="lookup") == 0
     assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup"))
     outcomes = {outcome: engine.value("kvobs_lookups_total", outcome=outcome) for outcome in ("pending", "miss")}
@@ -220,10 +218,8 @@ def test_a_transfer_that_a_rank_never_reports(
 
 
 def test_a_best_effort_child_fails(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    for entry in ("tests.support.observed.child_config", "kvobs.testing.rig.entry_of"):
-        monkeypatch.setattr(entry, partial(child_config, cls="BestEffortConnector"))
+    monkeypatch.setattr("tests.support.observed.child_config", partial(child_config, cls="BestEffortConnector"))
     engine = Observed(monkeypatch, a, b, ranks=2, isolate=["two"])
-    monkeypatch.setattr("kvobs.routing.isolation.wall_ns", lambda: int(engine.now * 1e9))
     engine.rig.add("r", max_tokens=40)
     b.raises["wait_for_save"] = TimeoutError("no answer")
     engine.step()
@@ -310,20 +306,18 @@ def test_the_last_steps_take_everything_with_them(monkeypatch: pytest.MonkeyPatc
     """Steps follow each other within 100 ms; vLLM stops stepping once nothing is left to do."""
     b.promises.update(f"r{i}" for i in range(5))
     engine = Observed(monkeypatch, a, b)
-    with monkeypatch.context() as fast:
-        fast.setattr("tests.support.observed.STEP_S", 1e-4)
-        for i in range(5):
-            engine.rig.add(f"r{i}", max_tokens=2)
-        for _ in range(20):  # as vLLM does: while a request is unfinished, and once more to report the last
-            if engine.rig.scheduler.has_requests():
-                engine.step()
-        assert engine.value("kvobs_lookups_total", outcome="miss") == 5
-        assert engine.value("kvobs_call_duration_seconds_count", "two", hook="request_finished_all_groups") == 5
-        for rank in (0, 1):
-            b.say(rank, saved=" ".join(f"r{i}" for i in range(5)))
-        engine.step()  # vLLM steps on while a connector holds blocks
-        assert engine.value("kvobs_saves_total", "two", outcome="ok") == 5
-        assert engine.value("kvobs_in_flight", "two", kind="save") == 0
+    for i in range(5):
+        engine.rig.add(f"r{i}", max_tokens=2)
+    for _ in range(20):  # as vLLM does: while a request is unfinished, and once more to report the last
+        if engine.rig.scheduler.has_requests():
+            engine.step(seconds=1e-4)
+    assert engine.value("kvobs_lookups_total", outcome="miss") == 5
+    assert engine.value("kvobs_call_duration_seconds_count", "two", hook="request_finished_all_groups") == 5
+    for rank in (0, 1):
+        b.say(rank, saved=" ".join(f"r{i}" for i in range(5)))
+    engine.step(seconds=1e-4)  # vLLM steps on while a connector holds blocks
+    assert engine.value("kvobs_saves_total", "two", outcome="ok") == 5
+    assert engine.value("kvobs_in_flight", "two", kind="save") == 0
 
 
 def test_between_flushes_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -331,7 +325,5 @@ def test_between_flushes_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, a: Scr
     engine.rig.add("r", max_tokens=40)
     engine.step()
     assert len(engine.rig.stats) == 1
-    with monkeypatch.context() as fast:
-        fast.setattr("tests.support.observed.STEP_S", 1e-3)
-        engine.step(20)
+    engine.step(20, seconds=1e-3)
     assert len(engine.rig.stats) == 1

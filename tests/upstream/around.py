@@ -16,13 +16,13 @@ from unittest.mock import NonCallableMock
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.outputs import KVConnectorOutput
+
+from kvobs.testing import Script, entry_of
 
 if TYPE_CHECKING:
     import pytest
@@ -61,48 +61,6 @@ class GivenWithHma(Given, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any: ...
 
 
-class Noted(KVConnectorBase_V1, SupportsHMA):
-    """The worker's side of the test's connector: reports what the test says."""
-
-    output: KVConnectorOutput
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults(
-            finished_sending=set(self.output.finished_sending or ()),
-            finished_recving=set(self.output.finished_recving or ()),
-            failed_recving=set(self.output.failed_recving),
-        )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self.output.invalid_block_ids)
-
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        return self.output.kv_cache_events
-
-    def get_kv_connector_stats(self) -> Any:
-        return self.output.kv_connector_stats
-
-    def build_connector_worker_meta(self) -> Any:
-        return self.output.kv_connector_worker_meta
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
-
 class Routed:
     """A router around one connector, in a scheduler and in its one worker."""
 
@@ -112,24 +70,24 @@ class Routed:
             _complete(connector)
         Given.given = connector
         given = "GivenWithHma" if isinstance(connector, SupportsHMA) else "Given"
-        self.router = self._build(scheduler, module, KVConnectorRole.SCHEDULER, given)
-        self.worker = self._build(scheduler, module, KVConnectorRole.WORKER, "Noted")
-        self.noted: Noted = self.worker._connectors[0]
+        entry = {"kv_connector": given, "kv_connector_module_path": __name__}
+        self.router = self._build(scheduler, module, KVConnectorRole.SCHEDULER, entry)
+        self.noted = Script("noted")  # the worker's side of the test's connector reports what the test says
+        self.worker = self._build(scheduler, module, KVConnectorRole.WORKER, entry_of(self.noted))
 
     @staticmethod
-    def _build(scheduler: Any, module: str, role: KVConnectorRole, child: str) -> Any:
+    def _build(scheduler: Any, module: str, role: KVConnectorRole, entry: dict[str, Any]) -> Any:
         config = copy.copy(scheduler.vllm_config)
         config.scheduler_config = copy.copy(config.scheduler_config)
-        config.scheduler_config.disable_hybrid_kv_cache_manager = child == "Given"
+        config.scheduler_config.disable_hybrid_kv_cache_manager = entry["kv_connector"] == "Given"
         single = config.kv_transfer_config
-        entry = {"kv_connector": child, "kv_connector_module_path": __name__, "kv_role": single.kv_role}
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="MultiConnector",
             kv_connector_module_path=module,
             kv_role=single.kv_role,
             engine_id=single.engine_id,
             kv_load_failure_policy=single.kv_load_failure_policy,
-            kv_connector_extra_config={"connectors": [entry]},
+            kv_connector_extra_config={"connectors": [entry | {"kv_role": single.kv_role}]},
         )
         router = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         return router(config, role, scheduler.kv_cache_config)
@@ -139,7 +97,15 @@ class Routed:
         meta = scheduled.kv_connector_metadata
         if meta is None:
             return result
-        self.noted.output = result.kv_connector_output or KVConnectorOutput()
+        output, noted = result.kv_connector_output or KVConnectorOutput(), self.noted
+        noted.reports[0] = KVConnectorTransferResults(
+            finished_sending=set(output.finished_sending or ()),
+            finished_recving=set(output.finished_recving or ()),
+            failed_recving=set(output.failed_recving),
+        )
+        noted.bad_blocks[0] = set(output.invalid_block_ids)
+        noted.events[0], noted.worker_meta[0] = output.kv_cache_events, output.kv_connector_worker_meta
+        noted.stats = [output.kv_connector_stats] if output.kv_connector_stats is not None else []
         worker = self.worker
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
@@ -155,7 +121,7 @@ class Routed:
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_cache_events=worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            expected_finished_count=self.noted.output.expected_finished_count,
+            expected_finished_count=output.expected_finished_count,
         )
         worker.clear_connector_metadata()
         return result
