@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident, get_native_id
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import vllm
 
 from kvobs import faults
-from kvobs.export.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
@@ -31,6 +31,7 @@ from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.hello import Connector, Engine
 from kvobs.telemetry.payload.payload import KvobsStats
 from kvobs.telemetry.recording.journal import Group
+from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.recording.taken import Taken, nothing
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.vllm_api import versions
@@ -85,6 +86,14 @@ def exported(
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,
     )
+
+
+class CurrentCall(NamedTuple):
+    """A call in progress: the connector's position, the hook, and the beginning in ns since the epoch."""
+
+    child: int
+    hook: str
+    began_ns: int
 
 
 class Feed:
@@ -356,3 +365,27 @@ def _environment(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
         paths = [str(package.parent), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environ
+
+
+def current_call(thread: int) -> CurrentCall | None:
+    """Return the call into a connector that this thread is in, if any; of nested ones the outermost.
+
+    A recorded call has its connector, hook and beginning in local variables, and a blocked thread's stack can be read.
+    """
+    found = None
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is _RECORDED:
+            names = frame.f_locals
+            if "start" in names:
+                found = CurrentCall(names["child"], names["hook"], names["start"] + WALL_OFFSET)
+        frame = frame.f_back
+    return found
+
+
+def _code_of(function: CodeType, name: str) -> CodeType:
+    """Return the code of a function that is defined within another one."""
+    return next(code for code in function.co_consts if isinstance(code, CodeType) and code.co_name == name)
+
+
+_RECORDED = _code_of(Recorder.timed.__code__, "recorded")
