@@ -109,7 +109,7 @@ class Feed:
         self._sent = nothing()
         self._waiting = nothing()
         self._spans: list[Group] = []  # that wait
-        self._exporter: _Process | None = None
+        self._exporter: _RunningExporter | None = None
         self._starts = 0  # since it last ran well
         self._start_at = 0.0
         self._is_over = False
@@ -227,7 +227,7 @@ class Feed:
         self._starts += 1
         self._start_at = now + self._back_off_s
         try:
-            self._exporter = _Process(now)
+            self._exporter = _RunningExporter(now)
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
@@ -253,7 +253,7 @@ class Feed:
             self._hand_over(self._exporter)
         self._exporter.write()
 
-    def _hand_over(self, exporter: _Process) -> None:
+    def _hand_over(self, exporter: _RunningExporter) -> None:
         """Pass on what waits; from now on it is part of the totals."""
         exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
         self._sent.add(self._waiting)
@@ -278,7 +278,7 @@ class Feed:
                 self._exporter.close()
 
 
-class _Process:
+class _RunningExporter:
     """A running exporter, and the socket to it."""
 
     def __init__(self, now: float) -> None:
@@ -372,15 +372,15 @@ def current_call(thread: int) -> CurrentCall | None:
 
     A recorded call has its connector, hook and beginning in local variables, and a blocked thread's stack can be read.
     """
-    found = None
+    outermost = None
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is _RECORDED:
             names = frame.f_locals
             if "start" in names:
-                found = CurrentCall(names["child"], names["hook"], names["start"] + WALL_OFFSET)
+                outermost = CurrentCall(names["child"], names["hook"], names["start"] + WALL_OFFSET)
         frame = frame.f_back
-    return found
+    return outermost
 
 
 def _code_of(function: CodeType, name: str) -> CodeType:

@@ -139,11 +139,11 @@ def _target(link: Path) -> str:
 
 def _listening(port: int) -> set[str]:
     """Return the sockets that listen on a port, as links of file descriptors show them."""
-    found = set()
+    sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for row in Path(table).read_text().splitlines()[1:]:
                 _, local, _, state, *_, inode = row.split()[:10]
                 if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    found.add(f"socket:[{inode}]")
-    return found
+                    sockets.add(f"socket:[{inode}]")
+    return sockets

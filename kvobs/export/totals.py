@@ -174,8 +174,8 @@ class Totals:
             for signal, opened in self._opened.items():
                 for (child, values), n in opened.items():
                     points[signal].append(Point(self._values(child, values), n * signal.unit))
-            for signal, own in self._own.items():
-                points[signal].append(own)
+            for signal, point in self._own.items():
+                points[signal].append(point)
         self._introduce(points)
         yield from points.items()
 
@@ -192,9 +192,10 @@ class Totals:
         """Add the info metrics: versions and configuration."""
         engine = self._engine
         points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        policies = engine.load_policy, engine.failure_policy
         points[signals.CONNECTOR_INFO] = [
-            Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
-            for i, one in enumerate(engine.connectors)
+            Point(self._values(i, (str(i), connector.class_name, connector.role, *policies)), 1)
+            for i, connector in enumerate(engine.connectors)
         ]
 
 
@@ -216,8 +217,8 @@ class TotalsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric with the series of all engines."""
-        series = [dict(totals.series()) for totals in self._engines]
-        return (_family(signal, chain.from_iterable(one[signal] for one in series)) for signal in self._metrics)
+        engines = [dict(totals.series()) for totals in self._engines]
+        return (_family(signal, chain.from_iterable(points[signal] for points in engines)) for signal in self._metrics)
 
 
 class Exposition:

@@ -340,7 +340,7 @@ def test_why_it_can_not_start_is_said(monkeypatch: pytest.MonkeyPatch, caplog: p
     def failing(_now: float) -> Any:
         raise OSError("no more processes.")
 
-    monkeypatch.setattr(module, "_Process", failing)
+    monkeypatch.setattr(module, "_RunningExporter", failing)
     fed = Fed()
     fed.feed.put(payload())
     assert eventually(lambda: "exporter can't be started: no more processes. It is" in caplog.text)
