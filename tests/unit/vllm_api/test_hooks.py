@@ -104,17 +104,6 @@ def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
     assert not is_empty(call)
 
 
-def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
-    class Bare:
-        def wait_for_save(self) -> None:
-            pass
-
-    recorded: list[int] = []
-    child: Any = Bare()
-    child.wait_for_save = lambda: recorded.append(1)
-    assert not is_empty(child.wait_for_save)
-
-
 def test_vllms_own_defaults_are_empty() -> None:
     """Those that a connector inherits without defining them."""
     for name in ("finish_forward", "reset_capture_state", "handle_preemptions", "register_kv_caches"):
