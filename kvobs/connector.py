@@ -41,11 +41,11 @@ from kvobs.schema.config import STOCK_VARIABLE, Configuration
 from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
-from kvobs.telemetry import telemetry
+from kvobs.telemetry import recorders
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
+from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.telemetry.telemetry import Telemetry
 from kvobs.telemetry.timeline import flight
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Combine
@@ -90,10 +90,10 @@ class MultiConnector(stock.MultiConnector):
         rank = parallel.rank % parallel.world_size  # an external launcher counts on through data parallel engines
         tracing = TracingSettings.of(options, vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        records = telemetry.build(
+        records = recorders.build(
             configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
         )
-        recorder, activated = records.recorder, records.traces.activation if records.traces is not None else None
+        recorder, activated = records.recorder, records.traces.activated if records.traces is not None else None
         self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in self._children]

@@ -40,10 +40,10 @@ def contained(where: Where) -> Callable[[Callable[P, T]], Callable[P, T | None]]
     """Return a decorator that contains a function's exceptions: it then returns None.
 
     Raises:
-        ValueError: ``where`` is not a label value of kvobs_internal_errors_total, so that a fault could not be counted.
+        ValueError: ``where`` is not a label value of kvobs_internal_errors_total: errors there could not be counted.
     """
     if where not in INTERNAL_ERRORS.labels["where"]:
-        raise ValueError(f"{where!r} is no place of internal errors")
+        raise ValueError(f"{where!r} is not a value of the label 'where' of {INTERNAL_ERRORS.name}")
 
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @wraps(function)
@@ -71,8 +71,6 @@ def are_waiting() -> bool:
 
 def take() -> dict[str, int]:
     """Return this process's errors since the last call, by place; the caller must report them."""
-    if not _counts:
-        return {}
-    taken = dict(_counts)
+    counts = dict(_counts)
     _counts.clear()
-    return taken
+    return counts

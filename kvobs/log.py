@@ -5,8 +5,8 @@ import logging
 # Under vLLM's logger, whose handler and level every deployment has already configured.
 log = logging.getLogger("vllm.kvobs")
 
-_said: dict[str, set[str]] = {}  # by kind: the part of a key before its first colon
-_SAID_AT_MOST = 128  # keys of one kind: a kind with ever new keys does not silence the others
+_logged: dict[str, set[str]] = {}  # by kind: the part of a key before its first colon
+_KEYS_AT_MOST = 128  # keys of one kind: many keys of one kind do not silence the others
 _KEY_AT_MOST = 256  # characters
 _LINE_AT_MOST = 120
 
@@ -14,10 +14,10 @@ _LINE_AT_MOST = 120
 def once(key: str, level: int, message: str, *args: object, exc_info: bool = False) -> bool:
     """Log ``message`` unless ``key`` was logged before in this process; return whether it was logged."""
     key = key[:_KEY_AT_MOST]
-    said = _said.setdefault(key.partition(":")[0] if ":" in key else "", set())
-    if key in said or len(said) >= _SAID_AT_MOST:
+    logged = _logged.setdefault(key.partition(":")[0] if ":" in key else "", set())
+    if key in logged or len(logged) >= _KEYS_AT_MOST:
         return False
-    said.add(key)
+    logged.add(key)
     log.log(level, message, *args, exc_info=exc_info)
     return True
 
@@ -30,4 +30,4 @@ def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
 
 def forget() -> None:
     """Forget the logged keys; for tests."""
-    _said.clear()
+    _logged.clear()

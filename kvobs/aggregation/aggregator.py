@@ -16,7 +16,7 @@ from vllm.v1.executor import abstract as executors
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs import faults
-from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, Step, Tally
+from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, RoundStart, Tally
 from kvobs.log import line, log, once
 from kvobs.state.transfers import Stuck
 from kvobs.vllm_api import versions
@@ -104,17 +104,19 @@ class KVOutputAggregator(StockAggregator):
 
     def _read_outputs(self, outputs: Sequence[ModelRunnerOutput | None], now: float) -> None:
         """Merge every worker's output; the expected number of reports may change with each of them."""
-        said = [
-            (rank, theirs)
+        reports = [
+            (rank, report)
             for rank, output in enumerate(outputs)
-            if output is not None and (theirs := output.kv_connector_output) is not None
+            if output is not None and (report := output.kv_connector_output) is not None
         ]
-        if self._salvaged_outputs:
-            said = [*self._take_salvaged(len(outputs)), *said]
+        if salvaged := self._salvaged_outputs:  # each has a unique reporter number above the ranks
+            reports = [*enumerate(salvaged, len(outputs) + self._salvaged_before), *reports]
+            self._salvaged_before += len(salvaged)
+            self._salvaged_outputs = []
         sent: list[tuple[int, set[str]]] = []
         received: list[tuple[int, set[str]]] = []
-        step = Step(now, self._expected_finished_count, len(outputs))
-        for rank, output in said:
+        step = RoundStart(now, self._expected_finished_count, len(outputs))
+        for rank, output in reports:
             expected = output.expected_finished_count
             if expected > 0 and expected != step.expected:
                 self._count(sent, received, step)
@@ -132,23 +134,14 @@ class KVOutputAggregator(StockAggregator):
             self._kept.add(rank, output)
         self._count(sent, received, step)
 
-    def _take_salvaged(self, ranks: int) -> list[tuple[int, KVConnectorOutput]]:
-        """Return the failed workers' outputs, each with a unique reporter number above the ranks."""
-        first = ranks + self._salvaged_before
-        self._salvaged_before += len(self._salvaged_outputs)
-        salvaged, self._salvaged_outputs = self._salvaged_outputs, []
-        return list(enumerate(salvaged, first))
-
-    def _count(self, sent: Reports, received: Reports, step: Step) -> None:
+    def _count(self, sent: Reports, received: Reports, step: RoundStart) -> None:
         if sent:
             self._kept.sent |= self._saves.count(sent, step)
         if received:
             self._kept.received |= self._loads.count(received, step)
 
     def _result(self, combined: _Combined) -> KVConnectorOutput:
-        failed: set[str] = set()
-        if self._failures:
-            failed = {request for request in combined.received if self._failures.pop(request) is not None}
+        failed = {request for request in combined.received if self._failures.pop(request)} if self._failures else set()
         fields = {
             "finished_sending": combined.sent or None,
             "finished_recving": combined.received or None,
@@ -168,20 +161,15 @@ class KVOutputAggregator(StockAggregator):
         stuck_before = now - self._stuck_after_s
         forget_before = now - FORGET_AFTER * self._stuck_after_s
         loads = self._loads.open
-        kinds: tuple[tuple[str, Rounds], ...] = (
-            ("load", loads),
-            ("save", self._saves.open),
-            ("failure", self._failures),
-        )
+        kinds = (("load", loads), ("save", self._saves.open), ("failure", self._failures))
         for kind, rounds in kinds:
             for request, stuck in rounds.find_stuck(stuck_before):
                 if kind != "failure" or request not in loads:
                     self._report_stuck(Stuck(kind, request, stuck.missing))
         self._loads.forget(forget_before)
         self._saves.forget(forget_before)
-        self._failures.forget(
-            forget_before, but=loads
-        )  # a failed load must not count as successful because its reports came late
+        # A failed load must not count as successful because its reports came late.
+        self._failures.forget(forget_before, but=loads)
         due = (rounds.next_stuck(self._stuck_after_s) for _, rounds in kinds)
         self._check_at = min((at for at in due if at is not None), default=now + self._stuck_after_s)
 
@@ -259,13 +247,13 @@ def obstacle() -> str | None:
 
 def install() -> None:
     """Replace the aggregator that vLLM's executors use, unless this vLLM's differs from the known ones."""
-    found = getattr(executors, "KVOutputAggregator", None)
-    if found is KVOutputAggregator:
+    present = getattr(executors, "KVOutputAggregator", None)
+    if present is KVOutputAggregator:
         return
-    if found is None:
+    if present is None:
         _leave("vllm.v1.executor.abstract has no KVOutputAggregator")
-    elif found is not StockAggregator:
-        _leave(f"vllm.v1.executor.abstract has another one, {found.__module__}.{found.__qualname__}")
+    elif present is not StockAggregator:
+        _leave(f"vllm.v1.executor.abstract has another one, {present.__module__}.{present.__qualname__}")
     elif (reason := obstacle()) is not None:
         _leave(reason)
     else:

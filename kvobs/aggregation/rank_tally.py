@@ -7,7 +7,7 @@ ranks are reporters of unknown rank. The rounds are bounded by number and age.
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from kvobs.log import once
@@ -22,8 +22,8 @@ Reports = Sequence[tuple[int, set[str]]]
 """The reports of one step: (reporter's bit, requests)."""
 
 
-class Step(NamedTuple):
-    """The time of reports, the number that completes a round they open, and the number of ranks."""
+class RoundStart(NamedTuple):
+    """The conditions of a round that reports open: their time, how many complete it, and the number of ranks."""
 
     now: float
     expected: int
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 class Round(NamedTuple):
     """The reporters of a round; requests with the same reporters share one object."""
 
-    opened: Step
+    opened: RoundStart
     reported: int
 
     @property
@@ -60,7 +60,7 @@ class Rounds:
     def pop(self, request: str) -> Round | None:
         return self.fresh.pop(request, None) or self.stuck.pop(request, None)
 
-    def count(self, request: str, reporter: int, step: Step) -> None:
+    def count(self, request: str, reporter: int, step: RoundStart) -> None:
         """Add a reporter that does not complete the round."""
         book = self.stuck if request in self.stuck else self.fresh
         opened, reported = book.get(request, (step, 0))
@@ -68,15 +68,11 @@ class Rounds:
 
     def find_stuck(self, before: float) -> list[tuple[str, Round]]:
         """Return the rounds opened before this time; each is returned once."""
-        found = []
-        for request, round_ in self.fresh.items():
-            if round_.opened.now > before:
-                break
-            found.append((request, round_))
-        for request, _ in found:
+        stuck = list(takewhile(lambda item: item[1].opened.now <= before, self.fresh.items()))
+        for request, _ in stuck:
             del self.fresh[request]
-        self.stuck.update(found)
-        return found
+        self.stuck.update(stuck)
+        return stuck
 
     def forget(self, before: float, but: Container[str] = ()) -> None:
         """Forget the rounds that were opened before this time."""
@@ -110,7 +106,7 @@ class Tally:
     def __len__(self) -> int:
         return len(self.open) + len(self.completed)
 
-    def count(self, reports: Reports, step: Step) -> set[str]:
+    def count(self, reports: Reports, step: RoundStart) -> set[str]:
         """Process the reports of one step, each reporter's at most once; return the complete requests."""
         if not reports:
             return set()
@@ -156,7 +152,7 @@ class Tally:
             self.completed.update(dict.fromkeys(requests, round_))
         return requests
 
-    def _continue(self, reporters: dict[str, int], step: Step) -> set[str]:
+    def _continue(self, reporters: dict[str, int], step: RoundStart) -> set[str]:
         """Add the reporters of each request, with or without an open round; return the complete requests."""
         finished = set()
         fresh, stuck, completed = self.open.fresh, self.open.stuck, self.completed

@@ -11,9 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvobs.blocks.host import copy_within_host
-from kvobs.blocks.runs import Ids, find_runs, without_duplicates
-from kvobs.blocks.strides import Layer, layout_of
+from kvobs.blocks.layout import Ids, Layer, Run, copy_runs, find_runs, host_view, layout_of, without_duplicates
 from kvobs.schema.signals import DIRECTIONS
 
 Caches: TypeAlias = Mapping[str, torch.Tensor]  # layer name -> its cache
@@ -71,7 +69,7 @@ def copy_kv_blocks(
         return
     src_ids, dst_ids = without_duplicates(src_ids, dst_ids)
     if device is None:
-        copy_within_host(layers, find_runs(src_ids, dst_ids))
+        _copy_within_host(layers, find_runs(src_ids, dst_ids))
         return
     from kvobs.blocks.device import copier_of
 
@@ -79,12 +77,11 @@ def copy_kv_blocks(
 
 
 def _ids(side: str, ids: Sequence[int]) -> Ids:
-    found = np.asarray(ids)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(
-            f"{side} block ids must be whole numbers in a list, found {found.dtype} of shape {found.shape}"
-        )
-    return found.astype(np.int64)
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        shape = f"{array.dtype} of shape {array.shape}"
+        raise ValueError(f"{side} block ids must be whole numbers in a list, found {shape}")
+    return array.astype(np.int64)
 
 
 def _pairs(src_caches: Caches, dst_caches: Caches) -> list[Pair]:
@@ -129,9 +126,8 @@ def _layer(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> L
     for cache in (src, dst):
         if not 0 <= block_dim < cache.ndim:
             raise ValueError(f"{name}: has no dimension {block_dim} for its blocks, shape {tuple(cache.shape)}")
-    src_shape, dst_shape = src.shape, dst.shape
-    if src_shape != dst_shape:
-        of_block = [(*shape[:block_dim], *shape[block_dim + 1 :]) for shape in (src_shape, dst_shape)]
+    if src.shape != dst.shape:
+        of_block = [(*shape[:block_dim], *shape[block_dim + 1 :]) for shape in (src.shape, dst.shape)]
         if of_block[0] != of_block[1]:
             raise ValueError(f"{name}: a block has shape {of_block[0]} in the source, {of_block[1]} in the destination")
     if src.dtype != dst.dtype:
@@ -141,15 +137,8 @@ def _layer(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> L
         allowed = ", ".join(map(str, _ELEMENT_SIZES))
         raise ValueError(f"{name}: elements of {element_size} bytes, {src.dtype}, allowed: {allowed}")
     aligned = not (src.data_ptr() | dst.data_ptr()) & 7
-    layout = layout_of(
-        src_shape,
-        src.stride(),
-        dst_shape,
-        dst.stride(),
-        element_size=element_size,
-        block_dim=block_dim,
-        aligned=aligned,
-    )
+    sides = src.shape, src.stride(), dst.shape, dst.stride()
+    layout = layout_of(*sides, element_size=element_size, block_dim=block_dim, aligned=aligned)
     return Layer(name, src, dst, layout)
 
 
@@ -159,3 +148,31 @@ def _check_range(side: str, ids: Ids, blocks_by_layer: Mapping[str, int]) -> Non
         if low < 0 or high >= blocks:
             wrong = low if low < 0 else high
             raise ValueError(f"{layer}: {side} block {wrong} is out of range, allowed: 0 to {blocks - 1}")
+
+
+def _copy_within_host(layers: Sequence[Layer], runs: Sequence[Run]) -> None:
+    """Copy runs of blocks in every layer; source and destination may share memory."""
+    views = [
+        (host_view(src, layout.src, layout.unit), host_view(dst, layout.dst, layout.unit))
+        for _, src, dst, layout in layers
+    ]
+    if not _share_memory(layers):
+        for src, dst in views:
+            copy_runs(src, dst, runs)
+        return
+    gathered = [[src[run.src : run.src + run.length].copy() for run in runs] for src, _ in views]
+    for (_, dst), parts in zip(views, gathered, strict=True):
+        for run, part in zip(runs, parts, strict=True):
+            dst[run.dst : run.dst + run.length] = part
+
+
+def _share_memory(layers: Sequence[Layer]) -> bool:
+    """Return whether any source may overlap any destination."""
+    caches = [(src.data_ptr(), layout.src.length, 0) for _, src, _, layout in layers]
+    caches += [(dst.data_ptr(), layout.dst.length, 1) for _, _, dst, layout in layers]
+    reach = [0, 0]  # the end of each side's memory so far
+    for begin, length, side in sorted(caches):
+        if begin < reach[1 - side]:
+            return True
+        reach[side] = max(reach[side], begin + length)
+    return False

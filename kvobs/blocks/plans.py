@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvobs.blocks.runs import Ids, Run
-from kvobs.blocks.strides import Layer, Layout, Side
+from kvobs.blocks.layout import Ids, Layer, Layout, Run, Side
 
 CHUNK_BYTES = 8 << 20
 """Bytes of a pinned chunk: enough for the link's full speed, few enough that most copies alternate between several."""
@@ -52,8 +51,8 @@ class Part(NamedTuple):
     layer: int
     first: int
     last: int
-    offset: int
-    """Bytes from the start of the chunk."""
+    offset: int  # bytes from the start of the chunk to that of the part
+    end: int  # bytes from the start of the chunk to the part's end
 
 
 def choose(layers: Sequence[Layer], runs: Sequence[Run], *, pinned: bool, batched: bool) -> CopyPath:
@@ -61,16 +60,13 @@ def choose(layers: Sequence[Layer], runs: Sequence[Run], *, pinned: bool, batche
     if not pinned or not all(layer.layout.dense for layer in layers):
         return CopyPath.STAGED
     blocks = sum(run.length for run in runs)
-    pieces = sum(_count(layer.layout, len(runs), blocks) for layer in layers)
-    if blocks * sum(layer.layout.block_bytes for layer in layers) < pieces * _SMALL_PIECE:
+    layouts = [layer.layout for layer in layers]
+    pieces = sum(prod(each.sizes[:-1]) * (len(runs) if _runs_are_dense(each) else blocks) for each in layouts)
+    if blocks * sum(each.block_bytes for each in layouts) < pieces * _SMALL_PIECE:
         return CopyPath.STAGED
     if batched:
         return CopyPath.BATCH
     return CopyPath.SINGLE if pieces <= _FEW_PIECES else CopyPath.STAGED
-
-
-def _count(layout: Layout, runs: int, blocks: int) -> int:
-    return prod(layout.sizes[:-1]) * (runs if _runs_are_dense(layout) else blocks)
 
 
 def pieces_of(layout: Layout, runs: Sequence[Run]) -> Pieces:
@@ -110,8 +106,8 @@ def chunks_of(block_bytes: Sequence[int], blocks: int, chunk_bytes: int) -> list
                 chunks.append([])
                 free = chunk_bytes
             last = min(blocks, first + free // size)
-            chunks[-1].append(Part(layer, first, last, chunk_bytes - free))
-            used = (last - first) * size
+            offset, used = chunk_bytes - free, (last - first) * size
+            chunks[-1].append(Part(layer, first, last, offset, offset + used))
             free -= used + -used % _ALIGNMENT
             first = last
     return chunks

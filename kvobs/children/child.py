@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs.children.gate import Gate
 from kvobs.children.specs import ChildSpec
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.log import line, log
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import is_timed
@@ -81,8 +80,8 @@ class Child:
         """Return whether vLLM's own line answers a hook of each step: timing it would cost more than it takes."""
         if hook.cadence is not Cadence.STEP or hook.name in CALLS_ANOTHER:
             return False
-        own = getattr(getattr(self.connector, hook.name), "__func__", None)
-        return own is not None and own is getattr(KVConnectorBase_V1, hook.name, None)
+        function = getattr(getattr(self.connector, hook.name), "__func__", None)
+        return function is not None and function is getattr(KVConnectorBase_V1, hook.name, None)
 
 
 def _drained(call: Call, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -90,11 +89,36 @@ def _drained(call: Call, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return tuple(call(*args, **kwargs) or ())
 
 
+class Unbuilt(KVConnectorBase_V1, SupportsHMA):
+    """Replaces an isolated connector that could not be built: it does nothing until a restart."""
+
+    supports_divergent_local_hybrid_hits = True  # the other connectors' answers count
+    requires_kv_delivery = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+
 def build(
     vllm_config: VllmConfig,
     role: KVConnectorRole,
     kv_cache_config: KVCacheConfig,
-    of: Sequence[ChildSpec],
+    specs: Sequence[ChildSpec],
     recorder: Recorder,
     *,
     activated: Callable[[Call], Call] | None = None,
@@ -105,12 +129,12 @@ def build(
     """
     built: list[Child] = []
     try:
-        for spec in of:
+        for spec in specs:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
             gate = Gate(spec.index, recorder, **versions.no_results()) if spec.is_isolated else None
             built.append(Child(spec.index, spec.name, connector, recorder, activated=activated, gate=gate))
     except BaseException as error:
-        error.add_note(f"while building connector {of[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
+        error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         for child in built:
             try:
                 child.connector.shutdown()

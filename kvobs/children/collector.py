@@ -1,51 +1,53 @@
-"""Gather the stats that one process sends: the connectors' own, and kvobs's when they are due."""
+"""Gather the stats that one process sends: the connectors' own, and kvobs's in the steps in which they are due."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import Taken, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+EVERY_NS = 100_000_000  # between flushes
 _HOOK = "get_kv_connector_stats"
 
 
-class Feed(Protocol):
-    """The way to the exporter."""
+class Sink(Protocol):
+    """Receives kvobs's numbers instead of the payload, for the exporter."""
 
     def put(self, stats: KvobsStats) -> None:
         """Hand over a payload; this never waits."""
 
 
 @faults.contained("flush")
-def divert(stats: KVConnectorStats | None, feed: Feed) -> None:
+def divert(stats: KVConnectorStats | None, sink: Sink) -> None:
     """Take the workers' numbers out of their payload, for the exporter; the connectors' own stats stay."""
-    own = stats.data.get(RESERVED_NAME) if stats is not None else None
-    if stats is not None and isinstance(own, KvobsStats):
-        stats.data[RESERVED_NAME] = KvobsStats.bare(own.children)
+    numbers = stats.data.get(RESERVED_NAME) if stats is not None else None
+    if stats is not None and isinstance(numbers, KvobsStats):
+        stats.data[RESERVED_NAME] = KvobsStats.bare(numbers.children)
         if len(stats.data) == 1:
             del stats.data[RESERVED_NAME]
-        feed.put(own)
+        sink.put(numbers)
 
 
 class Collector:
     """Collects the payload of one process: the children's own stats, and kvobs's numbers when they are due.
 
-    With ``feed`` kvobs's numbers go to the exporter, and leave the payload.
+    With ``sink`` kvobs's numbers go to the exporter instead.
     """
 
-    def __init__(self, children: Sequence[Child], recorder: Recorder, feed: Feed | None = None) -> None:
-        self._feed = feed
+    def __init__(self, children: Sequence[Child], recorder: Recorder, sink: Sink | None = None) -> None:
+        self._sink = sink
         self._hooks = [(child.name, child.get_kv_connector_stats) for child in children if child.does(_HOOK)]
         self._classes = {child.name: class_path(type(child.connector)) for child in children}
         self._recorder = recorder
@@ -56,31 +58,75 @@ class Collector:
         for name, hook in self._hooks:
             if (stats := hook()) is not None:
                 data[name] = stats
-        if self._feed is not None and is_due:
-            self.feed(self._feed)
+        if self._sink is not None and is_due:
+            self.feed(self._sink)
             is_due = False
         if not data and not is_due:
             return None
-        if (own := self._own() if is_due else KvobsStats.bare(self._classes)) is not None:
-            data[RESERVED_NAME] = own
+        if (numbers := self._numbers() if is_due else KvobsStats.bare(self._classes)) is not None:
+            data[RESERVED_NAME] = numbers
         return MultiKVConnectorStats(data=data) if data else None
 
-    def feed(self, feed: Feed) -> None:
+    def feed(self, sink: Sink) -> None:
         """Pass kvobs's numbers on to the exporter."""
-        if (numbers := self._own()) is not None:
-            feed.put(numbers)
+        if (numbers := self._numbers()) is not None:
+            sink.put(numbers)
 
     @faults.contained("flush")
-    def _own(self) -> KvobsStats:
+    def _numbers(self) -> KvobsStats:
         return KvobsStats.of(self._classes, self._take())
 
-    def _take(self) -> Taken:
+    def _take(self) -> Increments:
         """Take the counters. If that fails, the internal error is still reported."""
         try:
-            taken = self._recorder.take()
+            increments = self._recorder.take()
         except Exception:
             faults.contain("flush")
-            taken = nothing()
+            increments = Increments.none()
         for where, n in faults.take().items():
-            taken.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
-        return taken
+            increments.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
+        return increments
+
+
+@dataclass(slots=True)
+class FlushRule:
+    """The scheduler's decision for each step, for all ranks: whether they send their numbers.
+
+    An idle engine has no steps, so the last steps of a burst must send everything. Numbers are sent:
+
+        every 100 ms of work
+        in a step without a forward that passes on finished requests: vLLM runs one after the last request of a burst
+        in a step without a forward in which a worker has something to report (the worker decides): a transfer that
+        ended while nothing else runs; not a load whose request continues with a forward
+
+    After such a step the 100 ms start anew with the next work, so that the next request's first token does not wait
+    for a flush.
+    """
+
+    last_ns: int = -EVERY_NS
+    is_flushed: bool = False
+    """Whether everything before the next step has been sent."""
+    has_forward: bool = False
+    """Whether the last built step has a forward."""
+
+    def decide(self, now_ns: int, *, has_forward: bool, has_finished: bool) -> bool:
+        """Return whether all ranks flush in the step that is being built.
+
+        Args:
+            now_ns: a monotonic time.
+            has_forward: whether tokens are scheduled in it.
+            has_finished: whether it passes finished requests to the workers.
+        """
+        if self.is_flushed:
+            self.last_ns = now_ns
+        is_due = now_ns - self.last_ns >= EVERY_NS or (has_finished and not has_forward)
+        if is_due:
+            self.last_ns = now_ns
+        # A forward may itself take longer than 100 ms: its numbers are sent by the step after it.
+        self.is_flushed = is_due and not has_forward
+        self.has_forward = has_forward
+        return is_due
+
+    def flushed(self) -> None:
+        """Note that the workers sent numbers, possibly by their own decision."""
+        self.is_flushed = not self.has_forward

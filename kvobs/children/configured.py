@@ -11,8 +11,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children import known
+from kvobs.children.child import Unbuilt
 from kvobs.children.specs import ChildSpec
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
 from kvobs.log import line, log
 from kvobs.schema.config import ConfigError
@@ -49,20 +49,20 @@ def class_of(name: str, module: Any) -> type:
     Raises:
         NotUsableError: it can't be imported, or is not a class.
     """
-    asked: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+    entry: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
     try:
-        found = KVConnectorFactory.get_connector_class(asked)
+        connector_class = KVConnectorFactory.get_connector_class(entry)
     except (Exception, SystemExit) as error:
         registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
         if module is None and name not in registered:
-            says, fix = known.cure(name, registered)
-            found = f"found {show(name)}, which this vLLM does not have" + (f": {says}" if says else "")
+            reason, fix = known.cure(name, registered)
+            found = f"found {show(name)}, which this vLLM does not have" + (f": {reason}" if reason else "")
             raise NotUsableError(found, ", ".join(registered), fix=fix) from error
         found = f"found {show(name)}, whose class can't be imported: {named(error)}"
         raise NotUsableError(found, fix=_fix_of_import(name, module, error)) from error
-    if not inspect.isclass(found):
+    if not inspect.isclass(connector_class):
         raise NotUsableError(f"found {show(name)}, which is not a class", fix="name the class of a KV connector")
-    return found
+    return connector_class
 
 
 def _fix_of_import(name: str, module: Any, error: BaseException) -> str:

@@ -49,15 +49,10 @@ ELSEWHERE = {
 
 
 class Library(NamedTuple):
-    """A library that a connector of vLLM needs.
+    """A library that a connector of vLLM needs."""
 
-    Args:
-        modules: Python modules; one of them must be installed.
-        install: how to get it; only packages of the library's own project.
-    """
-
-    modules: tuple[str, ...]
-    install: str
+    modules: tuple[str, ...]  # Python modules; one of them must be installed
+    install: str  # how to get it; only packages of the library's own project
 
 
 _NIXL = Library(("nixl", "nixl_rocm"), "install it: pip install nixl")

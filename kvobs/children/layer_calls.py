@@ -1,26 +1,28 @@
-"""Time the hooks that vLLM calls for every layer of every step: timestamps are kept at once, and counted in bulk later.
+"""Time the hooks that vLLM calls for every layer of every step, and the steps' waits for loads and saves.
 
 Between two layers only the clock is read: one reading ends a child's time and begins the next child's, and the readings
-of a fan-out are stored together, in one piece of memory. Counting in bulk costs a tenth of counting each call.
+of a fan-out are stored together, in one piece of memory. They are counted in bulk later, at a tenth of the cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from struct import Struct
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvobs import faults
 from kvobs.children.child import Child
+from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import AT_MOST
-from kvobs.telemetry.recording.recorder import WALL_OFFSET, Call, Durations
-from kvobs.telemetry.telemetry import Telemetry
+from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Call, Durations
 from kvobs.telemetry.timeline.flight import Flight
 
 # The hooks as vLLM declares them.
@@ -193,6 +195,90 @@ class LayerCalls:
         took = int(starts[-1] + spent[-1] - starts[0])
         start = int(starts[0]) + WALL_OFFSET
         return CallEvent(child.index, self.hook, start, took, is_slow=False, subject=subject, more=more, is_many=True)
+
+
+class Stalls:
+    """Assigns the time of blocking calls to steps.
+
+    A hook that was not called in a step (not implemented, or not replayed within a CUDA graph) is not observed: no data
+    is not the same as a stall of 0.
+    """
+
+    def __init__(self, children: Sequence[Child], telemetry: Telemetry) -> None:
+        self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", children, telemetry)
+        self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", children, telemetry)
+
+    @property
+    def layer_calls(self) -> tuple[LayerCalls, LayerCalls]:
+        """Return the layer hooks, to be bound to the connector."""
+        return self._loads.layers, self._saves.layers
+
+    @property
+    def last_load_ns(self) -> dict[int, int]:
+        """Return the time of the running step's last layer wait, in ns since the epoch, by child with layer hooks."""
+        layers = self._loads.layers
+        return dict.fromkeys([child.index for child in layers.children], layers.last_ns)
+
+    def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
+        """End a step; if a synchronous load was due, return the time of each child's loads within it, in ns.
+
+        vLLM calls ``start_load_kv`` before the forward in that case, else after its launch. A step without a forward
+        waits for nothing.
+        """
+        try:
+            took = self._loads.spent_in_step() if has_sync_loads else {}
+            # Without further calls: their code would be cold.
+            for of, waits in (self._loads, has_forward and has_sync_loads), (self._saves, has_forward):
+                of.ended.append((waits, of.layers.close_step(), [*map(_SUM, of.tallies)]))
+        except Exception:
+            faults.contain("record")
+            return {}
+        return took
+
+    def flush(self) -> None:
+        """Count the calls and stalls of the ended steps."""
+        try:
+            self._loads.flush()
+            self._saves.flush()
+        except Exception:
+            faults.contain("record")
+
+
+_SUM = itemgetter(SUM)
+
+# Whether it waits, whether layers were called in it, and the total time of the other hook since the start, by child.
+_Ended: TypeAlias = tuple[bool, bool, list[int]]
+
+
+class _Waits:
+    """A layer hook, and the once-a-step hook whose time is added to it."""
+
+    def __init__(
+        self, signal: signals.Signal, layer_hook: str, step_hook: str, children: Sequence[Child], telemetry: Telemetry
+    ) -> None:
+        self.layers = LayerCalls(layer_hook, children, telemetry)
+        self._signal = signal
+        self._recorder = telemetry.recorder
+        self.tallies = [self._recorder.tally(child.index, step_hook) for child in children]
+        # The ended steps, and before them the last one of the last flush.
+        self.ended: list[_Ended] = [(False, False, [0] * len(children))]
+
+    def spent_in_step(self) -> dict[int, int]:
+        layers = self.layers.spent_in_step()
+        _, _, before = self.ended[-1]
+        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self.tallies)}
+
+    def flush(self) -> None:
+        ended, self.ended = self.ended, self.ended[-1:]
+        if len(ended) == 1:
+            return
+        spent = np.diff([totals for _, _, totals in ended], axis=0)
+        waits, has_layers = (np.array([step[i] for step in ended[1:]]) for i in range(2))
+        spent[~waits] = 0
+        for child, took in self.layers.drain().items():
+            spent[has_layers, child] += took
+        for child, waited in enumerate(spent.T):
+            self._recorder.observe_all(child, self._signal, waited[waited > 0])
 
 
 def _spent(rows: Durations) -> list[int]:

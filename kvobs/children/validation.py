@@ -6,7 +6,7 @@ What a class does when it is built is not known here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"
-_ON_TOP = "set it at the top level, beside kv_connector"
+_ON_TOP = "at the top level, beside kv_connector"
 _DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
 
 
@@ -47,29 +47,19 @@ class NotUsableError(ValueError):
 
 @dataclass(slots=True)
 class Validated:
-    """The result of a validation.
+    """The result of a validation."""
 
-    Args:
-        configuration: the options and names; the defaults if there are mistakes in them.
-        entries: name and entry of each child whose entry names a class, by position.
-        transfers: the transfer configuration of each of these entries that is valid, by position.
-        specs: the children whose entry is valid and whose class is known.
-        mistakes: what ends the start.
-        warnings: settings without the intended effect.
-        absent: name and problem of each isolated connector replaced by the stand-in.
-    """
-
-    configuration: Configuration
-    entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    transfers: dict[int, Any] = field(default_factory=dict)
-    specs: list[ChildSpec] = field(default_factory=list)
-    mistakes: list[Finding] = field(default_factory=list)
-    warnings: list[Finding] = field(default_factory=list)
-    absent: dict[str, Finding] = field(default_factory=dict)
+    configuration: Configuration  # the options and names; the defaults if there are mistakes in them
+    entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # with a class, by position: name
+    transfers: dict[int, Any] = field(default_factory=dict)  # the valid transfer configurations of these, by position
+    specs: list[ChildSpec] = field(default_factory=list)  # the children whose entry is valid and whose class is known
+    mistakes: list[Finding] = field(default_factory=list)  # they end the start
+    warnings: list[Finding] = field(default_factory=list)  # settings without the intended effect
+    absent: dict[str, Finding] = field(default_factory=dict)  # isolated connectors replaced by the stand-in: problem
 
 
 def validate(
-    extra: Mapping[str, Any], policy: object, transfer_class: Callable[..., Any], *, engine_id: str | None = None
+    extra: Mapping[str, Any], policy: object, transfer_class: Any, *, engine_id: str | None = None
 ) -> Validated:
     """Validate kvobs's options and the entry of every configured connector; ``find_classes`` continues.
 
@@ -81,7 +71,11 @@ def validate(
     """
     configuration, mistakes = config.validate(extra)
     checked = Validated(configuration, mistakes=mistakes)
-    checked.mistakes += isolation_mistakes(configuration.options.isolate, policy)
+    if configuration.options.isolate and policy != "recompute":
+        found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
+        fix = f'set it to "recompute" {_ON_TOP}'
+        checked.mistakes.append(Finding(_POLICY, found, "'recompute'", fix))
+    effective = policy if policy == "recompute" else "fail"
     entries = extra.get("connectors")
     entries = entries if isinstance(entries, list | tuple) else ()
     for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=False)):
@@ -89,12 +83,14 @@ def validate(
         if isinstance(connector, str) and connector:  # any other is a mistake of the options
             checked.entries[i] = (name, entry)
             complete = {**entry, "engine_id": _engine_id(engine_id, entry.get("engine_id"))}
-            transfer, found = transfer_config(complete, path_of(i), transfer_class)
+            transfer, mistakes = transfer_config(complete, path_of(i), transfer_class)
             if transfer is not None:
                 checked.transfers[i] = transfer
-            checked.mistakes += found
-            own = entry.get(_POLICY)
-            checked.warnings += ignored_policy(own, policy if policy == "recompute" else "fail", path_of(i))
+            checked.mistakes += mistakes
+            if (ignored := entry.get(_POLICY)) not in (None, effective):
+                found = f"found {ignored!r}, which has no effect here: vLLM reads the top level only"
+                found += f", where it is {effective!r}"
+                checked.warnings.append(Finding(f"{path_of(i)}.{_POLICY}", found, fix=f"set it {_ON_TOP}"))
     return checked
 
 
@@ -146,17 +142,15 @@ def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], t
         checked.specs.append(ChildSpec(index, name, connector_class, checked.transfers[index], is_isolated))
 
 
-def _engine_id(engines: str | None, own: Any) -> Any:
-    """Return the child's own engine id with the engine's data-parallel suffix, else the engine's."""
-    if own is None:
+def _engine_id(engines: str | None, childs: Any) -> Any:
+    """Return the child's engine id with the engine's data-parallel suffix; the engine's if it has none."""
+    if childs is None:
         return engines
     suffix = _DATA_PARALLEL_SUFFIX.search(engines or "")
-    return own if suffix is None or not isinstance(own, str) or own.endswith(suffix[0]) else own + suffix[0]
+    return childs if suffix is None or not isinstance(childs, str) or childs.endswith(suffix[0]) else childs + suffix[0]
 
 
-def transfer_config(
-    entry: Mapping[str, Any], path: str, transfer_class: Callable[..., Any]
-) -> tuple[Any | None, list[Finding]]:
+def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) -> tuple[Any | None, list[Finding]]:
     """Return the transfer configuration of an entry at a path, and the mistakes in it; None if there are any."""
     found = []
     if entry.get("kv_connector") is not None and entry.get("kv_role") is None:
@@ -170,7 +164,8 @@ def transfer_config(
             key = cut(str(detail["loc"][0])) if detail["loc"] else ""
             where = _join(path, key)
             if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-                found.append(_unknown_key(where, key, _keys(transfer_class)))
+                keys = getattr(transfer_class, "model_fields", None) or transfer_class.__dataclass_fields__
+                found.append(_unknown_key(where, key, [*keys]))
             else:
                 problem, allowed = config.explain(detail["type"], detail["msg"])
                 fix = "use an allowed value" if detail["type"] == "literal_error" else "correct the value or remove it"
@@ -200,22 +195,6 @@ def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
         for key in extra
         if key.startswith("kv_") and key in TransferConfig.model_fields
     ]
-
-
-def isolation_mistakes(isolate: Iterable[str], policy: object) -> list[Finding]:
-    """Return the mistake of isolated connectors with the wrong load failure policy."""
-    if not tuple(isolate) or policy == "recompute":
-        return []
-    found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
-    return [Finding(_POLICY, found, "'recompute'", 'set it to "recompute" at the top level, beside kv_connector')]
-
-
-def ignored_policy(own: object, effective: object, path: str) -> list[Finding]:
-    """Return a warning if a child has its own load failure policy, which vLLM ignores."""
-    if own is None or own == effective:
-        return []
-    found = f"found {own!r}, which has no effect here: vLLM reads the top level only, where it is {effective!r}"
-    return [Finding(f"{path}.{_POLICY}", found, fix=_ON_TOP)]
 
 
 def _unused_hits(specs: list[ChildSpec], groups: int) -> list[Finding]:
@@ -248,10 +227,6 @@ def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:
     listed = ", ".join(f"{name} needs {layout}" for name, layout in stated.items())
     found = f"the connectors need different KV cache layouts: {listed}"
     return [Finding(f"{PATH}.connectors", found, fix="remove one, or configure them for the same layout")]
-
-
-def _keys(transfer_class: Any) -> list[str]:
-    return list(getattr(transfer_class, "model_fields", None) or transfer_class.__dataclass_fields__)
 
 
 def _found(entry: Mapping[str, Any], key: str) -> str:

@@ -18,7 +18,7 @@ from kvobs.vllm_api import versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvobs.telemetry.payload.hello import Engine
+    from kvobs.telemetry.payload.wire import EngineInfo
 
 NOWHERE = ("metrics", "tracing")
 METRICS = ("metrics", "exemplars")
@@ -177,7 +177,7 @@ def url(host_name: str, port: int) -> str:
     return f"http://{f'[{host_name}]' if ':' in host_name else host_name}:{port}/metrics"
 
 
-def announce(setup: Setup, engine: Engine | None) -> None:
+def announce(setup: Setup, engine: EngineInfo | None) -> None:
     """Log what is lost, or where the exporter that starts by itself can be reached, in one line."""
     for finding in findings(setup):
         log.warning("%s", finding)

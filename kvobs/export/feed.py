@@ -28,11 +28,9 @@ from kvobs.log import log
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.hello import Connector, Engine
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.journal import Group
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Group, Increments
 from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
-from kvobs.telemetry.recording.taken import Taken, nothing
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.proc import cores_of_parent
@@ -58,15 +56,15 @@ READ = 1 << 16  # bytes
 _DROPPED = signals.slot(signals.SPANS_DROPPED, "queue")
 
 
-def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options) -> Engine:
+def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options) -> EngineInfo:
     """Return what an engine's metrics say about it."""
-    return Engine(
+    return EngineInfo(
         pid=os.getpid(),
         began_ns=time.time_ns(),
         model=versions.model_name(vllm_config),
         index=versions.engine_place(vllm_config).number,
         connectors=tuple(
-            Connector(spec.name, spec.connector_class.__name__, str(spec.transfer_config.kv_role)) for spec in specs
+            ConnectorInfo(spec.name, spec.connector_class.__name__, str(spec.transfer_config.kv_role)) for spec in specs
         ),
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
@@ -75,8 +73,8 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
 
 
 def exported(
-    engine: Engine, vllm_config: VllmConfig, exporter: ExporterOptions, tracing: TracingSettings | None
-) -> Engine:
+    engine: EngineInfo, vllm_config: VllmConfig, exporter: ExporterOptions, tracing: TracingSettings | None
+) -> EngineInfo:
     """Return the engine with what its exporter is to do."""
     return replace(
         engine,
@@ -103,11 +101,11 @@ class Feed:
         engine: the first message of each exporter.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInfo) -> None:
         self._engine = engine
         self._queue: SimpleQueue[KvobsStats | None] = SimpleQueue()
-        self._sent = nothing()
-        self._waiting = nothing()
+        self._sent = Increments.none()
+        self._waiting = Increments.none()
         self._spans: list[Group] = []  # that wait
         self._exporter: _RunningExporter | None = None
         self._starts = 0  # since it last ran well
@@ -180,13 +178,13 @@ class Feed:
 
     @faults.contained("flush")
     def _add(self, stats: KvobsStats) -> None:
-        taken = stats.taken()
+        taken = stats.increments()
         self._waiting.add(taken)
         self._spans += taken.spans
         if len(self._spans) > SPANS_WAITING:
             lost = sum(map(len, self._spans[SPANS_WAITING:]))
             del self._spans[SPANS_WAITING:]
-            self._waiting.add(Taken({_DROPPED: lost}, [], {}))
+            self._waiting.add(Increments({_DROPPED: lost}, [], {}))
 
     def _keep_running(self) -> None:
         """Start the exporter, again if it has ended."""
@@ -257,7 +255,7 @@ class Feed:
         """Pass on what waits; from now on it is part of the totals."""
         exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
         self._sent.add(self._waiting)
-        self._waiting, self._spans = nothing(), []
+        self._waiting, self._spans = Increments.none(), []
 
     def _say_goodbye(self) -> None:
         """Send the rest, without waiting long."""
@@ -325,7 +323,7 @@ class _RunningExporter:
                 return
             del self._unsent[:n]
 
-    def read(self) -> list[Taken]:
+    def read(self) -> list[Increments]:
         """Return the numbers that it has counted itself."""
         try:
             data = self._socket.recv(READ)

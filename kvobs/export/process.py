@@ -28,9 +28,8 @@ from kvobs.export.totals import Exposition, Totals
 from kvobs.log import log, once
 from kvobs.schema import __version__, signals, spans
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.hello import Engine
-from kvobs.telemetry.recording.taken import Taken
-from kvobs.telemetry.requests.otel_environment import is_disabled
+from kvobs.telemetry.payload.wire import EngineInfo, Increments
+from kvobs.telemetry.requests.trace_context import is_disabled
 from kvobs.vllm_api.proc import start_time
 
 TICK_S = 1.0
@@ -51,7 +50,7 @@ class Exporter:
         engine: its first message.
     """
 
-    def __init__(self, channel: socket.socket, engine: Engine) -> None:
+    def __init__(self, channel: socket.socket, engine: EngineInfo) -> None:
         self._channel = channel
         self._engine = engine
         self._started = start_time(engine.pid)
@@ -161,7 +160,7 @@ class Exporter:
         if not self._own:
             return
         # A line of its own, whatever got out before.
-        line = b"\n" + wire.to_line(wire.message(Taken(self._own, [], {})))
+        line = b"\n" + wire.to_line(wire.message(Increments(self._own, [], {})))
         with suppress(OSError):
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
                 self._own = {}
@@ -267,7 +266,7 @@ def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iter
         unread += data
 
 
-def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
+def first_lines(channel: socket.socket) -> tuple[EngineInfo, bytes]:
     """Read the engine's first lines; return the engine, and what came after the line that introduces it.
 
     Raises:
@@ -279,7 +278,7 @@ def first_lines(channel: socket.socket) -> tuple[Engine, bytes]:
             raise ValueError("the engine ended before its first lines")
         data += more
     line, _, rest = data.partition(b"\n")
-    return Engine.read(wire.from_line(line)), rest
+    return EngineInfo.read(wire.from_line(line)), rest
 
 
 def _let_go_of_stderr() -> None:

@@ -25,8 +25,8 @@ from kvobs.schema import signals, spans
 from kvobs.schema.config import RESERVED_NAME
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LABEL, SIGNALS, Scope
-from kvobs.telemetry.payload.payload import KvobsStats, as_dict
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload import wire
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
@@ -201,7 +201,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
 
     def _add(self, stats: KvobsStats, totals: Totals) -> None:
         if stats.is_ours and tuple(stats.children) == self._names:
-            totals.add(stats.taken())
+            totals.add(stats.increments())
             return
         once(
             "version",
@@ -215,7 +215,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
     def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
         """Export the payload's spans, and put their exemplars on the histograms."""
         try:
-            for record in cutter.cut(stats.spans(), engine):
+            for record in cutter.cut(wire.spans(stats.data), engine):
                 self._totals[engine].mark(record, time())
         except Exception:
             faults.contain("cut")
@@ -240,7 +240,7 @@ _APPLY, _CUT = (signals.slot(signals.SELF_SECONDS, where) for where in ("apply",
 
 def _count(totals: Totals, counts: dict[int, int]) -> None:
     """Add to counters of this process."""
-    totals.add(Taken(counts, [], {}))
+    totals.add(wire.Increments(counts, [], {}))
 
 
 def _numbers(payload: Mapping[str, Any]) -> KvobsStats | None:

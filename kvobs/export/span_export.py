@@ -26,8 +26,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from kvobs.log import once
 from kvobs.schema import __version__, spans
 from kvobs.schema.spans import Record, Value
-from kvobs.telemetry.requests.otel_environment import otlp_protocol
-from kvobs.telemetry.requests.trace_context import parse
+from kvobs.telemetry.requests.trace_context import otlp_protocol, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

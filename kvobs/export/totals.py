@@ -33,8 +33,7 @@ from kvobs.schema.signals import (
 )
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.hello import Engine
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import EngineInfo, Increments
 from kvobs.vllm_api.hooks import HOOKS
 
 FRESH_S = 0.2
@@ -74,9 +73,9 @@ class Point(NamedTuple):
 class Totals:
     """The totals of one engine; threads may read them while payloads are added."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInfo) -> None:
         self._engine = engine
-        self._labels = engine.label_values
+        self._labels = (engine.model, str(engine.index))
         self._names = [connector.name for connector in engine.connectors]
         self._lock = Lock()
         self._counts: dict[_Key, list[int]] = {}
@@ -86,7 +85,7 @@ class Totals:
         self._marks: dict[_Key, dict[int, Mark]] = {}
         self._own: dict[Signal, Point] = {}
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: Increments) -> None:
         """Add the increments of a payload.
 
         Raises:

@@ -1,21 +1,27 @@
 """Estimate the cost of computing tokens from the engine's steps.
 
-A step's time has two parts, each estimated on its own. The first is that of its decodes: fixed, per token, and per
-token of context, whose KV cache they read. The second is what its prefills add: per token, and per pair of tokens of
-which one attends to the other. The fixed cost of steps that only prefill belongs to the second part until decodes show
-it. Both parts of a context are linear, but not equally expensive: reading is bound by memory, prefill by arithmetic.
-A step takes as long as reading the weights, even if its few tokens are computed in less: prefills have a floor.
+A step's time is the sum of two linear costs, each estimated separately:
+
+    decodes    fixed, per token, and per token of context, whose KV cache they read (bound by memory)
+    prefills   per token, and per pair of tokens of which one attends to the other (bound by arithmetic)
+
+Until there are steps with decodes only, the fixed cost counts as part of the prefills. A step takes at least as long as
+reading the weights, however few its tokens are: the cost of prefills has a floor.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import deque
+from typing import Protocol, TypeAlias
 
 from kvobs.prediction.linear_cost import LinearCost
 
-_SKIPPED = 8  # first steps: kernels are compiled, graphs captured, caches filled
-_BLEND = 1 / 16
+_SKIPPED = 8  # first steps, in which kernels are compiled, graphs captured and caches filled
+_BLEND = 1 / 16  # weight of the last step in running means
 _ENOUGH = 4  # a prefill is predicted up to this multiple of the largest one that was observed
+
+Work: TypeAlias = tuple[int, int, int, int, int]
+"""The work of a step: the arguments of ``ComputeCost.observe`` from ``tokens`` to ``prefills``."""
 
 
 class Estimator(Protocol):
@@ -49,9 +55,9 @@ class Errors:
 
     def take(self) -> tuple[float, float]:
         """Return both totals since the last call."""
-        taken = self.observed_s, self.error_s
+        totals = self.observed_s, self.error_s
         self.observed_s = self.error_s = 0.0
-        return taken
+        return totals
 
 
 class ComputeCost:
@@ -61,7 +67,7 @@ class ComputeCost:
         budget: the most tokens of one request that a step computes.
 
     Attributes:
-        crowding: how many times longer than alone a prefill takes, because others are in its steps: lately, on average.
+        crowding: running mean of a prefill's duration among others in its steps, in multiples of that alone.
         decode_errors: of steps that only decode.
         prefill_errors: of steps that prefill.
     """
@@ -76,9 +82,7 @@ class ComputeCost:
         self._decode = LinearCost((1e-7, 1e-4, 1e-5))
         self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
         self._steps = 0
-        # Of recent steps, the means: tokens of decodes, and the context that they attend to.
-        self._decodes = 0.0
-        self._context = 0.0
+        self._decodes = self._context = 0.0  # running means: tokens of decodes, and their context
         self.crowding = 1.0
         self.decode_errors = Errors()
         self.prefill_errors = Errors()
@@ -91,9 +95,9 @@ class ComputeCost:
         Args:
             seconds: its time.
             tokens: of prefills.
-            pairs: how many tokens each of these attends to, added up.
+            pairs: total number of tokens that these attend to.
             decodes: tokens of decodes.
-            context: the tokens that the decodes attend to, each request's once.
+            context: total number of tokens that the decodes attend to, counted once for each request.
             prefills: how many requests prefill.
         """
         self._decodes += _BLEND * (decodes - self._decodes)
@@ -108,7 +112,7 @@ class ComputeCost:
             if prefill.is_ready:
                 self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
             prefill.learn(tokens, pairs, seconds, base)
-            # Each waits for the whole step, and alone would wait for the base and its own part.
+            # Each prefill waits for the whole step; alone it would wait for the base and its own part.
             times = prefills * seconds / ((prefills - 1) * min(base, seconds) + seconds)
             self.crowding += min(1.0, prefills * _BLEND) * (times - self.crowding)
         else:
@@ -129,12 +133,11 @@ class ComputeCost:
             return None
         steps, last = divmod(tokens, chunk)
         if not (self._decode.is_ready or prefill.knows(last or chunk)):
-            return None  # nothing tells how short a step may be
+            return None  # the time of the shortest step is unknown
         base = self._decode.expect(self._decodes, self._context)
         seconds = 0.0
         if steps:
-            # All full chunks have the mean of their pairs.
-            whole = steps * chunk
+            whole = steps * chunk  # the cost is linear: each full chunk may count with the mean of the pairs
             pairs = whole * context + whole * (whole + 1) / 2
             seconds = steps * (base + prefill.expect(chunk, pairs / steps))
         if last:
@@ -154,3 +157,36 @@ class ComputeCost:
         if all_of_it is None or remaining is None:
             return None
         return max(0.0, all_of_it - remaining)
+
+
+class StepTimes:
+    """The steps in flight.
+
+    A step's time is that from the previous output, or from its own scheduling if that came later, to its output: an
+    idle engine's pause belongs to no step. With async scheduling and with pipeline parallelism, where the next step is
+    scheduled before an output comes, it is the time from output to output: the cost of one more step, not its latency.
+
+    Outputs come in the order of the steps. If one is lost, as by an exception in vLLM, the number of steps that can be
+    in flight limits how long the others are assigned wrongly.
+
+    Args:
+        in_flight: the most steps that are scheduled and have no output.
+
+    Attributes:
+        steps: when each step in flight was scheduled, and its work; None if nothing is to be learned from it.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self.steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
+        self._last_ns = 0
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def end(self, now_ns: int) -> tuple[int, Work] | None:
+        """Return the time in ns and the work of the step whose output has come; None if there is nothing to learn."""
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if not self.steps:
+            return None
+        began_ns, work = self.steps.popleft()
+        return None if work is None else (now_ns - max(began_ns, last_ns), work)

@@ -1,12 +1,12 @@
 """Estimate a linear cost from a stream of steps: seconds = fixed + tokens * per_token + attended * per_attended.
 
-Least squares over sums of products, kept separately for steps of similar size: a long run of small steps does not
-displace what a few large ones have shown. Each size forgets on its own, quickly while young and slowly later, so that
-slow first steps lose their weight. Residuals far beyond the usual ones are clipped (Huber). If the residuals become
-one-sided, the cost has changed: earlier steps then count less and less, until the residuals are not.
+Least squares over sums of products. Steps of similar size have their own sums, so that a long run of small steps does
+not displace the information from a few large ones. Within a size older steps lose weight: quickly at first, because
+the first steps are slow, then slowly. Residuals far beyond the usual ones are clipped (Huber). One-sided residuals mean
+that the cost has changed: the weight of all earlier steps is then reduced repeatedly until the residuals balance.
 
-A cost may have a floor: on a GPU a step of few tokens takes as long as reading the weights, however few they are. Then
-the line holds above the floor only, and steps at the floor say nothing of it.
+A cost may have a floor: on a GPU a step of few tokens takes as long as reading the weights. The line then describes
+the cost above the floor only, and steps at the floor are not used to estimate it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-_MEMORY = 48.0  # steps of one size
-_READY = 6  # steps, before which there is no estimate
-_SOLVE_OFTEN, _SOLVE_SELDOM = 4, 48  # after how many steps the coefficients are computed: at first, and at most
-_CLIP = 4.0  # times the usual residual
-_SPREAD_AT_FIRST, _SPREAD_AT_LEAST = 0.5, 0.02  # shares of the expected time
-_BLEND = 1 / 16
-_ONE_SIDED = 0.6  # share of the mean absolute residual; a symmetric residual stays near 0.2
-_DISCOUNT, _LEFT_AT_LEAST = 0.5, 0.01  # of what was learned before a change
-_DISCOUNTED_AFTER = 8  # steps: before, the few that count after a discount look one-sided by chance
+_MEMORY = 48.0  # number of steps of one size over which the sums run
+_READY = 6  # number of steps needed for an estimate
+_SOLVE_OFTEN, _SOLVE_SELDOM = 4, 48  # steps between two computations of the coefficients: at first, and later
+_CLIP = 4.0  # largest residual, in multiples of the usual one
+_SPREAD_AT_FIRST, _SPREAD_AT_LEAST = 0.5, 0.02  # the usual residual, as a share of the expected time
+_BLEND = 1 / 16  # weight of the last step in running means
+_ONE_SIDED = 0.6  # mean residual as a share of the mean absolute one; that of symmetric residuals stays near 0.2
+_DISCOUNT, _LEFT_AT_LEAST = 0.5, 0.01  # factor of the sums after a change, and the share of them that is kept
+_DISCOUNTED_AFTER = 8  # steps between two discounts: the residuals of fewer may be one-sided by chance
 _SHORTEST = 1e-6  # seconds
-_LIGHTEST = 1e-9  # of all steps' weights, below which they say nothing
-_FALL, _RISE = 0.4, 0.02  # how quickly the least cost follows a lower one, and a higher one
-_AT_FLOOR = 1.25  # times the least time of a step, which says nothing of the line
-_SUMS, _LEFT = 9, 9
+_LIGHTEST = 1e-9  # least sum of weights from which coefficients are computed
+_FALL, _RISE = 0.4, 0.02  # weight of a new cost in the least one, if it is lower, and if it is higher
+_AT_FLOOR = 1.25  # steps up to this multiple of the floor are not used to estimate the line
+_SUMS, _LEFT = 9, 9  # number of sums of a size, and the index of the share that discounts have left of them
 
 Vector = tuple[float, float, float]
 Matrix = tuple[float, float, float, float, float, float]  # symmetric: 00, 01, 02, 11, 12, 22
@@ -37,15 +37,15 @@ class LinearCost:
     """The running estimate of three coefficients.
 
     Args:
-        penalties: of a share of the cost that the steps do not separate, most is taken to be that of the coefficient
-            with the smallest penalty: fixed, per token, per attended token.
-        has_floor: whether the cost is never less than the least one seen; ``fixed`` may then be negative.
+        penalties: of the fixed cost, of each token, of each attended token. Costs that the steps do not separate are
+            attributed to the coefficient with the smallest penalty.
+        has_floor: whether the cost is never less than the least one observed; ``fixed`` may then be negative.
 
     Attributes:
         fixed: seconds.
         per_token: seconds, never negative.
         per_attended: seconds, never negative.
-        largest: the most tokens of a step that was learned.
+        largest: the most tokens of a step that is part of the estimate.
         is_ready: whether there is an estimate.
     """
 
@@ -101,7 +101,7 @@ class LinearCost:
         """
         at = _size(tokens)
         while at >= len(self._bins):
-            self._bins.append([*[0.0] * _SUMS, 1.0])  # the sums, and the share of them that a change has left
+            self._bins.append([*[0.0] * _SUMS, 1.0])
             self._seen.append(0)
             self._least.append(inf)
             self._floors.append(self._floors[-1] if self._floors else inf)
@@ -116,7 +116,7 @@ class LinearCost:
             expected = self.expect(tokens, attended)
             seconds = self._clipped(seconds, base + expected)
             if self._has_floor and expected == self.floor(tokens) and seconds <= (base + expected) * _AT_FLOOR:
-                weight = 0.0  # it fades what was learned, and adds nothing
+                weight = 0.0  # the older steps of this size still lose weight
         cost = seconds - base
         weight /= max(seconds, _SHORTEST)  # the variance grows with the time
         keep = 1.0 - 1.0 / min(_MEMORY, 1.0 + seen / 3)
@@ -140,18 +140,18 @@ class LinearCost:
             self._solve()
 
     def _note_least(self, at: int, cost: float) -> None:
-        """Follow the least cost of a size: a single step that was too quick, or slower ones, change it little."""
+        """Update the least cost of a size, and the floors; a single quick step changes them only in part."""
         least = self._least[at]
         self._least[at] = cost if least == inf else least + (_FALL if cost < least else _RISE) * (cost - least)
         lowest, floors = self._floors[at - 1] if at else inf, self._floors
         for i in range(at, len(floors)):
             lowest = min(lowest, self._least[i])
             if floors[i] == lowest:
-                break  # nor do those of larger sizes change
+                break  # the floors of larger sizes stay, too
             floors[i] = lowest
 
     def _clipped(self, seconds: float, expected: float) -> float:
-        """Return the seconds, at most a few usual residuals from the expected ones; follow the residuals."""
+        """Return the seconds, limited to a few usual residuals from the expected ones; update the residuals."""
         expected = max(expected, _SHORTEST)
         residual = seconds / expected - 1
         limit = _CLIP * self._spread
@@ -169,11 +169,11 @@ class LinearCost:
         return expected * (1 + residual)
 
     def _discount(self) -> None:
-        """Let all steps so far count less; those of a size that is no longer seen keep some weight."""
+        """Reduce the weight of all steps so far; sizes without new steps keep a minimum."""
         for sums in self._bins:
             if sums[_LEFT] > _LEFT_AT_LEAST:
                 sums[:] = [number * _DISCOUNT for number in sums]
-        self._since = _SOLVE_SELDOM  # at once
+        self._since = _SOLVE_SELDOM  # compute the coefficients at the end of this step
         self._undisturbed = 0
 
     def _solve(self) -> None:
@@ -190,13 +190,15 @@ class LinearCost:
             *(tt / w / token**2 + second, ta / w / token / attended),
             aa / w / attended**2 + third,
         )
-        found = _solution(matrix, (y / w, ty / w / token, ay / w / attended), may_save=self._has_floor)
-        self.fixed, self.per_token, self.per_attended = found[0], found[1] / token, found[2] / attended
+        fixed, per_token, per_attended = _solution(
+            matrix, (y / w, ty / w / token, ay / w / attended), may_save=self._has_floor
+        )
+        self.fixed, self.per_token, self.per_attended = fixed, per_token / token, per_attended / attended
         self.is_ready = True
 
 
 def _size(tokens: int) -> int:
-    """Return the place of a step's size: each is up to four times the one before."""
+    """Return the index of a step's size; each size is up to four times the previous one."""
     return (tokens.bit_length() + 1) >> 1
 
 
@@ -204,14 +206,14 @@ def _solution(matrix: Matrix, right: Vector, *, may_save: bool) -> Vector:
     """Return the least-squares solution whose coefficients are not negative; the first may be, with ``may_save``."""
     best, explained = (0.0, 0.0, 0.0), 0.0
     for used in _SUBSETS:
-        found = _solved(matrix, right, used)
-        if found is None or found[1] < 0 or found[2] < 0 or (found[0] < 0 and not may_save):
+        solution = _solved(matrix, right, used)
+        if solution is None or solution[1] < 0 or solution[2] < 0 or (solution[0] < 0 and not may_save):
             continue
-        if len(used) == len(found):  # nothing explains more
-            return found
-        gain = sum(x * y for x, y in zip(found, right, strict=True))
+        if len(used) == len(solution):  # it explains more than any subset
+            return solution
+        gain = sum(x * y for x, y in zip(solution, right, strict=True))
         if gain > explained:
-            best, explained = found, gain
+            best, explained = solution, gain
     return best
 
 
@@ -231,8 +233,8 @@ def _solved(matrix: Matrix, right: Vector, used: Sequence[int]) -> Vector | None
             factor = rows[k][i] / pivot
             for j in range(i, n + 1):
                 rows[k][j] -= factor * rows[i][j]
-    found = [0.0, 0.0, 0.0]
+    solution = [0.0, 0.0, 0.0]
     for i in reversed(range(n)):
-        rest = sum(rows[i][j] * found[used[j]] for j in range(i + 1, n))
-        found[used[i]] = (rows[i][n] - rest) / rows[i][i]
-    return found[0], found[1], found[2]
+        rest = sum(rows[i][j] * solution[used[j]] for j in range(i + 1, n))
+        solution[used[i]] = (rows[i][n] - rest) / rows[i][i]
+    return solution[0], solution[1], solution[2]

@@ -14,15 +14,15 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 Line: TypeAlias = tuple[float, float]  # seconds of any load, and of each token
 
-_WINDOW = 12  # loads
-_LAST = 3  # of them that decide how fast the connector is now
-_CHANGED = 1.5  # times what was expected, or a part of it, for all of these: the connector has changed
-_USUAL = 0.2  # how far off a load may be, as a share, before it loses weight
-_ROUNDS = 3
-_FITS = log1p(0.25**2)  # misfit of a load that is a quarter as far off as is usual
-_DIFFERENT = 1.25  # times as many tokens: two such loads show what a token takes
-# Loads that are assumed beside the observed ones: while all are of similar size, so much of their time is fixed.
-_FIXED_SHARE, _GUESS = 0.5, 0.02
+_WINDOW = 12  # number of loads from which the slope is estimated
+_LAST = 3  # number of loads from which the present speed is estimated
+_CHANGED = 1.5  # the connector has changed if its last loads all differ from the line by this factor
+_USUAL = 0.2  # usual deviation of a load, as a share; with larger ones a load loses weight
+_ROUNDS = 3  # repetitions of the weighted least squares
+_FITS = log1p(0.25**2)  # misfit of a load that deviates by a quarter of the usual
+_DIFFERENT = 1.25  # ratio of tokens from which two loads of a pair give a slope
+# While all loads are of similar size, three assumed ones of a small weight decide which share of their time is fixed.
+_FIXED_SHARE, _GUESS = 0.5, 0.02  # that share, and their weight
 _SHORTEST = 1e-6  # seconds
 
 
@@ -31,7 +31,7 @@ class LoadTimes:
 
     Attributes:
         fixed: seconds of any load.
-        per_token: seconds more of each token.
+        per_token: additional seconds of each token.
     """
 
     __slots__ = ("_line", "_loads", "fixed", "per_token")
@@ -46,14 +46,14 @@ class LoadTimes:
 
         Args:
             tokens: loaded.
-            seconds: from vLLM's allocation to its end on all ranks; of a synchronous load those that its step waited.
+            seconds: from vLLM's allocation to its end on all ranks; of a synchronous load, the wait of its step.
         """
         loads = self._loads
         loads.append((max(1, tokens), max(_SHORTEST, seconds)))
         self._line = self._fitted()
         ratios = self._last_ratios()
         if len(loads) > _LAST and (ratios[0] > _CHANGED or ratios[-1] < 1 / _CHANGED):
-            # The older ones keep their say about the shape only.
+            # Older loads are rescaled: they keep their influence on the slope only.
             change = _middle(ratios)
             for i in range(len(loads) - _LAST):
                 of, took = loads[i]
@@ -68,7 +68,7 @@ class LoadTimes:
 
         Args:
             tokens: to load.
-            open_loads: tokens and age in seconds of the loads in progress. If one is late, so may be the next.
+            open_loads: tokens and age in seconds of the loads in progress. If one is late, the next may be, too.
         """
         if not self._loads:
             return None
@@ -87,9 +87,9 @@ class LoadTimes:
         return sorted([seconds / max(_SHORTEST, fixed + tokens * per_token) for tokens, seconds in last])
 
     def _fitted(self) -> Line:
-        """Return the last line, improved, or where it fits badly that through most pairs of loads, if it fits better.
+        """Return the last line, improved; if it fits badly, the line through most pairs of loads, if that fits better.
 
-        A wrong slope would stay otherwise: the loads that contradict it would be outliers.
+        Otherwise a wrong slope would stay, because the loads that contradict it would count as outliers.
         """
         line = self._improved(self._line)
         misfit = self._misfit(line)
@@ -110,15 +110,15 @@ class LoadTimes:
         return max(0.0, _middle(sorted([took - of * per_token for of, took in loads]))), per_token
 
     def _misfit(self, line: Line) -> float:
-        """Return how far the loads are from a line; an outlier counts for little more than another load."""
+        """Return the deviation of the loads from a line; outliers count little more than other loads."""
         fixed, per_token = line
-        found = 0.0
-        for of, took in self._loads:
-            found += log1p((_off(took, max(_SHORTEST, fixed + of * per_token)) / _USUAL) ** 2)
-        return found
+        misfit = 0.0
+        for tokens, seconds in self._loads:
+            misfit += log1p((_off(seconds, max(_SHORTEST, fixed + tokens * per_token)) / _USUAL) ** 2)
+        return misfit
 
     def _improved(self, line: Line) -> Line:
-        """Improve a line: least squares of shares, in which loads far from the line have little weight."""
+        """Improve a line by least squares of relative deviations; loads far from the line have little weight."""
         tokens, seconds = _middle(sorted(self._loads))
         fixed, per_token = line
         if not (fixed or per_token):
@@ -146,7 +146,7 @@ class LoadTimes:
 
 
 def _off(seconds: float, expected: float) -> float:
-    """Return how far a load is from what was expected, as a share: of the shorter time."""
+    """Return the deviation of a load from its expected time, as a share of the shorter one."""
     return (seconds / expected if seconds > expected else expected / seconds) - 1
 
 

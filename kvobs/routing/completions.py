@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvobs.children.child import Child
@@ -14,7 +15,6 @@ from kvobs.routing.output_view import OutputView, Over, failed_loads, in_order_o
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
-from kvobs.state.release_order import released_set
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.recording.recorder import wall_ns
@@ -146,3 +146,27 @@ class Completions:
     def _reset_siblings(self, index: int) -> list[str]:
         """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
         return [child.name for child in self._to_reset if child.index != index and child.reset_cache() is True]
+
+
+def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_aggregated: bool) -> set[str]:
+    """Return the requests whose saves have all ended as the set that vLLM would have made of the same reports.
+
+    vLLM frees blocks in a set's order: in another one, later requests would get other block ids. With vLLM's own router
+    each worker makes a set, pickle makes another of it, and the aggregator a third of those that every rank has
+    reported.
+
+    Args:
+        ended: the requests.
+        by_rank: the requests whose saves each rank has reported in this step, in the order of its reports.
+        is_aggregated: whether the workers' outputs went through an aggregator, and were pickled for it.
+    """
+    if not is_aggregated:
+        return set(ended)
+    # Iterators and lists below, as Python makes a set of a dict or of a set in another way.
+    last: dict[str, None] = {}  # a request ends with the last rank that reports it
+    for requests in by_rank:
+        for request in set(iter(set(requests))):  # the worker's set, and pickle's
+            last.pop(request, None)
+            last[request] = None
+    left = dict.fromkeys(ended)
+    return set(chain((each for each in last if each in left), (each for each in left if each not in last)))

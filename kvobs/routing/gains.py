@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs.faults import contain, contained
-from kvobs.prediction.compute_cost import ComputeCost
-from kvobs.prediction.step_times import StepTimes, Work
+from kvobs.prediction.compute_cost import ComputeCost, StepTimes, Work
 from kvobs.routing.step_work import work_of
 from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvobs.children.child import Child
+from kvobs.children.child import Child, Unbuilt
 from kvobs.children.gate import ends_for_good
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvobs.log import once
 from kvobs.schema import signals
-from kvobs.state.in_progress import InProgress
+from kvobs.state.transfers import InProgress
 from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 if TYPE_CHECKING:

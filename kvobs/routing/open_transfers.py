@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from kvobs.faults import contained
 from kvobs.log import line, log
 from kvobs.schema import signals
-from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Stuck
+from kvobs.state.transfers import InProgress, Stuck
 from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 _GAUGES = {

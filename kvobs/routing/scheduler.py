@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
 
 from kvobs.children.child import Child
-from kvobs.children.collector import Collector, Feed, divert
+from kvobs.children.collector import Collector, FlushRule, Sink, divert
 from kvobs.children.fanout import call_all
 from kvobs.children.specs import load_ends_save
 from kvobs.faults import contain, contained
@@ -37,10 +37,9 @@ from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListeners
-from kvobs.telemetry.payload.flush_rule import FlushRule
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.recorder import wall_ns
-from kvobs.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -86,7 +85,7 @@ class SchedulerSide:
         limits: StepLimits,
         all_support_hma: bool = True,
         async_only: Collection[int] = (),
-        feed: Feed | None = None,
+        feed: Sink | None = None,
     ) -> None:
         self.children, self._feed = children, feed
         recorder, names = telemetry.recorder, [child.name for child in children]
@@ -198,7 +197,7 @@ class SchedulerSide:
         if self._may_hide:
             self.isolation.begin_step()
             self._open_lookups.poll(self.isolation.is_slow)
-        trace = self._traces.begin_step() if self._traces is not None else None
+        trace = self._traces.calls.begin_step() if self._traces is not None else None
         if self._may_hide:
             metadata = tuple([self._build_one(child, scheduler_output) for child in self.children])
         else:
@@ -354,7 +353,7 @@ class SchedulerSide:
         self._flush_is_due = False
         return stats
 
-    def feed_last(self, feed: Feed) -> None:
+    def feed_last(self, feed: Sink) -> None:
         """Pass on to the exporter what was counted since the last flush: the engine ends."""
         self._gains.flush()
         self._collector.feed(feed)

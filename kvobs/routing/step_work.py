@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvobs.prediction.step_times import Work
+from kvobs.prediction.compute_cost import Work
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

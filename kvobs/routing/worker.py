@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector
-from kvobs.children.stalls import Stalls
+from kvobs.children.layer_calls import Stalls
 from kvobs.faults import contain, contained
 from kvobs.log import once
 from kvobs.routing.metadata import (
@@ -28,10 +28,10 @@ from kvobs.routing.metadata import (
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
-from kvobs.telemetry.recording.call_event import Tracer
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.requests.trace_context import TraceContext
-from kvobs.telemetry.telemetry import Telemetry
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class WorkerSide:
             del self._began[next(iter(self._began))]
 
     @contained("trace")
-    def _join_trace(self, calls: Tracer, meta: MultiKVConnectorMetadata) -> None:
+    def _join_trace(self, calls: CallSpans, meta: MultiKVConnectorMetadata) -> None:
         """Continue the step's trace, and those of the loads that begin."""
         loads: dict[int, list[TraceContext]] = {}
         for load in self._orders.loads.values():

@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvobs.children.child import Child
+from kvobs.children.child import Child, Unbuilt
 from kvobs.children.gate import AT_ANY_TIME, Gate, ends_for_good
 from kvobs.children.specs import NEVER_AGAIN, name_among
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.log import line, once
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
 from kvobs.state.quarantine import FOR_GOOD, IsolationState

@@ -17,10 +17,10 @@ may withdraw its own report (``reopen_save``; a load is simply not closed), or a
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
-from kvobs.state.in_progress import InProgress
 from kvobs.state.transfers import (
     Finished,
     IncompleteTransfers,
+    InProgress,
     Load,
     Report,
     ReportKind,
@@ -73,13 +73,15 @@ class Ledger:
 
     # Lookup and allocation
 
-    def arrive(self, request: str) -> None:
+    def arrive(self, request: str) -> RequestTransfers:
         """Return the state of a request; create it if needed."""
-        self._entry(request)
+        if (entry := self._entries.get(request)) is None:
+            entry = self._entries[request] = RequestTransfers()
+        return entry
 
     def propose(self, request: str, candidate: tuple[int, bool] | None) -> None:
         """Remember the last lookup's winner (child, is_async) or None, until the allocation."""
-        self._entry(request).candidate = candidate
+        self.arrive(request).candidate = candidate
 
     def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0) -> Load | None:
         """Open the load that vLLM allocated ``tokens`` for; return None if there is nothing to load.
@@ -87,7 +89,7 @@ class Ledger:
         ``expected`` is the number of ranks whose report completes it. A second allocation call after an async load
         has 0 tokens and changes nothing.
         """
-        entry = self._entry(request)
+        entry = self.arrive(request)
         candidate, entry.candidate = entry.candidate, None
         if tokens <= 0 or candidate is None:
             return None
@@ -105,8 +107,7 @@ class Ledger:
 
     def owner(self, request: str) -> int | None:
         """Return the child that loads, or last loaded, this request."""
-        entry = self._entries.get(request)
-        return entry.owner if entry else None
+        return entry.owner if (entry := self._entries.get(request)) else None
 
     def choice(self, request: str) -> int | None:
         """Return the child that would load this request if vLLM allocated now, else its owner."""
@@ -148,15 +149,11 @@ class Ledger:
         return None
 
     def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> Stray | None:
-        if entry is None:
+        save = entry.saves.get(report.child) if entry is not None else None
+        if entry is None or (entry.finished if save is None else save.done):
             return Stray(report.child, "save", report.request)
-        save = entry.saves.get(report.child)
         if save is None:
-            if entry.finished:
-                return Stray(report.child, "save", report.request)
             save = entry.saves[report.child] = Save()
-        elif save.done:
-            return Stray(report.child, "save", report.request)
         if report.rank in save.arrived:
             return None
         save.arrived[report.rank] = now_ns
@@ -176,12 +173,12 @@ class Ledger:
 
     def _is_last(self, kind: str, report: Report, transfer: Load | Save, now_ns: int) -> bool:
         """Return whether this report completes a transfer; note the first one of several."""
-        said = len(transfer.arrived)
-        if said == transfer.expected:
-            if said > 1:
+        reports = len(transfer.arrived)
+        if reports == transfer.expected:
+            if reports > 1:
                 self.incomplete.forget(kind, report.child, report.request)
             return True
-        if said == 1:
+        if reports == 1:
             self.incomplete.note(kind, report.child, report.request, transfer, now_ns)
         return False
 
@@ -197,8 +194,7 @@ class Ledger:
 
     def echoed(self, request: str) -> None:
         """Note that vLLM has read the failure of a load: it may be closed like a complete one."""
-        load = self.load(request)
-        if load is not None:
+        if self.load(request) is not None:
             if request in self.failures:  # no rank need report it again
                 self.failures.remove(request)
             self._loads_in.append(request)
@@ -325,14 +321,13 @@ class Ledger:
 
         Its earlier reports are not about that block.
         """
-        entry = self._entry(request)
+        entry = self.arrive(request)
         entry.tails.add(child)
         entry.saves.pop(child, None)
 
     def tails(self, request: str) -> frozenset[int]:
         """Return the children that accepted the request's partial last block."""
-        entry = self._entries.get(request)
-        return frozenset(entry.tails) if entry else frozenset()
+        return frozenset(entry.tails if (entry := self._entries.get(request)) else ())
 
     def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0, tokens: int = 0) -> Finished:
         """Note that vLLM has finished a request.
@@ -391,9 +386,3 @@ class Ledger:
             del self._entries[request]
             if entry.awaited:
                 (self._sent if entry.holds else self._received).add(request)
-
-    def _entry(self, request: str) -> RequestTransfers:
-        entry = self._entries.get(request)
-        if entry is None:
-            entry = self._entries[request] = RequestTransfers()
-        return entry

@@ -1,5 +1,6 @@
-"""The state of a load and of a promised save by rank, the reports about them, and the transfers that wait."""
+"""Hold the state of a load and of a promised save by rank, the reports about them, and what is in progress."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -70,9 +71,9 @@ class _OnRanks:
         """Compare how long each rank took; None if there is only one, or if not every expected one has reported."""
         if len(self.ranks) < max(2, self.expected):
             return None
-        took = {rank: report.spent_ns for rank, report in self.ranks.items()}
-        rank = max(took, key=took.__getitem__)
-        return Slowest(rank, took[rank] - min(took.values()))
+        spent = {rank: report.spent_ns for rank, report in self.ranks.items()}
+        rank = max(spent, key=spent.__getitem__)
+        return Slowest(rank, spent[rank] - min(spent.values()))
 
 
 @dataclass(slots=True)
@@ -194,6 +195,51 @@ class RequestTransfers:
         return self.load is None and all(save.done for save in self.saves.values())
 
 
+class InProgress:
+    """Requests with a lookup, load or save of one connector in progress, the oldest first.
+
+    Attributes:
+        tokens: those whose KV blocks are held for all of them.
+    """
+
+    __slots__ = ("_began", "_held", "tokens")
+
+    def __init__(self) -> None:
+        self._began: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._began)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._began
+
+    @property
+    def oldest_ns(self) -> int:
+        """Return when the oldest began, in ns; 0 without any."""
+        return next(iter(self._began.values()), 0)
+
+    def begin(self, request: str, now_ns: int, tokens: int = 0) -> None:
+        """Add a request; one that is in already stays as it is."""
+        if request not in self._began:
+            self._began[request] = now_ns
+            if tokens:
+                self._held[request] = tokens
+                self.tokens += tokens
+
+    def end(self, request: str) -> None:
+        """Remove a request, if it is in."""
+        if self._began.pop(request, None) is not None:
+            self.tokens -= self._held.pop(request, 0)
+
+    def begun_before(self, time_ns: int) -> Iterator[str]:
+        """Yield the requests that began at a time, or earlier."""
+        for request, began_ns in self._began.items():
+            if began_ns <= time_ns:
+                yield request
+
+
 class IncompleteTransfers:
     """The transfers that some ranks have reported and others have not.
 
@@ -220,12 +266,12 @@ class IncompleteTransfers:
 
         ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
         """
-        found: list[tuple[int, Stuck]] = []
+        all_stuck: list[tuple[int, Stuck]] = []
         for (kind, child, request), (since_ns, transfer) in self.since.items():
             if since_ns > before_ns:
                 break
             silent = tuple(rank for rank in range(ranks) if rank not in transfer.arrived)
-            found.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
-        for child, stuck in found:
+            all_stuck.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
+        for child, stuck in all_stuck:
             self.forget(stuck.kind, child, stuck.request)
-        return found
+        return all_stuck

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from kvobs.schema.config import RESERVED_NAME
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script

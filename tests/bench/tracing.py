@@ -25,13 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvobs.children.collector import FlushRule
 from kvobs.export.span_export import SpanCutter
 from kvobs.schema import signals, spans
 from kvobs.state.transfers import Load, Report, ReportKind
-from kvobs.telemetry.payload.flush_rule import FlushRule
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.call_event import CallEvent
-from kvobs.telemetry.recording.call_spans import CallSpans
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
@@ -165,7 +164,7 @@ class Engine(Rig):
         """Yield the groups of records that have come since the last call, as the API server gets them."""
         payloads, self.stats = self.stats, []
         for payload in msgspec.msgpack.decode(msgspec.msgpack.encode(payloads)):
-            taken = KvobsStats(data=payload["kvobs"]).taken()
+            taken = KvobsStats(data=payload["kvobs"]).increments()
             self.dropped += taken.counts.get(_DROPPED, 0)
             self.sent += sum(map(len, taken.spans))
             yield from taken.spans
@@ -317,7 +316,7 @@ def _writing() -> tuple[list[float], list[float]]:
             records = sum(write() for _ in range(10))
             found.append((time.thread_time_ns() - begin) / records / 1e3)
             groups, dropped = journal.take()
-            assert (sum(map(len, groups)), dropped) == (records, 0)
+            assert (sum(map(len, groups)), dropped) == (records, {})
         return found
 
     calls.begin_step()

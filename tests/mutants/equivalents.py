@@ -33,21 +33,21 @@ def _row(word: str) -> tuple[Equivalent, ...]:
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent(
-        "kvobs/blocks/accelerator.py",
-        "Cuda.copy",
+        "kvobs/blocks/device.py",
+        "Device.copy",
         "dst.copy_(src, non_blocking=True)",
         "dst.copy_(src, )",
         "the same bytes, later; and only a GPU executes it",
     ),
     Equivalent(
-        "kvobs/blocks/staging.py",
-        "Staging.to_device",
+        "kvobs/blocks/device.py",
+        "Copier._to_device",
         'order = np.argsort(src_ids, kind="stable")',
         'order = np.argsort(src_ids, kind="STABLE")',
         "numpy reads the first letter",
     ),
     Equivalent(
-        "kvobs/blocks/strides.py",
+        "kvobs/blocks/layout.py",
         "tensor_view",
         "return view.view(_INTEGERS[unit]) if each > 1 else view",
         "return view.view(_INTEGERS[unit]) if (each > 1) or True else view",
@@ -57,7 +57,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     *_row("child"),
     *_row("n"),
     Equivalent(
-        "kvobs/telemetry/payload/payload.py",
+        "kvobs/telemetry/payload/kvobs_stats.py",
         "",
         "FEW = 1_000  # numbers, of three parts or four",
         "FEW = 1001  # numbers, of three parts or four",

@@ -6,145 +6,87 @@ vLLM's import takes ten seconds, a fork a few milliseconds.
 from __future__ import annotations
 
 import importlib
-import json
+import multiprocessing
 import os
-import selectors
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import coverage
 import pytest
 
-from tests.mutants.coverage_map import Watch
-
+_FORK = multiprocessing.get_context("fork")
 _OURS = ("kvobs", "tests", "dashboards", "docs", "conftest")
-_OPTIONS = (
-    "-x",
-    "-q",
-    "--no-header",
-    "--tb=short",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    "-W",
-    "ignore::pytest.PytestAssertRewriteWarning",
-)  # of plugins: this process has imported them
+_OPTIONS = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+_OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins: this process has imported them
 _MARKS = "not engine and not contract and not connectors and not slow and not ray"
 PER_TEST_S = 120
 
 
-class _Failures:
-    """A plugin of pytest: what fails, and hypothesis's settings: no shrinking, and the same examples each time."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def pytest_configure(self) -> None:
-        from hypothesis import Phase, settings  # after the conftest has loaded its profile
-
-        settings.register_profile(
-            "mutants", settings.default, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None
-        )
-        settings.load_profile("mutants")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.found.append(report.nodeid)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.found.append(report.nodeid)
-
-
 @dataclass(frozen=True)
 class Result:
-    """How a run of tests ended."""
+    """How a run of tests ended, and what it executed of the watched modules."""
 
     status: str  # passed, failed, timeout, died
-    failed: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()  # imported by it, of other projects
-    watched: Mapping[str, Any] = field(default_factory=dict)
+    failed: Sequence[str] = ()
+    modules: Sequence[str] = ()  # imported by it, of other projects
+    tests: Sequence[str] = ()  # pytest's ids
+    took: Sequence[float] = ()  # by position, seconds of the processor
+    by_line: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # module -> line -> positions; -1: imports
     seconds: float = 0.0
     log: str = ""
 
 
-@dataclass
 class Run:
-    """A run of tests in a fork, in a tree of its own."""
+    """A run of pytest in a fork, in a tree of its own.
 
-    pid: int
-    pipe: int
-    tree: Path
-    deadline: float
-    began: float = field(default_factory=time.monotonic)
-    _said: bytes = b""
+    Args:
+        tree: the copy of the project.
+        arguments: pytest's.
+        limit_s: how long it may take.
+        watched: the modules whose lines are watched.
+    """
 
-    @classmethod
-    def start(cls, tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Run:
-        """Fork a process that runs pytest with these arguments in this tree; note what executes these modules."""
-        read, write = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if pid := os.fork():
-            os.close(write)
-            return cls(pid, read, tree, time.monotonic() + limit_s)
-        try:
-            os.close(read)
-            _in_fork(tree, arguments, watched, write)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(70)
-
-    def read(self) -> bool:
-        """Read what the fork says; return whether it has ended."""
-        if piece := os.read(self.pipe, 1 << 16):
-            self._said += piece
-            return False
-        return True
+    def __init__(self, tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> None:
+        self.tree = tree
+        self.deadline = time.monotonic() + limit_s
+        self._began = time.monotonic()
+        self.pipe, theirs = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_in_fork, args=(tree, arguments, watched, theirs))
+        self._process.start()
+        theirs.close()
 
     def end(self) -> Result:
         """Return the result of a run that has ended, or whose time is over."""
-        is_late = time.monotonic() >= self.deadline
+        answer: dict[str, Any] = {"status": "timeout" if time.monotonic() >= self.deadline else "died"}
+        with suppress(EOFError):
+            answer = self.pipe.recv() if self.pipe.poll() else answer
+        assert self._process.pid is not None
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # with what its tests have started
-        os.close(self.pipe)
-        os.waitpid(self.pid, 0)
-        spent = time.monotonic() - self.began
-        with suppress(ValueError):
-            said = json.loads(self._said)
-            status = "passed" if said["code"] == 0 else "failed"
-            return Result(status, tuple(said["failed"]), tuple(said["modules"]), said["watched"], spent, self._log())
-        return Result("timeout" if is_late else "died", seconds=spent, log=self._log())
-
-    def _log(self) -> str:
-        return (self.tree / "mutants.log").read_text(errors="replace")[-6_000:]
+            os.killpg(self._process.pid, signal.SIGKILL)  # with what its tests have started
+        self._process.join()
+        self.pipe.close()
+        log = (self.tree / "mutants.log").read_text(errors="replace")[-6_000:]
+        return Result(**answer, seconds=time.monotonic() - self._began, log=log)
 
 
 def ended(runs: Sequence[Run]) -> list[Run]:
     """Wait until one of the runs ends, or its time is over; return those that did."""
-    with selectors.DefaultSelector() as selector:
-        for run in runs:
-            selector.register(run.pipe, selectors.EVENT_READ, run)
-        while True:
-            wait_s = max(0.0, min(run.deadline for run in runs) - time.monotonic())
-            over = [key.data for key, _ in selector.select(wait_s) if key.data.read()]
-            over += [run for run in runs if run not in over and time.monotonic() >= run.deadline]
-            if over:
-                return over
+    while True:
+        ready = wait([run.pipe for run in runs], max(0.0, min(run.deadline for run in runs) - time.monotonic()))
+        if over := [run for run in runs if run.pipe in ready or time.monotonic() >= run.deadline]:
+            return over
 
 
 def run_alone(tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Result:
     """Run tests, and wait for their end."""
-    run = Run.start(tree, arguments, limit_s, watched)
+    run = Run(tree, arguments, limit_s, watched)
     ended([run])
     return run.end()
 
@@ -156,7 +98,61 @@ def warm(modules: Iterable[str]) -> None:
             importlib.import_module(module)
 
 
-def _in_fork(tree: Path, arguments: Sequence[str], watched: Sequence[str], write: int) -> None:
+class _Plugin:
+    """Notes what fails, and which tests execute which lines of the watched modules, in what time."""
+
+    def __init__(self, tree: Path, watched: Sequence[str]) -> None:
+        self.failed: list[str] = []
+        self.tests: list[str] = []
+        self.took: list[float] = []
+        self._paths = {module: str(tree / module) for module in watched}
+        self._coverage = coverage.Coverage(include=[*self._paths.values()], data_file=None)
+        if watched:
+            self._coverage.start()  # before the modules are imported
+
+    def pytest_configure(self) -> None:
+        """Set hypothesis's profile, after the conftest has: no shrinking, and the same examples each time."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile(
+            "mutants", settings.default, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None
+        )
+        settings.load_profile("mutants")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if not self._paths:
+            return (yield)
+        self._coverage.switch_context(str(len(self.tests)))
+        begin = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.tests.append(item.nodeid)
+            self.took.append(time.process_time() - begin)
+            self._coverage.switch_context("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def by_line(self) -> dict[str, dict[int, list[int]]]:
+        """Return the positions of the tests that execute each line."""
+        if not self._paths:
+            return {}
+        self._coverage.stop()
+        lines_of = self._coverage.get_data().contexts_by_lineno
+        return {
+            module: {line: [int(test) if test else -1 for test in tests] for line, tests in lines_of(path).items()}
+            for module, path in self._paths.items()
+        }
+
+
+def _in_fork(tree: Path, arguments: Sequence[str], watched: Sequence[str], pipe: Connection) -> None:
     os.setsid()
     os.chdir(tree)
     log = os.open(tree / "mutants.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -169,13 +165,17 @@ def _in_fork(tree: Path, arguments: Sequence[str], watched: Sequence[str], write
     importlib.invalidate_caches()
     sys.dont_write_bytecode = True
     os.environ["PYTHONPATH"], os.environ["PYTHONDONTWRITEBYTECODE"] = str(tree), "1"
-    failures, watch = _Failures(), Watch(tree, watched) if watched else None
-    plugins = [failures, *([watch] if watch is not None else [])]
-    code = pytest.main([*_OPTIONS, f"--timeout={PER_TEST_S}", "-m", _MARKS, *arguments], plugins=plugins)
-    found: dict[str, Any] = {"code": int(code), "failed": failures.found, "watched": watch.found() if watch else {}}
-    found["modules"] = [name for name in sys.modules if name.partition(".")[0] not in _OURS]
-    said = json.dumps(found).encode()
-    while said:
-        said = said[os.write(write, said) :]
+    plugin = _Plugin(tree, watched)
+    code = pytest.main([*_OPTIONS, f"--timeout={PER_TEST_S}", "-m", _MARKS, *arguments], plugins=[plugin])
+    pipe.send(
+        {
+            "status": "failed" if code else "passed",
+            "failed": plugin.failed,
+            "modules": [name for name in sys.modules if name.partition(".")[0] not in _OURS],
+            "tests": plugin.tests,
+            "took": plugin.took,
+            "by_line": plugin.by_line(),
+        }
+    )
     sys.stdout.flush()
     os._exit(0)

@@ -1,18 +1,56 @@
-"""Run the tests against each fault until one of them fails."""
+"""Run the tests against each fault until one of them fails: those that execute its line, the quickest first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.coverage_map import CoverageMap
 from tests.mutants.faults import Fault
 from tests.mutants.forked import Run, ended, run_alone
-from tests.mutants.modules import all_tests
+from tests.mutants.tree import all_tests, own_tests
 
 FIRST_S = 1_800.0
 """How long all tests may take without a fault."""
+
+MOST_S = 40.0
+"""Of the other modules' tests that execute a line the quickest are run, for so much time of the processor."""
+
+
+@dataclass(frozen=True)
+class CoverageMap:
+    """Which tests execute which lines, from a run of all without a fault; as in ``forked.Result``."""
+
+    tests: Sequence[str]
+    took: Sequence[float]
+    by_line: Mapping[str, Mapping[int, Sequence[int]]]
+
+    def stages(self, fault: Fault) -> list[list[str]]:
+        """Return the tests to run one after the other until a fault is found: its module's own, then others.
+
+        Only those that execute the line; all, if it is executed by an import. If none does, those of its folder: they
+        may start a process that executes it.
+        """
+        lines = self.by_line.get(fault.module, {})
+        first, last = fault.lines
+        hits = {at for line in range(first, last + 1) for at in lines.get(line, ())}
+        folder = own_tests(fault.module).rpartition("/")[0]
+        hits = hits or {at for at, test in enumerate(self.tests) if test.rpartition("/")[0] == folder}
+        positions = sorted(range(len(self.tests)) if -1 in hits else hits, key=self.took.__getitem__)
+        file = own_tests(fault.module)
+        own = [at for at in positions if self.tests[at].partition("::")[0] == file]
+        others: list[int] = []
+        left = MOST_S
+        for at in positions:
+            left -= 0 if at in own else self.took[at]
+            if at not in own and left > 0:
+                others.append(at)
+        return [[self.tests[at] for at in stage] for stage in (own, others) if stage]
+
+    def limit_s(self, stage: Sequence[str]) -> float:
+        """Return how long these tests may take with a fault: much longer than without, on a busy machine too."""
+        took = dict(zip(self.tests, self.took, strict=True))
+        return 120 + 20 * sum(took[test] for test in stage)
 
 
 @dataclass(frozen=True)
@@ -34,7 +72,7 @@ def baseline(tree: Path, modules: Sequence[str]) -> CoverageMap:
     result = run_alone(tree, all_tests(tree), FIRST_S, modules)
     if result.status != "passed":
         raise BaselineError(f"without a fault the tests have {result.status}\n{result.log}")
-    return CoverageMap.of(dict(result.watched))
+    return CoverageMap(result.tests, result.took, result.by_line)
 
 
 @dataclass
@@ -57,7 +95,7 @@ def hunt(
     results: list[Found] = []
 
     def start(tree: Path, stage: list[str]) -> Run:
-        return Run.start(tree, stage, covered.limit_s(stage))
+        return Run(tree, stage, covered.limit_s(stage))
 
     def end(found: Found) -> None:
         results.append(found)
@@ -74,15 +112,15 @@ def hunt(
             hunts.append(_Hunt(fault, right, start(tree, stages[0]), stages[1:]))
         if not hunts:
             return results
-        over = ended([one.run for one in hunts])
-        for one in [one for one in hunts if one.run in over]:
-            tree, result = one.run.tree, one.run.end()
-            one.seconds += result.seconds
-            if result.status == "passed" and one.later:
-                one.run = start(tree, one.later.pop(0))
+        over = ended([each.run for each in hunts])
+        for each in [each for each in hunts if each.run in over]:
+            tree, result = each.run.tree, each.run.end()
+            each.seconds += result.seconds
+            if result.status == "passed" and each.later:
+                each.run = start(tree, each.later.pop(0))
                 continue
-            hunts.remove(one)
-            (tree / one.fault.module).write_text(one.right)
+            hunts.remove(each)
+            (tree / each.fault.module).write_text(each.right)
             free.append(tree)
             how = {"passed": "survived", "timeout": "timeout"}.get(result.status, "killed")
-            end(Found(one.fault, how, next(iter(result.failed), result.status), one.seconds))
+            end(Found(each.fault, how, next(iter(result.failed), result.status), each.seconds))

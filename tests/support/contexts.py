@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 
 from kvobs.schema.spans import Reason, Record
-from kvobs.telemetry.recording.journal import Group
+from kvobs.telemetry.payload.wire import Group
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.requests.trace_context import TraceContext

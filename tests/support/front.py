@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import Script, engine_config, transfer_config
 from tests.support.rig import child_config
 
@@ -41,4 +41,4 @@ def metered(tag: str, cls: str = "MeteredConnector", **more: Any) -> dict[str, A
 def own(
     counts: dict[int, int], children: dict[str, str], gauges: dict[int, int] | None = None, opened: Any = None
 ) -> dict[str, Any]:
-    return KvobsStats.of(children, Taken(counts, opened or [], gauges or {})).data
+    return KvobsStats.of(children, Increments(counts, opened or [], gauges or {})).data

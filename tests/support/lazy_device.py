@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from kvobs.blocks import plans
-from kvobs.blocks.accelerator import SLOTS, BatchedCopy
-from kvobs.blocks.runs import Ids
+from kvobs.blocks.device import SLOTS, BatchedCopy, Device
+from kvobs.blocks.layout import Ids
 
 GARBAGE = 0xA5
 
@@ -51,7 +51,7 @@ class Stream:
         self.run(self.queued)
 
 
-class LazyDevice:
+class LazyDevice(Device):
     """The device's memory is host memory that only queued work may touch."""
 
     def __init__(self, *, eager: bool = False, pinned: bool = False, batched: bool = False) -> None:
@@ -62,7 +62,7 @@ class LazyDevice:
         self.allocated = 0
         self._all_pinned = pinned
         self._pinned: list[torch.Tensor] = []
-        self._marks = [0] * SLOTS
+        self._reached = [0] * SLOTS
         self._inside = False
 
     @contextmanager
@@ -79,10 +79,10 @@ class LazyDevice:
         self.side.synchronize()
 
     def record(self, slot: int) -> None:
-        self._marks[slot] = self.side.queued
+        self._reached[slot] = self.side.queued
 
     def wait(self, slot: int) -> None:
-        self.side.run(self._marks[slot])
+        self.side.run(self._reached[slot])
 
     def is_pinned(self, cache: torch.Tensor) -> bool:
         return self._all_pinned

@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH, SERIES, SIGNALS, Kind, Scope
-from kvobs.telemetry.payload.hello import Connector, Engine
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
 
 CONNECTORS = ("one", "two")
 _OPENED = [signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER]
@@ -24,14 +23,14 @@ _COUNTED = [
 ]
 
 
-def engine(**more: Any) -> Engine:
+def engine(**more: Any) -> EngineInfo:
     """Return an engine with two connectors."""
-    connectors = tuple(Connector(name, "MeteredConnector", "kv_both") for name in CONNECTORS)
+    connectors = tuple(ConnectorInfo(name, "MeteredConnector", "kv_both") for name in CONNECTORS)
     given: dict[str, Any] = {
         "pid": 1, "began_ns": 1, "model": "tiny", "index": 0, "connectors": connectors, "load_policy": "first",
         "failure_policy": "recompute", "vllm_version": "0", "host": "127.0.0.1", "port": None,
     }  # fmt: skip
-    return Engine(**given | more)
+    return EngineInfo(**given | more)
 
 
 def _is_bucket(slot: int) -> bool:
@@ -40,7 +39,7 @@ def _is_bucket(slot: int) -> bool:
 
 
 @st.composite
-def numbers(draw: st.DrawFn) -> Taken:
+def numbers(draw: st.DrawFn) -> Increments:
     """Draw the increments of one payload."""
     drawn = draw(st.dictionaries(st.sampled_from(_COUNTED), st.integers(1, 2**40), max_size=12))
     power = draw(st.sampled_from([1, 5]))  # sums may be of any size, what is counted one by one may not
@@ -58,4 +57,4 @@ def numbers(draw: st.DrawFn) -> Taken:
             st.lists(st.tuples(st.sampled_from(_OPENED), st.integers(0, 1), st.integers(1, 9)), max_size=3)
         )
     ]
-    return Taken(counts, opened, gauges)
+    return Increments(counts, opened, gauges)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvobs.schema import signals
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.requests.request_traces import Traces
@@ -30,7 +30,7 @@ class Blocks:
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)
-    shipped = sum(KvobsStats(data=payload["kvobs"]).taken().counts.get(place, 0) for payload in rig.stats)
+    shipped = sum(KvobsStats(data=payload["kvobs"]).increments().counts.get(place, 0) for payload in rig.stats)
     return shipped + counts_of(rig.connector._side._collector._recorder, child, metric, *labels)
 
 

@@ -16,9 +16,8 @@ from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
 from kvobs.export import http_server
 from kvobs.export.totals import Exposition, Totals
 from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
-from kvobs.telemetry.payload.hello import Connector, Engine
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import engine_config, transfer_config
 from tests.support.front import Front, metered, own
 
@@ -124,9 +123,9 @@ def exporting(
     recorder = Recorder(len(names))
     record(recorder)
     at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
-    connectors = tuple(Connector(name, "C", "kv_both") for name in names)
-    totals = Totals(Engine(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", "127.0.0.1", None))
-    totals.add(Taken(recorder.take().counts, opened, at))
+    connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names)
+    totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", "127.0.0.1", None))
+    totals.add(Increments(recorder.take().counts, opened, at))
     totals.set_own(ENGINE_UP, 1)
     text = Exposition(totals, lambda: None).text
     server = http_server.serve("127.0.0.1", 0, http_server.make_app(text, lambda: (True, {})))

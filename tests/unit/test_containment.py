@@ -18,8 +18,8 @@ from kvobs import faults
 from kvobs.demo.server import claim_port
 from kvobs.schema.signals import INTERNAL_ERRORS
 from kvobs.state.transfers import Stuck
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.taken import nothing
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.engine import seams
@@ -33,8 +33,8 @@ KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
     "connector:_feed",
     "telemetry.timeline.flight:begin",
-    "telemetry.telemetry:_trace",
-    "telemetry.telemetry:_report",
+    "telemetry.recorders:_trace",
+    "telemetry.recorders:_report",
     "export.prometheus:MultiKVConnectorPromMetrics._define_own",
     "export.prometheus:MultiKVConnectorPromMetrics._make_cutter",
 }
@@ -83,7 +83,7 @@ class Story:
         self.seen: list[Any] = []
         self.engine = Traced(patch, self.one, self.two, **OPTIONS)
         self.rig = self.engine.rig
-        self._no_record = KvobsStats.of(dict.fromkeys(NAMES, "m:C"), nothing()._replace(spans=[["no record"]]))  # type: ignore[list-item]
+        self._no_record = KvobsStats.of(dict.fromkeys(NAMES, "m:C"), Increments.none()._replace(spans=[["no record"]]))  # type: ignore[list-item]
 
     def happen(self) -> list[Any]:
         for request in ("load", "sync", "saved", "failed", "holed", "aborted", "pending", "late"):
@@ -278,7 +278,7 @@ def test_a_file_that_kvobs_opens_for_writing_is_noted(opener: str, flags: int, i
 
 # Modules that are there for the telemetry alone: all that they do belongs into a seam.
 PACKAGES = ("telemetry", "export")
-MODULES = {"log", "schema.signals", "schema.spans", "children.collector", "children.layer_calls", "children.stalls",
+MODULES = {"log", "schema.signals", "schema.spans", "children.collector", "children.layer_calls",
            "routing.gains", "routing.open_transfers", "routing.outcomes", "routing.step_work"}  # fmt: skip
 """The telemetry: all of these packages, and these modules."""
 
@@ -295,21 +295,18 @@ EXPOSED = {
     "telemetry.timeline.flight:pack": BINDING,
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
     "telemetry.recording.recorder:Recorder.tally": BINDING,
-    "telemetry.recording.recorder:Recorder.traces_all": BINDING,
     "telemetry.recording.recorder:_first": BINDING,
     "telemetry.recording.recorder:wall_ns": "reads the clock",
     "schema.signals:hook_label": BINDING,
     "schema.signals:is_timed": BINDING,
     "schema.signals:place": BINDING,
     "schema.signals:slot": BINDING,
-    "telemetry.payload.payload:KvobsStats.is_empty": "within _is_empty, which contains what children's stats raise",
+    "telemetry.payload.kvobs_stats:KvobsStats.is_empty": "within _attempt, which contains what children's stats raise",
     "children.collector:Collector.collect": FRONT,
     "telemetry.payload.stats:MultiKVConnectorStats.is_empty": FRONT,
-    "telemetry.payload.stats:_is_empty": FRONT,
+    "telemetry.payload.stats:_attempt": FRONT,
     "telemetry.payload.stats:own_stats": "only looks for an entry: rebuilding it is a seam",
     "telemetry.requests.request_log:RequestLog.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
-    "telemetry.requests.request_traces:Traces.activated": BINDING,
-    "telemetry.requests.request_traces:Traces.begin_step": FRONT,
 }
 """What may run outside of a seam, and why."""
 

@@ -15,9 +15,9 @@ from kvobs.cli import app
 from kvobs.demo import report, tree
 from kvobs.demo.collector import Span
 from kvobs.schema import signals
-from kvobs.telemetry.payload.summary import summarize
+from kvobs.telemetry.payload.kvobs_stats import summarize
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import BLOCK, Script
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.recording_rigs import recording_rig
@@ -176,7 +176,7 @@ def test_the_headings_of_a_timeline_are_what_it_prints(tmp_path: Path, a: Script
 def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:
     text = " ".join(sample("docs/metrics.md", "KV Transfer metrics"))
     width = signals.place(1, 0)
-    (known,) = summarize(["cpu"], Taken(dict.fromkeys(range(width), 10**9), [], {})).values()
+    (known,) = summarize(["cpu"], Increments(dict.fromkeys(range(width), 10**9), [], {})).values()
     for shown in re.findall(r"=({.*?})", text):
         keys = list(ast.literal_eval(shown))
         assert keys == [key for key in known if key in keys]

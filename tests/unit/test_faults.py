@@ -35,7 +35,7 @@ def test_under_pytest_it_is_raised_on() -> None:
 
 
 def test_a_place_that_is_no_label_is_refused_when_the_function_is_defined() -> None:
-    with pytest.raises(ValueError, match="'flsh' is no place"):
+    with pytest.raises(ValueError, match="'flsh' is not a value of the label 'where'"):
         faults.contained("flsh")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ PURE = ("prediction", "state", "telemetry.recording", "telemetry.requests", "tel
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
-    *(f"telemetry.payload.{name}" for name in ("flush_rule", "summary", "histogram", "scrapes")),
+    *("telemetry.payload.wire", "telemetry.payload.scrapes"),
     *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
 )
 

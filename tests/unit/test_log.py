@@ -19,7 +19,7 @@ def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture)
         log.forget()
         assert sum(log.once(key.format(i), logging.DEBUG, "again") for i in range(5000)) == times
         assert log.once("other:1", logging.DEBUG, "recorded")
-    assert max(len(key) for said in log._said.values() for key in said) <= 256
+    assert max(len(key) for logged in log._logged.values() for key in logged) <= 256
 
 
 @given(st.text(st.characters() | st.characters(categories=["Cc", "Cs", "Zl"]), max_size=40), st.integers(0, 30))

@@ -232,18 +232,3 @@ def test_a_load_whose_blocks_fail_has_failed_where_that_ends_its_request(
     assert engine.rig.status("r") == "gone"
     assert engine.series("kvobs_loads_total") == {("one", "async", "failed"): 1}
     assert engine.value("kvobs_recomputed_tokens_total") == 3 * BLOCK
-
-
-def test_an_aborted_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    engine = Observed(monkeypatch, a, b, ranks=1)
-    engine.rig.add("r")
-    engine.step()
-    engine.rig.abort("r")
-    engine.step()
-    assert engine.value("kvobs_in_flight", kind="load") == 1, "vLLM holds the blocks until the load is in"
-    a.say(0, received="r")
-    engine.step()
-    assert engine.series("kvobs_loads_total") == {("one", "async", "aborted"): 1}
-    assert engine.value("kvobs_in_flight", kind="load") == 0
-    assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 0

@@ -20,7 +20,7 @@ import tests.support.scripted
 from kvobs.schema.signals import OPEN, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES
 from kvobs.telemetry.payload import stats
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
 from kvobs.telemetry.payload.wire import VERSION
 from kvobs.telemetry.recording.recorder import Recorder

@@ -5,14 +5,19 @@ As in ``test_observed``: vLLM's real scheduler and aggregator, every hop pickled
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.trace import StatusCode
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from kvobs.telemetry.recording.recorder import NEVER, Recorder
 from kvobs.testing import BLOCK, Script
-from tests.support.observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC
-from tests.support.rig import assert_nothing_is_left
+from tests.support.observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC, Observed
+from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.traced import (
     CLIENT_SPAN,
     CLIENT_TRACE,
@@ -140,96 +145,6 @@ def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytes
     assert len(spans) == 7
 
 
-def test_without_a_clients_context_the_lookup_is_the_root_of_a_trace_for_each_request(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = a.offers["q"] = KV
-    engine = Traced(monkeypatch, a, b)
-    load(engine, "r")
-    load(engine, "q")
-    lookups, loads = engine.spans("kv.lookup"), engine.spans("kv.load one")
-    assert len({ids(span)[0] for span in lookups}) == 2
-    for lookup, whole in zip(lookups, loads, strict=True):
-        assert ids(lookup)[2] == ""
-        assert (ids(whole)[0], ids(whole)[2]) == ids(lookup)[:2]
-    assert {attributes(span)["sampling.reason"] for span in engine.spans()} == {"level"}
-
-
-@pytest.mark.parametrize("kind", ["failed", "blocks"])
-def test_a_failed_load_is_seen_whatever_was_sampled(
-    kind: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = [KV, (0, False)]
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=NOT_SAMPLED)
-    engine.step(2)
-    if kind == "failed":
-        a.say(1, failed="r")
-    else:
-        blocks = engine.rig.connector._side.ledger.load("r").blocks[0]
-        a.bad_blocks[1] = set(blocks)
-        a.say(1, received="r")
-    a.say(0, received="r")
-    engine.step(5)
-    whole = engine.span("kv.load one")
-    assert attributes(whole)["outcome"] == "failed"
-    assert attributes(whole)["sampling.reason"] == "error"
-    assert attributes(whole)["recomputed_tokens"] == 2 * BLOCK
-    assert whole.status.status_code is StatusCode.ERROR
-    failed = {attributes(s)["rank"]: (s.attributes or {}).get("error.type") for s in engine.spans("kv.load.rank")}
-    assert failed == {0: None, 1: "load_failed"}
-    assert engine.spans("kv.lookup") == []
-
-
-def test_an_aborted_load_is_reported_when_it_is_in(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    engine = Traced(monkeypatch, a, b, ranks=1)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(2)
-    engine.rig.abort("r")
-    engine.step()
-    a.say(0, received="r")
-    engine.step(2)
-    assert attributes(engine.span("kv.load one"))["outcome"] == "aborted"
-
-
-def test_a_request_that_is_not_sampled_has_no_spans(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    a.promises.add("r")
-    engine = Traced(monkeypatch, a, b)
-    load(engine, trace_headers=NOT_SAMPLED)
-    a.say(0, saved="r")
-    a.say(1, saved="r")
-    engine.step(2)
-    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
-    assert engine.value("kvobs_saves_total", outcome="ok") == 1
-    assert engine.spans() == []
-
-
-def test_a_slow_load_is_seen_whole_whatever_was_sampled(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    engine = Traced(monkeypatch, a, b, slow_load_ms=500)
-    load(engine, trace_headers=NOT_SAMPLED)
-    whole = engine.span("kv.load one")
-    assert (ids(whole)[0], ids(whole)[2]) == (CLIENT_TRACE, CLIENT_SPAN)
-    assert [attributes(span)["sampling.reason"] for span in engine.spans()] == ["slow"] * 3
-    assert {ids(span)[2] for span in engine.spans("kv.load.rank")} == {ids(whole)[1]}
-    assert attributes(whole)["slowest_rank"] == 1
-
-
-@pytest.mark.parametrize(("sampler", "spans"), [("always_off", 0), ("parentbased_always_on", 8), ("traceidratio", 0)])
-def test_the_environments_sampler_decides_where_nobody_else_has(
-    sampler: str, spans: int, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = a.offers["q"] = KV
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.0")
-    engine = Traced(monkeypatch, a, b)
-    load(engine, "r")
-    load(engine, "q", trace_headers=SAMPLED)
-    assert len(engine.spans()) == spans
-
-
 def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
@@ -245,76 +160,7 @@ def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch,
     assert all(sorted(names) == whole for names in traces.values())
 
 
-# --- lookups
-
-
-def test_repeated_lookups_are_one_span(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = [(None, False), (None, False), (0, False)]
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(5)
-    lookup = engine.span("kv.lookup")
-    assert attributes(lookup)["lookups"] == 3
-    assert attributes(lookup)["outcome"] == "miss"
-    assert "connector" not in attributes(lookup)
-    assert (lookup.end_time or 0) - (lookup.start_time or 0) == pytest.approx(2 * STEP_S * 1e9, abs=1000)
-
-
-def test_a_request_that_ends_while_it_waits_has_a_lookup_too(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.offers["r"] = (None, False)
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", trace_headers=SAMPLED)
-    engine.step(2)
-    engine.rig.abort("r")
-    engine.step(2)
-    assert attributes(engine.span("kv.lookup"))["outcome"] == "aborted"
-    assert_nothing_is_left(engine.rig)
-
-
-# --- saves, and a decode engine
-
-
-def test_a_promised_save_is_a_span_with_one_for_each_rank(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    b.promises.add("r")
-    engine = Traced(monkeypatch, a, b)
-    engine.rig.add("r", max_tokens=1, trace_headers=SAMPLED)
-    engine.step(2)
-    b.say(0, saved="r")
-    engine.step()
-    b.say(1, saved="r")
-    engine.step(2)
-    whole, ranks = engine.span("kv.save two"), engine.spans("kv.save.rank")
-    assert ids(whole)[2] == CLIENT_SPAN
-    assert {ids(span)[2] for span in ranks} == {ids(whole)[1]}
-    assert attributes(whole)["slowest_rank"] == 1
-    assert attributes(whole)["rank_skew"] == pytest.approx(STEP_S)
-    for span in ranks:
-        assert span.start_time is not None
-        assert span.end_time is not None
-        assert whole.start_time is not None
-        assert whole.end_time is not None
-        assert whole.start_time <= span.start_time
-        assert span.end_time <= whole.end_time
-
-
-def test_a_prefill_engine_hands_its_context_on_only_where_a_child_hands_the_request_on(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
-    a.params["r"] = a.params["s"] = {"remote": 1}
-    a.promises.add("r")
-    engine = Traced(monkeypatch, a, b)
-    params = params_of(engine, "r", trace_headers=SAMPLED)
-    a.say(0, saved="r")
-    a.say(1, saved="r")
-    engine.step(2)
-    save = engine.span("kv.save one")
-    assert params == {"remote": 1, "kvobs": {"traceparent": f"00-{CLIENT_TRACE}-{ids(save)[1]}-01"}}
-    assert params_of(engine, "s", trace_headers=SAMPLED)["kvobs"]["traceparent"] == SAMPLED["traceparent"]
-    assert params_of(engine, "t", trace_headers=SAMPLED) is None
+# --- a decode engine
 
 
 @pytest.mark.parametrize("headers", [None, SAMPLED])
@@ -347,3 +193,145 @@ def test_garbage_is_no_context_and_counted_and_the_request_has_no_spans(
     assert engine.value("kvobs_malformed_contexts_total", None, source="headers") == 1
     assert engine.value("kvobs_malformed_contexts_total", None, source="params") == 1
     assert_nothing_is_left(engine.rig)
+
+
+# --- calls
+
+
+def only_is_slow(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """Let each call of this hook be slow, and no other."""
+    monkeypatch.setattr(Recorder, "slow_ns", lambda _self, called: 1 if called == hook else NEVER)
+
+
+def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = KV
+    only_is_slow(monkeypatch, "start_load_kv")
+    engine = Traced(monkeypatch, a, b)
+    load(engine, trace_headers=SAMPLED)
+    whole, calls = engine.span("kv.load one"), engine.spans("kv.call start_load_kv")
+    assert {attributes(span)["sampling.reason"] for span in calls} == {"slow"}
+    below = [span for span in calls if ids(span)[0] == CLIENT_TRACE]
+    assert [(ids(span)[2], attributes(span)["rank"]) for span in below] == [(ids(whole)[1], 0), (ids(whole)[1], 1)]
+    assert {attributes(span)["connector"] for span in below} == {"one"}
+    assert len({ids(span)[0] for span in calls}) == len(calls) - 1, "any other is a trace of its own"
+
+
+@pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
+def test_what_an_isolated_child_raised_is_seen(
+    hook: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """It shows in a number and a line of the log only."""
+    for entry in ("tests.support.observed.child_config", "kvobs.testing.rig.entry_of"):
+        monkeypatch.setattr(entry, partial(child_config, cls="BestEffortConnector"))
+    engine = Traced(monkeypatch, a, b, ranks=1, isolate=["two"])
+    b.raises[hook] = TimeoutError("no answer")
+    engine.rig.add("r", max_tokens=2)
+    engine.step(3)
+    calls = engine.spans(f"kv.call {hook}")
+    assert len(calls) == len(b.called(hook)), "it goes on being called, and raises each time"
+    for call in calls:
+        assert (call.attributes or {})["error.type"] == "TimeoutError"
+        assert attributes(call)["connector"] == "two"
+        assert attributes(call)["sampling.reason"] == "error"
+
+
+def test_with_level_calls_every_call_is_a_span(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    a.offers["r"] = SYNC
+    engine = Traced(monkeypatch, a, b, level="calls", ranks=1)
+    engine.rig.add("r", trace_headers=SAMPLED)
+    engine.step()
+    whole = engine.span("kv.load one")
+    for name, script in (("one", a), ("two", b)):
+        for hook in ("on_new_request", "get_num_new_matched_tokens", "start_load_kv", "wait_for_save"):
+            calls = [s for s in engine.spans(f"kv.call {hook}") if attributes(s)["connector"] == name]
+            assert len(calls) == len(script.called(hook)) == 1, hook
+    layer, _ = engine.spans("kv.call wait_for_layer_load")
+    assert ids(layer)[::2] == (CLIENT_TRACE, ids(whole)[1])
+    assert attributes(layer)["layers"] == 1
+    assert attributes(layer)["slowest_layer"] == 0
+    assert attributes(layer)["layers_duration"] == attributes(layer)["slowest_layer_duration"] > 0
+    of_step = {ids(span)[0] for span in engine.spans("kv.call wait_for_save")}
+    assert len(of_step) == 1
+    assert of_step == {ids(span)[0] for span in engine.spans("kv.call build_connector_meta")}
+
+
+def test_level_off_and_no_endpoint_trace_nothing(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.offers["r"] = KV
+    a.params["r"] = {"remote": 1}
+    engine = Traced(monkeypatch, a, b, level="off")
+    assert engine.front.metrics._cutter is None
+    assert params_of(engine, "q", trace_headers=SAMPLED) is None
+    assert "nothing is traced" not in caplog.text
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert Observed(monkeypatch, a, b, tracing={"level": "calls"}).front.metrics._cutter is None
+    assert "tracing.level: found 'calls', but nothing is traced" in caplog.text
+
+
+def test_spans_beyond_a_flush_are_counted(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Traced(monkeypatch, a, b, level="calls", ranks=1)
+    for i in range(24):
+        engine.rig.add(f"r{i}", trace_headers=SAMPLED)
+    engine.step(2)
+    assert engine.value("kvobs_spans_dropped_total", None, where="flush") > 0
+    assert 64 <= len(engine.spans()) <= 4 * 64
+
+
+# --- exemplars, and children that trace themselves
+
+
+def test_histograms_have_exemplars_of_exported_spans_only(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    a.offers["r"] = a.offers["q"] = KV
+    a.promises |= {"r", "q"}
+    only_is_slow(monkeypatch, "reset_cache")
+    engine = Traced(monkeypatch, a, b)
+    for request, headers in (("q", NOT_SAMPLED), ("r", SAMPLED)):
+        load(engine, request, trace_headers=headers)
+        a.say(0, saved=request)
+        a.say(1, saved=request)
+        engine.step(2)
+    engine.rig.connector.reset_cache()
+    engine.rig.add("s", trace_headers=NOT_SAMPLED)
+    engine.step(2)
+    engine.spans()
+    exemplars = {}
+    generate: Any = generate_latest
+    parse: Any = text_string_to_metric_families
+    for family in parse(generate(engine.front.registry).decode()):
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                exemplars[sample.name.removesuffix("_bucket"), sample.labels["connector"]] = sample
+    loaded = exemplars.pop(("kvobs_load_duration_seconds", "one"))
+    held = exemplars.pop(("kvobs_save_hold_seconds", "one"))
+    for sample in (loaded, held):
+        assert sample.exemplar.labels == {"trace_id": CLIENT_TRACE}
+    assert loaded.labels["mode"] == "async"
+    assert loaded.exemplar.value == pytest.approx(3 * STEP_S)
+    assert held.exemplar.value == pytest.approx(engine.value("kvobs_save_hold_seconds_sum") / 2)
+    called = {f"{ids(span)[0]}" for span in engine.spans("kv.call reset_cache")}
+    assert exemplars.keys() == {("kvobs_call_duration_seconds", name) for name in ("one", "two")}
+    assert {sample.exemplar.labels["trace_id"] for sample in exemplars.values()} == called
+    assert {sample.labels["hook"] for sample in exemplars.values()} == {"other"}
+    assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
+
+
+def test_a_child_that_traces_itself_finds_the_requests_context(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    found = []
+
+    def look(*_args: Any) -> tuple[int, bool]:
+        context = trace.get_current_span().get_span_context()
+        found.append((f"{context.trace_id:032x}", f"{context.span_id:016x}"))
+        return 0, False
+
+    monkeypatch.setattr("kvobs.testing.ScriptedConnector.get_num_new_matched_tokens", look)
+    for propagate in (False, True):
+        engine = Traced(monkeypatch, a, b, tracing={"propagate": propagate})
+        engine.rig.add("r", trace_headers=SAMPLED)
+        engine.step()
+    assert found == [("0" * 32, "0" * 16)] * 2 + [(CLIENT_TRACE, CLIENT_SPAN)] * 2
+    assert not trace.get_current_span().get_span_context().is_valid

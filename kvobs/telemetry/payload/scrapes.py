@@ -1,12 +1,13 @@
-"""Compute differences of two scrapes of /metrics, and select series by connector, engine and label."""
+"""Compute differences of two scrapes of /metrics, select series by connector, engine and label, and find quantiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from kvobs.schema.signals import SIGNALS, Kind, Signal
-from kvobs.telemetry.payload.histogram import quantile
 
 Labels = frozenset[tuple[str, str]]
 Series = tuple[str, Labels]
@@ -99,3 +100,35 @@ def by_owner(values: Values) -> dict[Owner, Numbers]:
         has = dict(labels)
         owners.setdefault((has.get("engine", ""), has.get("connector", "")), {})[name, labels] = value
     return {owner: Numbers.of(series.items()) for owner, series in owners.items()}
+
+
+def bucket_of(cumulative: Sequence[float], q: float) -> int | None:
+    """Return the index of the bucket that holds a quantile; None without observations.
+
+    Args:
+        cumulative: for each bucket, the number of observations in it and below it.
+        q: from 0 to 1.
+    """
+    if not cumulative or cumulative[-1] <= 0:
+        return None
+    return next(i for i, count in enumerate(cumulative) if count >= q * cumulative[-1])
+
+
+def quantile(buckets: Mapping[float, float], q: float) -> float | None:
+    """Return what PromQL's ``histogram_quantile`` does: linear within a bucket, the last finite bound above it.
+
+    Args:
+        buckets: upper bound, which may be infinite -> how many observations are not above it.
+        q: from 0 to 1.
+    """
+    bounds = sorted(buckets)
+    # No bucket holds less than one below it: a scrape may come in the middle of an update.
+    counts = list(accumulate((buckets[bound] for bound in bounds), max))
+    at = bucket_of(counts, q)
+    if at is None or bounds[-1] != math.inf:
+        return None
+    if bounds[at] == math.inf:
+        return bounds[at - 1] if at else None
+    low, below = (bounds[at - 1], counts[at - 1]) if at else (0.0, 0.0)
+    share = (q * counts[-1] - below) / (counts[at] - below) if counts[at] > below else 1
+    return low + (bounds[at] - low) * share

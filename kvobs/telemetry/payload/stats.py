@@ -1,7 +1,7 @@
 """The stats payload from workers over the scheduler to the API server, and its conversion back into objects.
 
 ``MultiKVConnectorStats.data`` maps a child's name to that child's own stats, and ``kvobs`` to kvobs's own numbers (see
-``payload``). The API server gets only this dict, which therefore names the classes of the children's stats. Input of a
+``wire``). The API server gets only this dict, which therefore names the classes of the children's stats. Input of a
 peer never raises here: what can't be rebuilt keeps its raw values.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from time import perf_counter_ns
 from types import ModuleType
@@ -25,8 +25,7 @@ from kvobs import faults
 from kvobs.log import once
 from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
-from kvobs.telemetry.payload.payload import KvobsStats, as_dict
-from kvobs.telemetry.payload.summary import summarize
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
 from kvobs.vllm_api import versions
 
 _MERGE = signals.slot(signals.SELF_SECONDS, "merge")
@@ -103,17 +102,17 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         else:
             self.data[name] = _merged(name, mine, theirs)
 
-    def reset(self) -> None:
-        for stats in self.data.values():
-            stats.reset()
-
     def reduce(self) -> dict[str, Any]:
         """Return name -> key -> number, as vLLM's class does: the child's own summary plus kvobs's counts."""
         own = self.data.get(RESERVED_NAME)
-        reduced = {name: _reduced(name, stats) for name, stats in self.data.items() if name != RESERVED_NAME}
+        reduced: dict[str, dict[str, Any]] = {
+            name: _attempt(name, "can't be summarized", _summary, stats) or {}
+            for name, stats in self.data.items()
+            if name != RESERVED_NAME
+        }
         counted: dict[str, dict[str, int | float]] = {}
         try:
-            counted = summarize(list(own.children), own.taken()) if isinstance(own, KvobsStats) else {}
+            counted = own.reduce() if isinstance(own, KvobsStats) else {}
         except Exception:
             faults.contain("summarize")
         for name, numbers in counted.items():
@@ -122,14 +121,8 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         return {name: numbers for name, numbers in reduced.items() if numbers}
 
     def is_empty(self) -> bool:
-        return all(_is_empty(name, stats) for name, stats in self.data.items())
-
-    def __getitem__(self, name: str) -> KVConnectorStats:
-        stats: KVConnectorStats = self.data[name]
-        return stats
-
-    def __setitem__(self, name: str, stats: KVConnectorStats) -> None:
-        self.data[name] = stats
+        # vLLM drops empty ones: those that can't be read are not.
+        return all(_attempt(name, "can't be read", stats.is_empty) for name, stats in self.data.items())
 
 
 _is_for_rust = cache(versions.has_rust_frontend)
@@ -276,36 +269,25 @@ def _registered(name: str) -> Any:
         return None
 
 
-def _is_empty(name: str, stats: KVConnectorStats) -> bool:
-    """Return whether a child's stats are empty by its own rule; False if that fails."""
+def _attempt(name: str, problem: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Return the answer of a child's stats; None if they raise, which is logged once."""
     try:
-        return stats.is_empty()
+        return call(*args)
     except Exception:
-        once(f"empty:{name}", logging.ERROR, "the stats of connector %r can't be read", name, exc_info=True)
-        return False
+        text = f"the stats of connector %r {problem}"
+        once(f"{problem}:{name}", logging.ERROR, text, name, exc_info=True)
+        return None
 
 
-def _reduced(name: str, stats: KVConnectorStats) -> dict[str, Any]:
-    """Return a child's own summary; empty if that fails."""
-    try:
-        return dict(stats.reduce())
-    except Exception:
-        once(f"reduce:{name}", logging.ERROR, "the stats of connector %r can't be summarized", name, exc_info=True)
-        return {}
+def _summary(stats: KVConnectorStats) -> dict[str, Any]:
+    return dict(stats.reduce())
 
 
 def _merged(name: str, mine: KVConnectorStats, theirs: KVConnectorStats) -> KVConnectorStats:
-    try:
-        return mine.aggregate(theirs)
-    except Exception:
-        once(
-            f"aggregate:{name}",
-            logging.ERROR,
-            "the stats of connector %r can't be merged by its class; their raw values are kept",
-            name,
-            exc_info=True,
-        )
+    merged = _attempt(name, "can't be merged by its class; their raw values are kept", mine.aggregate, theirs)
+    if merged is None:
         return RawStats(data=copy.deepcopy(as_dict(mine))).aggregate(RawStats(data=as_dict(theirs)))
+    return merged
 
 
 def _add(into: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""The wire form of kvobs's own numbers, from the workers to the process that exports them.
+"""Write and read the messages to the process that exports the numbers: payloads, and an engine's first message.
 
-::
+A payload::
 
     {"v": 4, "table": digest of the slot table,
      "children": {name: "module:Class"},               # in the order of the configuration; not in lines
@@ -17,13 +17,14 @@ safe for pickle, msgpack and, as a line for the exporter, JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvobs.schema.signals import OLDEST_IN_FLIGHT, TABLE_DIGEST, Signal, place
-from kvobs.telemetry.recording.taken import Taken, nothing
+from kvobs.schema.spans import Record
 
 VERSION = 4
 BASE = 2**53  # a sum below it is exact as a float, and msgpack takes it
@@ -32,6 +33,39 @@ DIGITS = 16  # the largest count is a finite float
 SLOTS = place(1_000, 0)
 ROWS = 4_096
 LABEL = 128  # characters
+PROTOCOL = 1  # the version of the first message: exporter and engine come from one installation of kvobs
+
+Group = list[Record]  # spans that belong together, such as a load and its ranks
+
+
+class Increments(NamedTuple):
+    """The growth of one process's numbers since the last time, as its recorder hands it on: plain builtins."""
+
+    counts: dict[int, int]  # slot -> how much was added
+    opened: list[list[Any]]  # [signal, child, label values..., how much was added], for open sets of label values
+    gauges: dict[int, int]  # slot -> value, of gauges that changed
+    spans: Sequence[Group] = ()  # groups of span records, slow and failed ones first
+
+    @classmethod
+    def none(cls) -> Increments:
+        """Return numbers to which something can be added."""
+        return cls({}, [], {})
+
+    def add(self, more: Increments) -> None:
+        """Add more increments to these; of gauges the later value counts, and spans are left out."""
+        for slot, n in more.counts.items():
+            self.counts[slot] = self.counts.get(slot, 0) + n
+        if more.opened:
+            self.opened[:] = add_rows(self.opened, more.opened)
+        self.gauges.update(more.gauges)
+
+
+def add_rows(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
+    """Return the sums of two lists of rows of ``Increments.opened``."""
+    added: dict[tuple[Any, ...], int] = {}
+    for *key, n in (*mine, *theirs):
+        added[tuple(key)] = added.get(tuple(key), 0) + n
+    return [[*key, n] for key, n in added.items()]
 
 
 def is_ours(data: Mapping[str, Any]) -> bool:
@@ -39,16 +73,16 @@ def is_ours(data: Mapping[str, Any]) -> bool:
     return data.get("v") == VERSION and data.get("table") == TABLE_DIGEST
 
 
-def read(data: Mapping[str, Any]) -> Taken:
+def read(data: Mapping[str, Any]) -> Increments:
     """Return the numbers of a payload; none if another version of kvobs wrote them.
 
     Raises:
         ValueError: some of them are malformed; then all are refused.
     """
     if not is_ours(data):
-        return nothing()
+        return Increments.none()
     counts, rows, gauges = (data.get(part, none) for part, none in (("counts", []), ("opened", []), ("gauges", {})))
-    return Taken(unpacked(counts), _checked_rows(rows), _checked_gauges(gauges), spans(data))
+    return Increments(unpacked(counts), _checked_rows(rows), _checked_gauges(gauges), spans(data))
 
 
 def spans(data: Mapping[str, Any]) -> list[Any]:
@@ -62,15 +96,15 @@ def empty() -> dict[str, Any]:
     return {"counts": [], "opened": [], "gauges": {}, "spans": []}
 
 
-def message(taken: Taken) -> dict[str, Any]:
+def message(increments: Increments) -> dict[str, Any]:
     """Return a payload with these numbers."""
     return {
         "v": VERSION,
         "table": TABLE_DIGEST,
-        "counts": packed(taken.counts),
-        "opened": taken.opened,
-        "gauges": taken.gauges,
-        "spans": list(taken.spans),
+        "counts": packed(increments.counts),
+        "opened": increments.opened,
+        "gauges": increments.gauges,
+        "spans": list(increments.spans),
     }
 
 
@@ -165,3 +199,55 @@ def _is_row(row: Any) -> bool:
         and child >= 0 <= n < BASE**DIGITS
         and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
     )
+
+
+# An engine's first message
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorInfo:
+    """One configured connector."""
+
+    name: str
+    class_name: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine and its exporter's options."""
+
+    pid: int  # of EngineCore
+    began_ns: int  # when its numbers began, since the epoch
+    model: str  # the value of vLLM's label ``model_name``
+    index: int  # in its data-parallel group, the value of vLLM's label ``engine``
+    connectors: tuple[ConnectorInfo, ...]  # in the order of the configuration
+    load_policy: str
+    failure_policy: str  # vLLM's ``kv_load_failure_policy``
+    vllm_version: str
+    host: str = ""  # to listen on
+    port: int | None = None  # of /metrics; None: it is served nowhere
+    otlp_metrics: bool = False  # whether the metrics are sent by OTLP, too
+    linger_s: float = 15.0  # how long the last numbers are served after an engine that did not end by itself
+    has_spans: bool = False  # whether span records come
+    endpoint: str | None = None  # vLLM's OTLP endpoint; None: the one of the environment
+
+    def message(self) -> dict[str, Any]:
+        """Return the first message, plain builtins."""
+        return {"hello": PROTOCOL, **asdict(self)}
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> EngineInfo:
+        """Return the engine of a first message.
+
+        Raises:
+            ValueError: it is not one, or of another version of kvobs.
+        """
+        fields = dict(message)
+        if (version := fields.pop("hello", None)) != PROTOCOL:
+            raise ValueError(f"the engine's first message has version {version!r}, allowed: {PROTOCOL}")
+        try:
+            connectors = tuple(ConnectorInfo(**connector) for connector in fields.pop("connectors"))
+            return cls(connectors=connectors, **fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the engine's first message can't be read: {error}") from None

@@ -7,13 +7,12 @@ call belongs to its step, which has its own trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from kvobs import faults
 from kvobs.faults import contained
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record, Value
-from kvobs.telemetry.recording.call_event import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.requests.trace_context import TraceContext, new_span_id, new_trace_id
@@ -23,33 +22,40 @@ LOADING = ("start_load_kv", "wait_for_layer_load")
 LINKS_AT_MOST = 8  # to the other loads of the same call
 
 
-class Step(NamedTuple):
-    """Parents of one step's calls: the step's own trace, if any, and the loads that begin in it, by child."""
+class CallEvent(NamedTuple):
+    """One slow, failed or traced call.
 
-    trace: TraceContext | None
+    Times are ns since the epoch. ``subject`` is the call's first argument, or its step; ``error`` the exception's
+    class; ``more`` further span attributes. With ``is_many`` it summarizes several calls.
+    """
+
+    child: int
+    hook: str
+    start_ns: int
+    spent_ns: int
+    is_slow: bool
+    error: str = ""
+    subject: Any = None
+    more: Mapping[str, int | float] = MappingProxyType({})
+    is_many: bool = False
+
+
+class StepTraces(NamedTuple):
+    """The traces of one step's calls: the step's own trace, if any, and the loads that begin in it, by child."""
+
+    step: TraceContext | None
     loads: Mapping[int, Sequence[TraceContext]]
 
 
-class Place(NamedTuple):
-    """The parent of a call's span."""
-
-    trace_id: str
-    parent_id: str
-    is_sampled: bool
-    labels: Mapping[str, Value] = {}
-    links: tuple[str, ...] = ()
+Parent = tuple[TraceContext, Mapping[str, Value]]
+"""The span above a call, whose id is empty if there is none, and the attributes of its request."""
 
 
 class CallSpans:
-    """Writes the span records of one process's calls.
+    """Writes the span records of one process's calls: of all of them with ``traces_all``.
 
-    Args:
-        names: the children's names, by position.
-        journal: receives the records.
-        tracing: the tracing settings.
-        verdicts: the sampler.
-        rank: the worker's, None on the scheduler's side.
-        of_request: returns the place of a call of this hook about a request; on the scheduler's side.
+    On the scheduler's side, which has no rank, ``of_request`` returns the parent of a call about a request. ``step``
+    has the traces of the running step.
     """
 
     def __init__(
@@ -60,74 +66,72 @@ class CallSpans:
         verdicts: Verdicts,
         *,
         rank: int | None = None,
-        of_request: Callable[[CallEvent], Place] | None = None,
+        of_request: Callable[[CallEvent], Parent] | None = None,
     ) -> None:
         self.traces_all = tracing.has_calls
-        self.step: Step | None = None
+        self.step: StepTraces | None = None
         self._names = names
         self._journal = journal
         self._verdicts = verdicts
         self._rank = rank
         self._of_request = of_request
 
+    @contained("trace")
     def begin_step(self) -> TraceContext | None:
         """Begin and return a trace for the step that is being built, if every call is traced."""
-        trace = None
-        try:
-            trace = self._new_trace() if self.traces_all else None
-        except Exception:
-            faults.contain("trace")
-        self.step = Step(trace, {})
+        self.step = None
+        trace = self._new_trace() if self.traces_all else None
+        self.step = StepTraces(trace, {})
         return trace
 
     def join_step(self, trace: TraceContext | None, loads: Mapping[int, Sequence[TraceContext]]) -> None:
         """Continue the step's trace that the scheduler has begun."""
-        self.step = Step(trace, loads)
+        self.step = StepTraces(trace, loads)
 
     @contained("trace")
-    def note(self, noticed: CallEvent) -> None:
+    def note(self, event: CallEvent) -> None:
         """Write the record of a call, if it is to be exported."""
-        is_urgent = bool(noticed.error) or noticed.is_slow
-        place = self._place(noticed)
-        if not is_urgent and not (self.traces_all and place.is_sampled):
+        is_urgent = bool(event.error) or event.is_slow
+        labels: Mapping[str, Value] = {}
+        links: tuple[str, ...] = ()
+        if self._of_request is not None and HOOKS[event.hook].cadence is Cadence.REQUEST:
+            parent, labels = self._of_request(event)
+        else:
+            parent, *others = self._parents(event)
+            links = tuple(other.traceparent for other in others[:LINKS_AT_MOST])
+        if not is_urgent and not (self.traces_all and parent.is_sampled):
             return
         if not is_urgent and self._journal.is_full:
             self._journal.drop()
             return
-        reason = Reason.ERROR if noticed.error else Reason.SLOW if noticed.is_slow else Reason.LEVEL
-        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[noticed.child], spans.HOOK: noticed.hook}
+        reason = Reason.ERROR if event.error else Reason.SLOW if event.is_slow else Reason.LEVEL
+        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[event.child], spans.HOOK: event.hook}
         if self._rank is not None:
             attributes[spans.RANK] = self._rank
-        if noticed.error:
-            attributes[spans.ERROR_TYPE] = noticed.error
-        attributes.update(noticed.more)
-        attributes.update(place.labels)
+        if event.error:
+            attributes[spans.ERROR_TYPE] = event.error
         record = Record(
             spans.CALL.name,
-            place.trace_id,
+            parent.trace_id,
             new_span_id(),
-            place.parent_id,
-            noticed.start_ns,
-            noticed.start_ns + noticed.spent_ns,
+            parent.span_id,
+            event.start_ns,
+            event.start_ns + event.spent_ns,
             reason,
-            attributes,
-            0 if noticed.is_many else noticed.spent_ns,
-            place.links,
+            {**attributes, **event.more, **labels},
+            0 if event.is_many else event.spent_ns,
+            links,
         )
         self._journal.add([record])
 
-    def _place(self, noticed: CallEvent) -> Place:
-        hook = HOOKS[noticed.hook]
-        if self._of_request is not None and hook.cadence is Cadence.REQUEST:
-            return self._of_request(noticed)
-        # Layer calls are recorded after their step: they carry its place.
-        step = noticed.subject if isinstance(noticed.subject, Step) else self.step
-        if step is not None and noticed.hook in LOADING and (loads := step.loads.get(noticed.child)):
-            first, *others = loads
-            links = tuple(other.traceparent for other in others[:LINKS_AT_MOST])
-            return Place(first.trace_id, first.span_id, first.is_sampled, links=links)
-        trace = step.trace if step is not None and step.trace is not None else self._new_trace()
-        return Place(trace.trace_id, "", trace.is_sampled)
+    def _parents(self, event: CallEvent) -> Sequence[TraceContext]:
+        """Return the loads that a call serves, else its step's trace, without a span."""
+        # Layer calls are recorded after their step: they carry its traces.
+        traces = event.subject if isinstance(event.subject, StepTraces) else self.step
+        if traces is not None and event.hook in LOADING and (loads := traces.loads.get(event.child)):
+            return loads
+        trace = traces.step if traces is not None and traces.step is not None else self._new_trace()
+        return [trace._replace(span_id="")]
 
     def _new_trace(self) -> TraceContext:
         trace_id = new_trace_id()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
+from kvobs.schema import signals
 from kvobs.schema.spans import Record
+from kvobs.telemetry.payload.wire import Group
 
 AT_MOST = 64  # spans a flush
 
-Group = list[Record]  # spans that belong together, such as a load and its ranks
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
 
 
 class Journal:
@@ -23,8 +24,7 @@ class Journal:
         self._urgent: list[Group] = []
         self._ordinary: list[Group] = []
         self._size = 0
-        self._dropped = 0
-        self._malformed: Counter[str] = Counter()
+        self._counts: dict[int, int] = {}  # slot of the process -> what was counted
         self._lock = Lock()  # a child may call from its own thread
 
     @property
@@ -42,9 +42,11 @@ class Journal:
         with self._lock:
             if is_urgent and sum(map(len, self._urgent)) + len(group) <= AT_MOST:
                 while self._size + len(group) > AT_MOST:
-                    self._drop(len(self._ordinary.pop()))
+                    size = len(self._ordinary.pop())
+                    self._size -= size
+                    self._count(_DROPPED, size)
             if self._size and self._size + len(group) > AT_MOST:
-                self._dropped += len(group)
+                self._count(_DROPPED, len(group))
                 return
             (self._urgent if is_urgent else self._ordinary).append(list(group))
             self._size += len(group)
@@ -52,28 +54,19 @@ class Journal:
     def drop(self, n: int = 1) -> None:
         """Count spans that were dropped before they were written."""
         with self._lock:
-            self._dropped += n
+            self._count(_DROPPED, n)
 
     def note_malformed(self, source: str) -> None:
         """Count a malformed context; ``source`` is a label value of kvobs_malformed_contexts_total."""
         with self._lock:
-            self._malformed[source] += 1
+            self._count(signals.slot(signals.MALFORMED_CONTEXTS, source), 1)
 
-    def take_malformed(self) -> dict[str, int]:
-        """Return the numbers of malformed contexts since the last call, by source."""
-        if not self._malformed:
-            return {}
+    def _count(self, slot: int, n: int) -> None:
+        self._counts[slot] = self._counts.get(slot, 0) + n
+
+    def take(self) -> tuple[list[Group], Mapping[int, int]]:
+        """Return the groups since the last call, slow and failed ones first, and what was counted, by slot."""
         with self._lock:
-            malformed, self._malformed = self._malformed, Counter()
-        return malformed
-
-    def _drop(self, size: int) -> None:
-        self._size -= size
-        self._dropped += size
-
-    def take(self) -> tuple[list[Group], int]:
-        """Return the groups since the last call, slow and failed ones first, and the number of dropped spans."""
-        with self._lock:
-            groups, dropped = [*self._urgent, *self._ordinary], self._dropped
-            self._urgent, self._ordinary, self._size, self._dropped = [], [], 0, 0
-        return groups, dropped
+            groups, counts = [*self._urgent, *self._ordinary], self._counts
+            self._urgent, self._ordinary, self._size, self._counts = [], [], 0, {}
+        return groups, counts

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvobs import faults
+from kvobs.faults import contained
 from kvobs.log import once
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, Signal, place
-from kvobs.telemetry.recording.call_event import CallEvent, Tracer
+from kvobs.telemetry.payload.wire import Increments
+from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.taken import Taken
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -53,13 +54,9 @@ def wall_ns() -> int:
 class Recorder:
     """The numbers of one process.
 
-    Args:
-        children: number of children.
-        slow_ns: a longer call is counted as slow; hooks called once or on demand are exempt.
-        names: the children's names, for the log.
-        journal: holds the span records that are sent with the numbers.
-        tracer: receives slow and failed calls, or all of them.
-        flight: records the calls as they begin and end.
+    A call longer than ``slow_ns`` is counted as slow; hooks called once or on demand are exempt. ``journal`` holds the
+    span records that are sent with the numbers; ``tracer`` receives slow and failed calls, or all of them; ``flight``
+    records the calls as they begin and end.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Recorder:
         names: tuple[str, ...] = (),
         *,
         journal: Journal | None = None,
-        tracer: Tracer | None = None,
+        tracer: CallSpans | None = None,
         flight: Flight | None = None,
     ) -> None:
         self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
@@ -120,13 +117,11 @@ class Recorder:
         except Exception:
             faults.contain("record")
 
+    @contained("record")
     def count_open(self, child: int, signal: Signal, *values: str) -> None:
         """Add 1 to a series whose label values are known at run time only."""
-        try:
-            key: tuple[str | int, ...] = (signal.name, child, *values)
-            self._opened[key] = self._opened.get(key, 0) + 1
-        except Exception:
-            faults.contain("record")
+        key: tuple[str | int, ...] = (signal.name, child, *values)
+        self._opened[key] = self._opened.get(key, 0) + 1
 
     def set_gauge(self, child: int, slot: int, value: int) -> None:
         """Set a gauge of this child; it is sent if it differs from the value sent before."""
@@ -150,10 +145,6 @@ class Recorder:
             self._tallies[child, label] = (_first(child, CALL_DURATION, label), [0] * (SUM + 1), [0] * (SUM + 1))
         return self._tallies[child, label][1]
 
-    @property
-    def traces_all(self) -> bool:
-        return self._tracer is not None and self._tracer.traces_all
-
     def slow_ns(self, hook: str) -> int:
         """Return the duration above which a call of this hook is slow."""
         return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
@@ -161,7 +152,8 @@ class Recorder:
     def timed(self, child: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
         tally = self.tally(child, hook)
-        noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
+        traces_all = self._tracer is not None and self._tracer.traces_all
+        noticed_ns = -1 if traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter_ns()
@@ -222,46 +214,40 @@ class Recorder:
             self.slow_ns(hook) / 1e6,
         )
 
+    @contained("record")
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
-        try:
-            self.add_call(child, hook, spent)
-            self.count_error(child, hook, start, spent, error, *subject)
-        except Exception:
-            faults.contain("record")
+        self.add_call(child, hook, spent)
+        self.count_error(child, hook, start, spent, error, *subject)
 
+    @contained("record")
     def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count the exception only, and pass it to the tracer."""
-        try:
-            kind = type(error).__qualname__[:_NAME_AT_MOST]
-            label = signals.hook_label(hook)
-            key = (signals.CALL_ERRORS.name, child, label, kind)
-            known = [other for other in self._opened if other[0] == signals.CALL_ERRORS.name]
-            if key not in known and len(known) >= ERROR_TYPES_AT_MOST:
-                kind = signals.OTHER_VALUE
-            self.count_open(child, signals.CALL_ERRORS, label, kind)
-            if self._tracer is not None:
-                is_slow = spent > self.slow_ns(hook)
-                self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, kind, *subject))
-        except Exception:
-            faults.contain("record")
+        kind = type(error).__qualname__[:_NAME_AT_MOST]
+        label = signals.hook_label(hook)
+        known = [key for key in self._opened if key[0] == signals.CALL_ERRORS.name]
+        if (signals.CALL_ERRORS.name, child, label, kind) not in known and len(known) >= ERROR_TYPES_AT_MOST:
+            kind = signals.OTHER_VALUE
+        self.count_open(child, signals.CALL_ERRORS, label, kind)
+        if self._tracer is not None:
+            is_slow = spent > self.slow_ns(hook)
+            self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, kind, *subject))
 
     # Sending
 
-    def take(self) -> Taken:
+    def take(self) -> Increments:
         """Return the increments since the last call."""
         begin = perf_counter_ns()
-        spans, dropped = self._journal.take()
-        self._add(_DROPPED, dropped)
-        for source, n in self._journal.take_malformed().items():
-            self._add(_MALFORMED[source], n)
+        spans, counted = self._journal.take()
+        for slot, n in counted.items():
+            self._add(slot, n)
         self._add(_RECORD, int(self._read_tallies() * cost_of_recording()))
         counts, self._counts = self._counts, {}
         opened = [[*key, n] for key, n in self._opened.items() if n]
         self._opened = dict.fromkeys(self._opened, 0)
         gauges, self._changed_gauges = self._changed_gauges, {}
         self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
-        return Taken(counts, opened, gauges, spans)
+        return Increments(counts, opened, gauges, spans)
 
     def _read_tallies(self) -> int:
         """Add the growth of the tallies; return the number of calls."""
@@ -276,10 +262,6 @@ class Recorder:
 
 
 _RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
-_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
-_MALFORMED = {
-    source: signals.slot(signals.MALFORMED_CONTEXTS, source) for source in signals.MALFORMED_CONTEXTS.labels["source"]
-}
 
 
 def _first(child: int, signal: Signal, *values: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from io import FileIO, TextIOWrapper
-from logging.handlers import QueueListener, WatchedFileHandler
+from logging.handlers import WatchedFileHandler
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -33,8 +33,6 @@ WAITING_AT_MOST = 4096  # lines
 EVERY_S = 0.1  # between looks at what waits; vLLM may kill an engine that it ends
 CLOSING_S = 1.0
 _DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
-
-Shutdown = Callable[[], None]
 
 
 class Whole(FileIO):
@@ -102,41 +100,34 @@ class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
         super().__init__(TextIOWrapper(Whole(2, "w", closefd=False), write_through=True))
 
 
-class _Writer(QueueListener):
-    """Hands the lines on, ten times a second."""
-
-    queue: SimpleQueue[Any]
-
-    def dequeue(self, block: bool) -> logging.LogRecord:
-        while self.queue.empty():
-            with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
-                os.sched_setaffinity(0, cores_of_parent())
-            time.sleep(EVERY_S)
-        return super().dequeue(block)
-
-
 class RequestLog:
-    """Writes the lines.
-
-    Args:
-        handler: where they go.
-        recorder: counts dropped lines.
-    """
+    """Writes the lines, and counts dropped ones."""
 
     def __init__(self, handler: LogFile | Stderr, recorder: Recorder) -> None:
         self._handler = handler
         self._recorder = recorder
         self._counted = 0  # of those that the handler has lost
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._writer: _Writer | None = _Writer(self._queue, handler)
-        self._writer.start()
+        self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self._thread: Thread | None = Thread(target=self._run, name="kvobs-request-log", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Write the lines, ten times a second."""
+        with suppress(OSError):  # EngineCore's worker may have bound this process to the cores of the model
+            os.sched_setaffinity(0, cores_of_parent())
+        while True:
+            while self._queue.empty():
+                time.sleep(EVERY_S)
+            if (fields := self._queue.get()) is None:
+                return
+            self._handler.handle(logging.makeLogRecord({"msg": fields}))
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Hand over the fields of a line, which the caller must not change any more; this never waits."""
         lost = self._handler.lost
         dropped, self._counted = lost - self._counted, lost
         if self._queue.qsize() < WAITING_AT_MOST:
-            self._queue.put(logging.makeLogRecord({"msg": fields}))
+            self._queue.put(fields)
         else:
             dropped += 1
         self._recorder.count_own(_DROPPED, dropped)
@@ -144,19 +135,18 @@ class RequestLog:
     @contained("flush")
     def close(self) -> None:
         """Write what waits; for a second at most."""
-        writer, self._writer = self._writer, None
-        if writer is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
         waiting = self._queue.qsize()
-        ending = Thread(target=writer.stop, daemon=True)
-        ending.start()
-        ending.join(CLOSING_S)
-        if not ending.is_alive():
+        self._queue.put(None)
+        thread.join(CLOSING_S)
+        if not thread.is_alive():
             self._handler.close()
         elif waiting:
             log.warning("%d lines of the request log %s were not written", waiting, self._handler.output)
 
-    def ended_by(self, shutdown: Shutdown) -> Shutdown:
+    def ended_by(self, shutdown: Callable[[], None]) -> Callable[[], None]:
         """Return vLLM's hook ``shutdown`` with the end of this log after it."""
 
         def shut_down() -> None:

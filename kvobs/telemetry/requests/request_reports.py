@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvobs.faults import contained
 from kvobs.state.request_report import RequestReport
@@ -34,18 +34,6 @@ def asks(params: object) -> bool:
     return report is True or (isinstance(report, Mapping) and report.get(ASKED) is True)
 
 
-def _never(_params: object) -> bool:
-    return False
-
-
-def _always(_params: object) -> bool:
-    return True
-
-
-ANSWERS: dict[bool | str, Callable[[object], bool]] = {False: _never, True: asks, "always": _always}
-"""The option ``report`` -> whether the response to a request with these params has a report."""
-
-
 def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
     """Return ``kv_transfer_params`` with the report; a connector's value in its place stays."""
     if params is None or KEY not in params:
@@ -57,23 +45,20 @@ def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
 class Reports(TransferListener):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
-    Args:
-        names: the children's names, by position.
-        answers: whether the response to a request with these params has a report.
-        put: takes the fields of each finished request's line, for the request log; None: there is none.
-        engine: vLLM's index of this engine, for the log.
+    ``report`` is the option of this name: whether a client gets a report, True if it asks for one. ``put`` takes the
+    fields of each finished request's line, for the request log; ``engine`` is vLLM's index of this engine, for the log.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        answers: Callable[[object], bool],
+        report: bool | Literal["always"],
         put: Callable[[Mapping[str, Any]], None] | None = None,
         engine: int = 0,
     ) -> None:
         self._put_line = put
         self._names = names
-        self._answers = answers
+        self._report = report
         self._about = {"engine": engine, "pid": os.getpid()}
         self._live: dict[str, RequestReport] = {}
         # Finished requests whose last step loaded: the line is put when the output of that step has been read.
@@ -81,6 +66,10 @@ class Reports(TransferListener):
 
     def __len__(self) -> int:
         return len(self._live) + len(self._ending)
+
+    def _answers(self, params: object) -> bool:
+        """Return whether the response to a request with these params has a report."""
+        return self._report == "always" or (self._report and asks(params))
 
     @contained("record")
     def finished(self, request: Ended, params: Params | None) -> Params | None:

@@ -72,15 +72,17 @@ class Opened(NamedTuple):
     def context(self) -> TraceContext:
         return TraceContext(self.trace.trace_id, self.span_id, self.trace.is_sampled)
 
+    def record(
+        self, span: Span, start_ns: int, end_ns: int, reason: Reason, attributes: Mapping[str, Value], *more: Any
+    ) -> Record:
+        """Return its record at its end."""
+        labels = {**self.trace.labels, **attributes}
+        ids = self.trace.trace_id, self.span_id, self.parent_id
+        return Record(span.name, *ids, start_ns, end_ns, reason, labels, *more)
+
 
 class RequestSpans:
-    """Writes the records of requests' spans.
-
-    Args:
-        names: the children's names, by position.
-        journal: receives the records.
-        tracing: the tracing settings.
-    """
+    """Writes the records of requests' spans."""
 
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
         self._names = names
@@ -99,25 +101,15 @@ class RequestSpans:
         owner: int | None = None,
         tokens: int = 0,
     ) -> None:
-        """Write the span of the lookups that have ended.
-
-        Args:
-            trace: the request's.
-            outcome: the outcome of the last lookup.
-            offers: (child, tokens) of the last lookup.
-            local: tokens in vLLM's own cache.
-            owner: the child that loads ``tokens``.
-            tokens: number of tokens to load.
-        """
-        span_id, parent_id, lookups = trace.lookup_id, trace.above, trace.lookups
+        """Write the span of the lookups that have ended; ``TransferListener.allocated`` describes the arguments."""
+        opened, lookups = Opened(trace, trace.lookup_id, trace.above), trace.lookups
         reason, decision = trace.why(is_slow=trace.is_slow), trace.decision
         # Later lookups, after a preemption, get their own span.
         trace.lookup_id, trace.lookups, trace.is_slow, trace.decision = new_span_id(), 0, False, None
         if reason is None:
             return
-        trace.root_id = trace.root_id or span_id
-        attributes = trace.labels
-        attributes |= {self._offered[child]: offered for child, offered in offers}
+        trace.root_id = trace.root_id or opened.span_id
+        attributes: dict[str, Value] = {self._offered[child]: offered for child, offered in offers}
         attributes |= {spans.LOOKUPS: lookups, spans.LOCAL_TOKENS: local, spans.OUTCOME: outcome}
         attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
         if outcome != "aborted" and trace.prompt_tokens:
@@ -129,9 +121,7 @@ class RequestSpans:
                 attributes[spans.PREDICTED_COMPUTING] = decision.computing_s
         if owner is not None:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
-        times = (trace.began_ns, trace.ended_ns)
-        record = Record(spans.LOOKUP.name, trace.trace_id, span_id, parent_id, *times, reason, attributes)
-        self._journal.add([record])
+        self._journal.add([opened.record(spans.LOOKUP, trace.began_ns, trace.ended_ns, reason, attributes)])
 
     def loaded(self, opened: Opened, load: Load, gain: Gain | None = None) -> None:
         """Write the spans of a finished load; ``gain`` is None if unknown."""
@@ -163,15 +153,12 @@ class RequestSpans:
         # A rank's times are of its own host's clock: only how long it took can be added to the scheduler's.
         steps_ns = (report.time_ns - report.began_ns for report in load.ranks.values() if report.began_ns)
         lasted_ns = load.duration_ns if load.is_async else max(steps_ns, default=0)
-        head = Record(
-            spans.LOAD.name,
-            opened.trace.trace_id,
-            opened.span_id,
-            opened.parent_id,
+        head = opened.record(
+            spans.LOAD,
             load.opened_ns,
             load.opened_ns + lasted_ns,
             reason,
-            opened.trace.labels | attributes | _compared(load),
+            attributes | _compared(load),
             load.duration_ns if load.outcome == "ok" else 0,
             (opened.trace.link.traceparent,) if opened.trace.link is not None else (),
         )
@@ -184,17 +171,8 @@ class RequestSpans:
             return
         attributes: dict[str, Value] = {spans.CONNECTOR: self._names[child], spans.OUTCOME: "ok"}
         held_ns = max(0, ended_ns - save.promised_ns)
-        head = Record(
-            spans.SAVE.name,
-            opened.trace.trace_id,
-            opened.span_id,
-            opened.parent_id,
-            save.promised_ns,
-            save.promised_ns + held_ns,
-            reason,
-            opened.trace.labels | attributes | _compared(save),
-            held_ns,
-        )
+        ended_ns = save.promised_ns + held_ns
+        head = opened.record(spans.SAVE, save.promised_ns, ended_ns, reason, attributes | _compared(save), held_ns)
         # A span without length has no ranks: they had reported before the promise.
         self._write(head, spans.SAVE_RANK, save, {rank: {} for rank in save.ranks if held_ns})
 
@@ -210,18 +188,9 @@ class RequestSpans:
         for rank in sorted(heapq.nlargest(AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank].spent_ns)):
             ended_ns = transfer.ranks[rank].time_ns
             start_ns = transfer.ranks[rank].began_ns or ended_ns
-            group.append(
-                Record(
-                    of_rank.name,
-                    head.trace_id,
-                    new_span_id(),
-                    head.span_id,
-                    start_ns,
-                    ended_ns,
-                    head.reason,
-                    {**same, spans.RANK: rank, **more[rank]},
-                )
-            )
+            ids = head.trace_id, new_span_id(), head.span_id
+            attributes = {**same, spans.RANK: rank, **more[rank]}
+            group.append(Record(of_rank.name, *ids, start_ns, ended_ns, head.reason, attributes))
         self._journal.add(group)
 
 

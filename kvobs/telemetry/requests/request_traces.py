@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 from kvobs.faults import contained
 from kvobs.prediction.load_choice import Decision
 from kvobs.schema.spans import Reason
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Gain, Load, Save
-from kvobs.telemetry.recording.call_event import CallEvent
-from kvobs.telemetry.recording.call_spans import CallSpans, Place
+from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans, Parent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.requests import trace_context
 from kvobs.telemetry.requests.request_spans import Opened, RequestSpans, Trace
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.requests.trace_context import MalformedContextError, TraceContext, new_span_id
 
-Call: TypeAlias = Callable[..., Any]
-Params: TypeAlias = dict[str, Any]  # kv_transfer_params
+Call = Callable[..., Any]
+Params = dict[str, Any]  # kv_transfer_params
 
 
 class Traces(TransferListener):
     """The traces of all live requests, and of their open loads and promised saves.
 
-    Args:
-        names: the children's names, by position.
-        journal: receives the records, and the counts of malformed contexts.
-        tracing: the tracing settings.
-        verdicts: the sampler.
-
-    ``calls`` traces the calls into the children.
+    ``calls`` traces the calls into the children. ``activated`` returns a call about a request with that request's
+    context active in it; None: it is not to be.
     """
 
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings, verdicts: Verdicts) -> None:
-        self.calls = CallSpans(names, journal, tracing, verdicts, of_request=self.place)
-        self.activation = self.activated if tracing.propagates else None
-        """Returns a call about a request with that request's context active in it; None: it is not."""
+        self.calls = CallSpans(names, journal, tracing, verdicts, of_request=self._parent)
+        self.activated: Callable[[Call], Call] | None = None
+        if tracing.propagates:
+            self.activated = partial(trace_context.activated, context_of=self._active)
         self._spans = RequestSpans(names, journal, tracing)
         self._journal = journal
         self._verdicts = verdicts
@@ -88,10 +84,6 @@ class Traces(TransferListener):
             self._journal.note_malformed(source)
             return None, True
 
-    def activated(self, call: Call) -> Call:
-        """Return a call about a request with that request's context active in it."""
-        return trace_context.activated(call, self._active)
-
     @contained("trace")
     def _active(self, request: LookedUp) -> Any:
         trace = self.of(request)
@@ -100,20 +92,16 @@ class Traces(TransferListener):
             trace.active = trace_context.as_otel(above)
         return trace.active
 
-    def place(self, noticed: CallEvent) -> Place:
-        """Return where the span of a call about a request belongs."""
-        trace = self.of(noticed.subject)
+    def _parent(self, event: CallEvent) -> Parent:
+        """Return the parent of a call about a request."""
+        trace = self.of(event.subject)
         above = trace.above
-        if noticed.hook == "get_num_new_matched_tokens":
+        if event.hook == "get_num_new_matched_tokens":
             above = trace.lookup_id
-            trace.is_slow |= noticed.is_slow or bool(noticed.error)  # if the call is exported, so is the lookup
-        return Place(trace.trace_id, above, trace.is_sampled, trace.labels)
+            trace.is_slow |= event.is_slow or bool(event.error)  # if the call is exported, so is the lookup
+        return TraceContext(trace.trace_id, above, trace.is_sampled), trace.labels
 
     # Contexts for workers and other engines
-
-    def begin_step(self) -> TraceContext | None:
-        """Begin the next step's trace, if every call is traced."""
-        return self.calls.begin_step()
 
     @contained("trace")
     def of_load(self, request_id: str) -> TraceContext | None:

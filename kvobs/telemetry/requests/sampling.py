@@ -14,8 +14,7 @@ from kvobs.log import once
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import Options
-from kvobs.telemetry.requests.otel_environment import DISABLED, is_disabled
-from kvobs.telemetry.requests.trace_context import TraceContext, as_otel
+from kvobs.telemetry.requests.trace_context import DISABLED, TraceContext, as_otel, is_disabled
 
 TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -1,4 +1,4 @@
-"""Read and write trace contexts (W3C ``traceparent`` strings) and create unique ids.
+"""Read and write trace contexts (W3C ``traceparent`` strings), create unique ids, and read shared OTEL_* variables.
 
 Input from clients arrives here unchecked: only a well-formed string of bounded length is a context.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+DISABLED = "OTEL_SDK_DISABLED"
 KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
 TRACEPARENT = "traceparent"
 REPORT = "report"  # beside it: a client's question, or a prefill engine's answer
@@ -55,7 +56,12 @@ def of_headers(headers: object) -> TraceContext | None:
         return None
     if not isinstance(headers, Mapping):
         raise MalformedContextError
-    return _context(headers)
+    if TRACEPARENT not in headers:
+        return None
+    context = parse(headers[TRACEPARENT])
+    if context is None:
+        raise MalformedContextError
+    return context
 
 
 def of_params(params: object) -> TraceContext | None:
@@ -69,16 +75,7 @@ def of_params(params: object) -> TraceContext | None:
     own = params[KEY]
     if not isinstance(own, Mapping) or (TRACEPARENT not in own and REPORT not in own):
         raise MalformedContextError
-    return _context(own)
-
-
-def _context(carrier: Mapping[Any, Any]) -> TraceContext | None:
-    if TRACEPARENT not in carrier:
-        return None
-    context = parse(carrier[TRACEPARENT])
-    if context is None:
-        raise MalformedContextError
-    return context
+    return of_headers(own)
 
 
 def into_params(params: dict[str, Any] | None, context: TraceContext | None) -> dict[str, Any] | None:
@@ -132,3 +129,20 @@ def as_otel(context: TraceContext) -> Any:
         int(context.trace_id, 16), int(context.span_id, 16), is_remote=True, trace_flags=TraceFlags(context.is_sampled)
     )
     return set_span_in_context(NonRecordingSpan(parent), Context())
+
+
+def is_disabled() -> bool:
+    """Return whether the environment switches OpenTelemetry off."""
+    return os.environ.get(DISABLED, "").strip().lower() == "true"
+
+
+def otlp_protocol(*variables: str) -> str:
+    """Return the OTLP protocol of the first variable that is set, "grpc" or "http/protobuf"; without any "grpc".
+
+    Raises:
+        ValueError: it is another one.
+    """
+    protocol = next((value for name in variables if (value := os.environ.get(name))), "grpc")
+    if protocol not in ("grpc", "http/protobuf"):
+        raise ValueError(f"the OTLP protocol is {protocol!r}, allowed: 'grpc', 'http/protobuf'")
+    return protocol

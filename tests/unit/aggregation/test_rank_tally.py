@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvobs.aggregation import rank_tally
-from kvobs.aggregation.rank_tally import Round, Rounds, Step, Tally
+from kvobs.aggregation.rank_tally import Round, Rounds, RoundStart, Tally
 from tests.support.tally_model import RANKS, REQUESTS, Noted
 
 said = st.lists(
@@ -32,7 +32,7 @@ def test_what_is_complete_is_what_the_model_says(steps: list[tuple[list[set[str]
         spoken = [(rank, requests) for rank, requests in enumerate([*by_rank]) if requests]
         spoken += [(stranger, by_stranger)] if by_stranger else []
         given_ = [(1 << reporter, set(requests)) for reporter, requests in spoken]
-        finished = tally.count(given_, Step(number, expected, RANKS))
+        finished = tally.count(given_, RoundStart(number, expected, RANKS))
         reporters: dict[str, list[object]] = {
             request: [reporter for reporter, requests in spoken if request in requests] for request in REQUESTS
         }
@@ -46,104 +46,64 @@ def test_what_is_complete_is_what_the_model_says(steps: list[tuple[list[set[str]
     assert set(tally.completed) == {request for request, noted in model.items() if noted.before is not None}
 
 
-@given(st.permutations([(rank, request) for rank in range(RANKS) for request in REQUESTS]), st.data())
-def test_every_request_is_complete_once_whatever_the_order(said: list[tuple[int, str]], data: st.DataObject) -> None:
-    """Every rank reports every request once, in steps of any length: nothing is lost, doubled or left behind."""
-    tally = Tally()
-    complete: list[str] = []
-    while said:
-        length = data.draw(st.integers(1, len(said)))
-        step, said = said[:length], said[length:]
-        by_rank = [(1 << rank, {request for who, request in step if who == rank}) for rank in range(RANKS)]
-        complete += tally.count([(bit, requests) for bit, requests in by_rank if requests], Step(0, RANKS, RANKS))
-    assert sorted(complete) == list(REQUESTS)
-    assert len(tally) == 0
-
-
-def test_ranks_that_come_late_are_of_the_round_that_is_complete() -> None:
-    tally, step = Tally(), Step(0, 1, 3)
-    assert tally.count([(1, {"r"})], step) == {"r"}
-    assert tally.count([(2, {"r"})], step) == set()
-    assert tally.count([(1, {"r"})], step) == {"r"}, "the first rank's second report is of the next round"
-    assert tally.count([(2, {"r"}), (4, {"r"})], step) == set()
-    assert len(tally) == 0, "every rank has spoken of it"
-
-
-def test_a_round_keeps_the_number_of_reports_that_was_expected_when_it_was_opened() -> None:
-    tally = Tally()
-    assert tally.count([(1, {"r"})], Step(0, 3, 3)) == set()
-    assert tally.count([(2, {"r", "later"})], Step(0, 2, 3)) == set()
-    assert tally.count([(1, {"later"})], Step(0, 2, 3)) == {"later"}
-    assert tally.count([(4, {"r"})], Step(0, 2, 3)) == {"r"}
-
-
 def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
-    assert Round(Step(0, 3, 3), 0b010).missing == (0, 2)
-    assert Round(Step(0, 3, 3), 0b1010).missing == (0, 2), "a stranger stands for one of them, unknown which"
-    assert Round(Step(0, 2, 3), 0b010).missing == (), "two of three are enough: unknown which"
-    assert Round(Step(0, 4, 3), 0b010).missing == ()
+    assert Round(RoundStart(0, 3, 3), 0b010).missing == (0, 2)
+    assert Round(RoundStart(0, 3, 3), 0b1010).missing == (0, 2), "a stranger stands for one of them, unknown which"
+    assert Round(RoundStart(0, 2, 3), 0b010).missing == (), "two of three are enough: unknown which"
+    assert Round(RoundStart(0, 4, 3), 0b010).missing == ()
 
 
 def test_stuck_rounds_are_found_once_and_the_oldest_are_forgotten() -> None:
     tally = Tally()
     for now in range(5):
-        tally.count([(1, {f"r{now}"})], Step(now, 2, 2))
+        tally.count([(1, {f"r{now}"})], RoundStart(now, 2, 2))
     assert tally.open.next_stuck(10) == 10
     assert [request for request, _ in tally.open.find_stuck(1)] == ["r0", "r1"]
     assert [request for request, _ in tally.open.find_stuck(2)] == ["r2"]
     assert tally.open.next_stuck(10) == 13
     tally.forget(1)
     assert len(tally) == 3
-    assert tally.count([(2, {"r2"})], Step(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
+    assert tally.count([(2, {"r2"})], RoundStart(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
 
 
 def test_a_stuck_round_stays_in_its_place_when_more_reports_come() -> None:
     rounds = Rounds()
-    rounds.count("r", 1, Step(0, 3, 3))
+    rounds.count("r", 1, RoundStart(0, 3, 3))
     rounds.find_stuck(0)
-    rounds.count("r", 2, Step(9, 3, 3))
+    rounds.count("r", 2, RoundStart(9, 3, 3))
     assert rounds.find_stuck(9) == []
-    assert rounds.stuck == {"r": Round(Step(0, 3, 3), 0b011)}
+    assert rounds.stuck == {"r": Round(RoundStart(0, 3, 3), 0b011)}
 
 
 def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:
     tally = Tally()
-    tally.count([(1, {"r"})], Step(0, 2, 3))
-    tally.count([(2, {"r"})], Step(5, 2, 3))
+    tally.count([(1, {"r"})], RoundStart(0, 2, 3))
+    tally.count([(2, {"r"})], RoundStart(5, 2, 3))
     tally.forget(4)
     assert len(tally) == 1
     tally.forget(5)
     assert len(tally) == 0
 
 
+@pytest.mark.parametrize("new", [1, 2])
 @pytest.mark.parametrize("expected", [1, 2])
-def test_what_is_remembered_is_bounded(
-    expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_oldest_go_where_too_many_are_remembered(
+    expected: int, new: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_tally, "MOST", 100)
+    monkeypatch.setattr(rank_tally, "MOST", 3 * new)
     tally = Tally()
-    for step in range(50):
-        tally.count([(1, {f"r{step}-{i}" for i in range(7)})], Step(step, expected, 2))
-        assert len(tally) <= 100
-    known = {request.split("-")[0] for request in [*tally.open.fresh, *tally.completed]}
-    assert known == {f"r{step}" for step in range(35, 50)}, "the oldest go first"
+    for step in range(9):
+        tally.count([(1, {f"{letter}{step}" for letter in "rs"[:new]})], RoundStart(step, expected, 2))
+        known = {*tally.open.fresh, *tally.completed}
+        assert known == {f"{letter}{i}" for letter in "rs"[:new] for i in range(max(0, step - 2), step + 1)}
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (expected - 1)
-
-
-@pytest.mark.parametrize("expected", [1, 2])
-def test_the_bound_is_never_exceeded_by_one(expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_tally, "MOST", 3)
-    tally = Tally()
-    for step in range(6):
-        tally.count([(1, {f"r{step}"})], Step(step, expected, 2))
-        assert [*tally.open.fresh, *tally.completed] == [f"r{i}" for i in range(max(0, step - 2), step + 1)]
 
 
 def test_what_must_be_kept_is_kept_whatever_its_number_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_tally, "MOST", 2)
     rounds = Rounds()
     for request in ("kept", "a", "b", "c"):
-        rounds.count(request, 1, Step(0, 2, 2))
+        rounds.count(request, 1, RoundStart(0, 2, 2))
     rounds.trim(but={"kept"})
     assert list(rounds.fresh) == ["kept", "c"]
     rounds.find_stuck(0)

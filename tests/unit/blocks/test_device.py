@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from kvobs.blocks import copy, plans
 from kvobs.blocks import device as device_copies
 from kvobs.blocks.copy import copy_kv_blocks
-from kvobs.blocks.device import Copier
+from kvobs.blocks.device import SLOTS, Copier, Device
 from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory, twin
 from tests.support.lazy_device import GARBAGE, LazyDevice
 
@@ -181,3 +184,103 @@ def test_one_call_at_a_time() -> None:
         d2h(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0))()
         assert locked == [True] * 15
         assert not copier._lock.locked()
+
+
+# --- what CUDA is asked for, in which order
+
+GPU = torch.device("cuda", 1)
+
+
+class Recorded:
+    """A stream or an event that notes its calls."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self.name = log, name
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *others: self._log.append(" ".join([self.name, method, *(other.name for other in others)]))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    events = iter(range(9))
+
+    @contextmanager
+    def stream(which: Recorded) -> Any:
+        log.append(f"enter {which.name}")
+        yield
+        log.append(f"leave {which.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Recorded(log, f"side@{device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorded(log, f"current@{device}"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Recorded(log, f"event{next(events)}"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    return log
+
+
+def test_the_side_stream_waits_for_the_current_one_and_the_current_one_for_it(log: list[str]) -> None:
+    device = Device(GPU)
+    with device.ordered():
+        log.append("work")
+    assert log == [
+        "side@cuda:1 wait_stream current@cuda:1",
+        "enter side@cuda:1",
+        "work",
+        "leave side@cuda:1",
+        "current@cuda:1 wait_stream side@cuda:1",
+    ]
+
+
+def test_marks_are_of_the_side_stream_and_the_host_waits_for_them(log: list[str]) -> None:
+    device = Device(GPU)
+    for slot in range(SLOTS):
+        device.record(slot)
+    device.wait(1)
+    device.synchronize()
+    assert log == [
+        "event0 record side@cuda:1",
+        "event1 record side@cuda:1",
+        "event1 synchronize",
+        "side@cuda:1 synchronize",
+    ]
+
+
+def test_operations_do_what_they_say(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory, but for the pinning."""
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(cache: torch.Tensor) -> torch.Tensor:
+        pinned.append(cache)
+        return cache
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    device = Device(torch.device("cpu"))
+    ids = device.upload(np.array([3, 1]))
+    assert ids.tolist() == [3, 1]
+    assert len(pinned) == 1
+    chunk, here = device.memory(128), torch.arange(128, dtype=torch.uint8)
+    assert chunk.dtype == torch.uint8
+    device.copy(here, chunk)
+    assert torch.equal(chunk, here)
+    cache = torch.arange(40).view(5, 2, 4).transpose(1, 2)
+    blocks = chunk.view(torch.int64).view(2, 4, 2)
+    device.gather(cache, ids, blocks)
+    assert torch.equal(blocks, cache[[3, 1]])
+    device.scatter(blocks, ids.flip(0), cache)
+    assert torch.equal(cache[[1, 3]], blocks)
+    assert not device.is_pinned(here)
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+@pytest.mark.parametrize("names", [{"swap_blocks_batch": "op"}, {}, None])
+def test_the_batched_copy_is_vllms_where_it_has_one_for_cuda(
+    names: dict[str, str] | None, is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: without vLLM."""
+    operations, platforms = SimpleNamespace(**names or {}), SimpleNamespace(is_cuda_alike=lambda: is_cuda)
+    vllm = None if names is None else SimpleNamespace(_custom_ops=operations)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platforms))
+    operation: Any = device_copies._batched_copy()
+    assert operation == (names["swap_blocks_batch"] if names and is_cuda else None)

@@ -12,9 +12,8 @@ from hypothesis import assume, given
 
 from kvobs.blocks import plans
 from kvobs.blocks.copy import _layers
+from kvobs.blocks.layout import Layer, Run
 from kvobs.blocks.plans import CopyPath, choose, chunks_of, pieces_of, pointers
-from kvobs.blocks.runs import Run
-from kvobs.blocks.strides import Layer
 from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory, twin
 
 
@@ -121,9 +120,9 @@ def test_chunks_hold_every_block_once_in_order_and_no_more_than_fits(
         for part in chunk:
             assert part.offset % 8 == 0
             assert part.offset >= end
-            end = part.offset + (part.last - part.first) * block_bytes[part.layer]
+            end = part.end
+            assert end == part.offset + (part.last - part.first) * block_bytes[part.layer]
         assert end <= chunk_bytes
     for chunk, following in itertools.pairwise(chunks):
-        last = chunk[-1]
-        end = last.offset + (last.last - last.first) * block_bytes[last.layer]
+        end = chunk[-1].end
         assert end + -end % 16 + block_bytes[following[0].layer] > chunk_bytes

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    supports_hma,
+)
 
-from kvobs.children.child import Child
+from kvobs.children.child import Child, Unbuilt
+from kvobs.children.configured import read_specs
+from kvobs.children.gate import NOTHING
+from kvobs.schema.config import ConfigError
+from kvobs.schema.signals import is_timed
 from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from tests.engine.children_stats import IdleChild
+from tests.support.rig import child_config
 
 OF_EACH_STEP = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.STEP]
 
@@ -70,3 +82,131 @@ def test_what_is_no_hook_is_an_error() -> None:
     child, _ = made(IdleChild)
     with pytest.raises(AttributeError, match="'role' is not a hook that a child is called by"):
         _ = child.role
+
+
+ABSENT = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
+
+
+def unbuilt(role: KVConnectorRole) -> Unbuilt:
+    config = engine_config(transfer_config("kvobs", [child_config(Script("x"))]))
+    return Unbuilt(config, role, cache_config())
+
+
+UNBUILT_HOOKS = [name for name, value in vars(Unbuilt).items() if name in HOOKS and inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize("hook", [*UNBUILT_HOOKS, "get_finished", "get_block_ids_with_load_errors"])
+def test_one_that_could_not_be_built_answers_as_a_failed_call_does(hook: str) -> None:
+    """And as vLLM's base class, for hooks that it need not implement."""
+    call = getattr(unbuilt(KVConnectorRole.WORKER), hook)
+    required = [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    assert call(*[None] * len(required)) == NOTHING.get(hook, lambda: None)()
+
+
+def test_what_it_says_of_itself_does_not_weigh() -> None:
+    """What all must be able to, it is; what one alone decides, it does not."""
+    one = unbuilt(KVConnectorRole.SCHEDULER)
+    assert supports_hma(one)
+    assert one.supports_divergent_local_hybrid_hits is True
+    assert one.requires_kv_delivery is False
+
+
+def test_a_class_that_can_not_be_imported_is_left_out_if_it_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
+    """Not under a whole engine: with the hybrid KV cache manager vLLM imports the classes itself, and ends there."""
+    both = [ABSENT, child_config(Script("x"))]
+    absent, other = read_specs(transfer_config("kvobs", both, {"isolate": ["Absent"]}))
+    assert (absent.connector_class, absent.is_isolated, absent.name) == (Unbuilt, True, "Absent")
+    assert other.connector_class is ScriptedConnector
+    assert "connector 'Absent' can't be imported" in caplog.text
+
+
+def test_a_class_that_can_not_be_imported_ends_the_start_otherwise() -> None:
+    with pytest.raises(ConfigError, match=r"connectors\[0\].*can.t be imported: ModuleNotFoundError"):
+        read_specs(transfer_config("kvobs", [ABSENT, child_config(Script("x"))]))
+
+
+class Bare:
+    """A connector with a hook that does something, one that does not, and one that answers a constant."""
+
+    def wait_for_save(self) -> int:
+        return len("saved")
+
+    def finish_forward(self) -> None:
+        pass
+
+    def get_finished_count(self) -> int:
+        return 3
+
+
+def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
+    recorder = Recorder(1)
+    child = Child(0, "bare", Bare(), recorder)
+    assert (child.wait_for_save(), child.finish_forward(), child.get_finished_count()) == (5, None, 3)
+    assert [hook for _, hook in recorder._tallies] == ["wait_for_save"]
+    assert child.wait_for_save is child.wait_for_save, "bound once"
+    assert [child.does(hook) for hook in ("wait_for_save", "finish_forward", "get_finished_count")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
+def test_what_is_no_hook_of_a_child_at_work_is_no_attribute(name: str) -> None:
+    child = Child(0, "bare", Bare(), Recorder(1))
+    assert not hasattr(child, name)
+
+
+ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST]
+
+
+@pytest.mark.parametrize("name", ABOUT_A_REQUEST)
+def test_a_hook_about_a_request_has_it_first(name: str) -> None:
+    """So that the call's context and place follow from it."""
+    declared = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
+    assert list(inspect.signature(declared).parameters)[:2] == ["self", "request"]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_calls_about_a_request_and_no_others_are_activated_around_what_is_recorded(is_on: bool) -> None:
+    noted: list[str] = []
+
+    def activated(call: Any) -> Any:
+        def active(*args: Any) -> Any:
+            noted.append("begin")
+            try:
+                return call(*args)
+            finally:
+                noted.append("end")
+
+        return active
+
+    class Real:
+        def __getattr__(self, name: str) -> Any:
+            def hook(*args: Any) -> Any:
+                noted.append(name)
+                return args
+
+            return hook
+
+    recorder = Recorder(1)
+    recorder.notice = lambda *args, **kwargs: noted.append("recorded")  # type: ignore[method-assign]
+    recorder.slow_ns = lambda hook: -1  # type: ignore[method-assign]
+    child = Child(0, "real", Real(), recorder, activated=activated if is_on else None)
+    for hook in HOOKS.values():
+        if is_timed(hook):
+            noted.clear()
+            assert getattr(child, hook.name)("subject", 1) == ("subject", 1)
+            inner = [hook.name, "recorded"]
+            assert noted == (["begin", *inner, "end"] if is_on and hook.name in ABOUT_A_REQUEST else inner)
+
+
+def test_an_empty_hook_needs_no_context() -> None:
+    class Quiet:
+        def on_new_request(self, request: Any) -> None:
+            pass
+
+    def activated(call: Any) -> Any:
+        raise AssertionError("not to be called")
+
+    assert Child(0, "quiet", Quiet(), Recorder(1), activated=activated).on_new_request("r") is None

@@ -15,12 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvobs import faults
 from kvobs.children.child import Child
-from kvobs.children.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls
-from kvobs.schema.signals import SPANS_DROPPED, slot
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.children.layer_calls import ARGUMENTS, NOTICED_AT_MOST, LayerCalls, Stalls
+from kvobs.schema import signals
+from kvobs.schema.signals import SPANS_DROPPED, locate, slot
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Recorder
-from kvobs.telemetry.telemetry import Telemetry
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
@@ -208,24 +209,6 @@ def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.Monke
     assert faults.take() == {"record": 1}
 
 
-def test_children_with_an_empty_hook_are_left_out() -> None:
-    class Quiet:
-        def wait_for_layer_load(self, layer_name: str) -> None:
-            pass
-
-    recorded: list[str] = []
-    recorder = Recorder(2)
-    children = [
-        Child(0, "quiet", Quiet(), recorder),
-        Child(1, "real", SimpleNamespace(wait_for_layer_load=recorded.append), recorder),
-    ]
-    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
-    layers.fan_out("layer")
-    assert recorded == ["layer"]
-    layers.close_step()
-    assert list(layers.drain()) == [1]
-
-
 # --- what the tracer gets
 
 
@@ -316,3 +299,116 @@ def test_the_tracer_gets_a_call_that_failed_at_once(hook: str, monkeypatch: pyte
     with pytest.raises(OSError, match="x"):
         fan(5, 7)
     assert tracer.noticed == [CallEvent(1, hook, began + 5 + WALL_OFFSET, 7, False, "OSError")]
+
+
+# --- the steps' waits
+
+
+class Waits:
+    """Stalls of children whose calls take the time that a test says; some have no layer hooks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *has_layers: bool) -> None:
+        self.now = 0
+        self.takes: list[int] = []
+        patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
+        self.recorder = Recorder(len(has_layers))
+        children = [
+            Child(
+                i, f"c{i}", SimpleNamespace(**dict.fromkeys(CALLS, self._take if has else Quiet().hook)), self.recorder
+            )
+            for i, has in enumerate(has_layers)
+        ]
+        self.stalls = Stalls(children, Telemetry(self.recorder, Journal()))
+        self.calls = {calls.hook: calls.fan_out for calls in self.stalls.layer_calls}
+
+    def _take(self, *_: Any) -> None:
+        self.now += self.takes.pop(0)
+
+    def layer(self, hook: str, *takes: int) -> None:
+        self.takes = list(takes)
+        self.calls[hook](*CALLS[hook][0][0])
+
+    def observed(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return (child, metric) -> how many observations, their sum in ns."""
+        self.stalls.flush()
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for place, n in self.recorder.take().counts.items():
+            series, offset, child = locate(place)
+            if series.signal in (signals.LOAD_STALL, signals.SAVE_STALL):
+                count, total = found.get((child, series.signal.name), (0, 0))
+                is_sum = offset == series.width - 1
+                found[child, series.signal.name] = (count, total + n) if is_sum else (count + n, total)
+        return found
+
+
+class Quiet:
+    """A hook that does nothing."""
+
+    def hook(self, *args: Any) -> None:
+        pass
+
+
+LOAD, SAVE = ("wait_for_layer_load", "start_load_kv"), ("save_kv_layer", "wait_for_save")
+METRICS = {LOAD: "kvobs_load_stall_seconds", SAVE: "kvobs_save_stall_seconds"}
+times = st.integers(0, 2**30)
+stalled_steps = st.lists(
+    st.fixed_dictionaries(
+        {
+            "has_forward": st.booleans(),
+            "has_sync_loads": st.booleans(),
+            LOAD: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            SAVE: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            "flush": st.booleans(),
+        }
+    ),
+    max_size=6,
+)
+
+
+@given(st.tuples(st.booleans(), st.booleans()), stalled_steps)
+def test_a_steps_wait_is_that_of_its_layers_and_where_it_waits_of_its_other_hook(
+    has_layers: tuple[bool, bool], plan: list[Any]
+) -> None:
+    """A wait for loads before the forward is one only where a synchronous load is due; no wait is not observed."""
+    expected: dict[tuple[int, str], list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        waits = Waits(patch, *has_layers)
+        found: dict[tuple[int, str], list[int]] = {}
+        for step in plan:
+            loads = {}
+            for hooks in (LOAD, SAVE):
+                layers, once = step[hooks]
+                is_waited_for = step["has_forward"] and (hooks is SAVE or step["has_sync_loads"])
+                for takes in layers:
+                    waits.layer(hooks[0], *(took for took, has in zip(takes, has_layers, strict=True) if has))
+                for child, has in enumerate(has_layers):
+                    waits.recorder.tally(child, hooks[1])[SUM] += once + child
+                    spent = sum(takes[child] for takes in layers) if has else 0
+                    if hooks is LOAD and step["has_sync_loads"]:
+                        loads[child] = spent + once + child
+                    if total := spent + (once + child if is_waited_for else 0):
+                        expected.setdefault((child, METRICS[hooks]), []).append(total)
+            close = {key: step[key] for key in ("has_forward", "has_sync_loads")}
+            assert waits.stalls.close_step(**close) == loads
+            for _ in range(step["flush"]):
+                add(found, waits.observed())
+        add(found, waits.observed())
+        assert waits.observed() == {}
+    assert found == {key: [len(totals), sum(totals)] for key, totals in expected.items()}
+
+
+def add(found: dict[tuple[int, str], list[int]], more: dict[tuple[int, str], tuple[int, int]]) -> None:
+    for key, (count, total) in more.items():
+        before = found.get(key, [0, 0])
+        found[key] = [before[0] + count, before[1] + total]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_faults_are_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch, True, True)
+    waits.layer("wait_for_layer_load", 1, 1)
+    waits.recorder.tally(0, "start_load_kv").clear()
+    assert waits.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
+    waits.stalls._loads.ended = [None, None]  # type: ignore[list-item]
+    waits.stalls.flush()
+    assert faults.take()["record"] == 2

@@ -15,8 +15,6 @@ from kvobs.children.validation import (
     Validated,
     clashing_layouts,
     find_classes,
-    ignored_policy,
-    isolation_mistakes,
     transfer_config,
     validate,
 )
@@ -25,6 +23,7 @@ from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig
 
 ENTRY = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+CONNECTORS = f"{config.PATH}.connectors"
 ONLY_OLDER = {"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"}
 KEYS = sorted(TransferConfig.model_fields.keys() - ONLY_OLDER)
 
@@ -55,40 +54,25 @@ def test_without_vllm_the_same_is_wrong(entry: dict[str, Any]) -> None:
         assert not with_vllm
 
 
+ROLES = "'kv_producer', 'kv_both' or 'kv_consumer'"
+ADD_ROLE = 'add "kv_role": "kv_both", or the role of this engine'
+NO_PORT = "a valid integer, unable to parse string as an integer"
+
+
 @pytest.mark.parametrize(
     ("entry", "finding"),
     [
-        (
-            {"kv_connector": "X"},
-            Finding(
-                "c.kv_role",
-                "is missing",
-                "'kv_producer', 'kv_both' or 'kv_consumer'",
-                'add "kv_role": "kv_both", or the role of this engine',
-            ),
-        ),
-        (
-            {**ENTRY, "kv_role": "both"},
-            Finding(
-                "c.kv_role",
-                "found 'both'",
-                "'kv_producer', 'kv_both' or 'kv_consumer'",
-                "use an allowed value",
-            ),
-        ),
+        ({"kv_connector": "X"}, ("kv_role", "is missing", ROLES, ADD_ROLE)),
+        ({**ENTRY, "kv_role": "both"}, ("kv_role", "found 'both'", ROLES, "use an allowed value")),
         (
             {**ENTRY, "kv_port": "a secret"},
-            Finding(
-                "c.kv_port",
-                "found a value of type str",
-                "a valid integer, unable to parse string as an integer",
-                "correct the value or remove it",
-            ),
+            ("kv_port", "found a value of type str", NO_PORT, "correct the value or remove it"),
         ),
     ],
 )
-def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: Finding) -> None:
-    assert transfer_config(entry, "c", KVTransferConfig) == (None, [finding])
+def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple[str, str, str, str]) -> None:
+    key, *rest = finding
+    assert transfer_config(entry, "c", KVTransferConfig) == (None, [Finding(f"c.{key}", *rest)])
 
 
 @pytest.mark.parametrize(
@@ -121,16 +105,19 @@ def test_children_keep_a_name_where_nothing_else_is_right() -> None:
     assert [finding.path.rpartition(".")[2] for finding in found] == ["connectors[1]", "kv_connector", "kvobs"]
 
 
-@pytest.mark.parametrize(("isolate", "policy", "count"), [((), "fail", 0), (["a"], "recompute", 0), (["a"], "fail", 1)])
-def test_best_effort_children_need_recomputation(isolate: list[str], policy: str, count: int) -> None:
-    assert len(isolation_mistakes(isolate, policy)) == count
+@pytest.mark.parametrize(("policy", "count"), [("recompute", 0), ("fail", 1), (None, 1)])
+def test_best_effort_children_need_recomputation(policy: str | None, count: int) -> None:
+    for isolate in ([], ["ExampleConnector"]):
+        checked = validate({"connectors": [ENTRY], "kvobs": {"isolate": isolate}}, policy, TransferConfig)
+        assert [mistake.path for mistake in checked.mistakes] == ["kv_load_failure_policy"] * (count and len(isolate))
 
 
-@pytest.mark.parametrize(
-    ("own", "effective", "count"), [(None, "fail", 0), ("fail", "fail", 0), ("recompute", "fail", 1)]
-)
-def test_a_childs_policy_that_differs_is_a_warning(own: str | None, effective: str, count: int) -> None:
-    assert len(ignored_policy(own, effective, "c")) == count
+@pytest.mark.parametrize("policy", ["recompute", "fail", None])
+@pytest.mark.parametrize("own", ["recompute", "fail", None])
+def test_a_childs_policy_that_differs_is_a_warning(own: str | None, policy: str | None) -> None:
+    checked = validate({"connectors": [{**ENTRY, "kv_load_failure_policy": own}]}, policy, TransferConfig)
+    is_ignored = own is not None and own != (policy or "fail")
+    assert [warning.path for warning in checked.warnings] == [f"{CONNECTORS}[0].kv_load_failure_policy"] * is_ignored
 
 
 @pytest.mark.parametrize(("needs", "count"), [({}, 0), ({"a": "HND", "b": None}, 0), ({"a": "HND", "b": "NHD"}, 1)])

@@ -13,7 +13,7 @@ from kvobs import connector as connector_module
 from kvobs.export.destinations import Setup, findings, lost, metrics_go_to, spans_go_to
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
-from kvobs.telemetry.payload.hello import Engine
+from kvobs.telemetry.payload.wire import EngineInfo
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables
@@ -121,7 +121,7 @@ class Scheduler:
     """Builds the connector as vLLM's scheduler does, and notes the exporters that it would feed."""
 
     def __init__(self, patch: pytest.MonkeyPatch, log_stats: bool, kvobs_options: dict[str, Any] | None = None) -> None:
-        self.fed: list[Engine] = []
+        self.fed: list[EngineInfo] = []
         patch.setattr(connector_module, "Feed", self.fed.append)  # no process of its own
         config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], kvobs_options))
         config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3

@@ -22,9 +22,9 @@ from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
 from kvobs.export.feed import CurrentCall, Feed, current_call
 from kvobs.schema.signals import LOOKUPS, place, slot
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import Rig, Script
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import CONNECTORS, engine
@@ -38,7 +38,7 @@ WAIT_S = 30.0
 
 
 def payload(n: int = 1, spans: int = 0) -> KvobsStats:
-    return KvobsStats.of(CHILDREN, Taken({HIT: n}, [], {}, [[record()] for _ in range(spans)]))
+    return KvobsStats.of(CHILDREN, Increments({HIT: n}, [], {}, [[record()] for _ in range(spans)]))
 
 
 def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
@@ -198,10 +198,10 @@ def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
 
 ENGINE = """
 import os, time
-from kvobs.export.feed import CurrentCall, Feed, current_call
-from kvobs.telemetry.payload.payload import KvobsStats
+from kvobs.export.feed import Feed
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import Rig, Script
 from tests.support.payloads import engine
 from tests.unit.export.test_feed import payload

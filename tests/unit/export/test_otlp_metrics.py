@@ -21,7 +21,7 @@ from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_me
 from kvobs.export.totals import Totals
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import engine, numbers
 
@@ -78,7 +78,7 @@ def scraped(totals: Totals) -> Sent:
 
 @given(st.lists(numbers(), max_size=3))
 @settings(max_examples=50, deadline=None)
-def test_totals_are_those_of_a_scrape(parts: list[Taken]) -> None:
+def test_totals_are_those_of_a_scrape(parts: list[Increments]) -> None:
     totals, kept = Totals(engine()), Kept()
     pushing = push(totals, kept)
     for part in parts:
@@ -89,10 +89,10 @@ def test_totals_are_those_of_a_scrape(parts: list[Taken]) -> None:
 
 @given(st.lists(st.tuples(numbers(), st.booleans()), max_size=4))
 @settings(max_examples=50, deadline=None)
-def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Taken, bool]]) -> None:
+def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Increments, bool]]) -> None:
     totals, kept = Totals(engine()), Kept(DELTA)
     pushing = push(totals, kept)
-    for part, takes in [*parts, (Taken({}, [], {}), True)]:
+    for part, takes in [*parts, (Increments({}, [], {}), True)]:
         totals.add(part)
         kept.takes = takes
         pushing.send()
@@ -111,7 +111,7 @@ def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tupl
 def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     totals, kept = Totals(engine()), Kept()
     first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(Taken({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
+    totals.add(Increments({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
     push(totals, kept).send()
     (resource,) = kept.sent[0].resource_metrics
     (scope,) = resource.scope_metrics
@@ -134,7 +134,7 @@ def test_a_metric_without_a_value_is_not_sent() -> None:
     totals, kept = Totals(engine()), Kept()
     oldest = slot(signals.OLDEST_IN_FLIGHT, "load")
     for began_ns, is_sent in ((0, False), (10**18, True), (0, False)):
-        totals.add(Taken({}, [], {place(0, oldest): began_ns}))
+        totals.add(Increments({}, [], {place(0, oldest): began_ns}))
         push(totals, kept).send()
         metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
         assert all(metric.data.data_points for metric in metrics)
@@ -144,9 +144,9 @@ def test_a_metric_without_a_value_is_not_sent() -> None:
 def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
     totals, kept = Totals(engine()), Kept(DELTA)
     pushing = push(totals, kept)
-    totals.add(Taken({HIT: 100}, [], {}))
+    totals.add(Increments({HIT: 100}, [], {}))
     pushing.take_as_sent()
-    totals.add(Taken({HIT: 2}, [], {}))
+    totals.add(Increments({HIT: 2}, [], {}))
     pushing.send()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [2]
 
@@ -157,7 +157,7 @@ def test_an_exemplar_is_sent_once_where_differences_are() -> None:
     first = place(0, slot(LOAD_DURATION, "async"))
     one = record(observed_ns=2_000_000, attributes={spans.CONNECTOR: "one", spans.MODE: "async"})
     for is_marked in (True, False):
-        totals.add(Taken({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
+        totals.add(Increments({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
         if is_marked:
             totals.mark(one, 5.0)
         pushing.send()
@@ -175,7 +175,7 @@ def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     totals, kept = Totals(engine()), Kept()
     pushing = push(totals, kept)
     pushing.start()
-    totals.add(Taken({HIT: 3}, [], {}))
+    totals.add(Increments({HIT: 3}, [], {}))
     pushing.close()
     assert kept.is_shut.is_set()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]

@@ -28,8 +28,8 @@ from kvobs.schema.signals import (
     slot,
 )
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.taken import Taken, nothing
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import record
 from tests.support.payloads import CONNECTORS, engine, numbers
 
@@ -47,7 +47,7 @@ def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
     return found[0] if found else None
 
 
-def added(parts: Iterable[Taken]) -> Totals:
+def added(parts: Iterable[Increments]) -> Totals:
     totals = Totals(engine())
     for part in parts:
         totals.add(part)
@@ -55,7 +55,7 @@ def added(parts: Iterable[Taken]) -> Totals:
 
 
 @given(st.lists(numbers(), max_size=4), st.randoms(use_true_random=False))
-def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken], random: object) -> None:
+def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Increments], random: object) -> None:
     parts = [part._replace(gauges={}) for part in parts]
     shuffled = list(parts)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Taken]
 
 def test_each_metric_has_its_labels_and_its_place() -> None:
     totals = added(
-        [Taken({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
+        [Increments({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
     )
     assert value(totals, signals.LOOKUPS, "one", "hit") == 2
     assert value(totals, signals.LOOKUPS, "two", "hit") == 3
@@ -100,18 +100,20 @@ ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
     ids=str,
 )
 def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
-    totals = added([Taken({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
+    totals = added([Increments({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
     before = list(totals.series())
-    right = Taken({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
+    right = Increments({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
     counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
     with pytest.raises(ValueError, match="of no connector of one, two|gauge|negative|no series has the row"):
-        totals.add(Taken(counts, [*right.opened, *wrong.get("opened", [])], gauges))
+        totals.add(Increments(counts, [*right.opened, *wrong.get("opened", [])], gauges))
     assert list(totals.series()) == before
 
 
 def test_open_series_are_limited() -> None:
     rows = [["kvobs_call_errors_total", 0, "save_kv_layer", f"E{i}", 1] for i in range(SERIES_AT_MOST + 9)]
-    totals = added([Taken({}, rows, {}), Taken({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})])
+    totals = added(
+        [Increments({}, rows, {}), Increments({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})]
+    )
     found = points(totals, signals.CALL_ERRORS)
     assert len(found) == SERIES_AT_MOST + 2
     assert value(totals, signals.CALL_ERRORS, "one", "_OTHER", "_OTHER") == 9
@@ -122,11 +124,11 @@ def test_open_series_are_limited() -> None:
 def test_a_gauge_has_its_last_value_and_no_transfer_is_no_time() -> None:
     load, oldest = slot(signals.IN_FLIGHT, "load"), slot(signals.OLDEST_IN_FLIGHT, "load")
     totals = added(
-        [Taken({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Taken({}, [], {place(0, load): 1})]
+        [Increments({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Increments({}, [], {place(0, load): 1})]
     )
     assert value(totals, signals.IN_FLIGHT, "one", "load") == 1
     assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == 5
-    totals.add(Taken({}, [], {place(0, oldest): 0}))
+    totals.add(Increments({}, [], {place(0, oldest): 0}))
     assert math.isnan(value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") or 0.0)
 
 
@@ -141,7 +143,7 @@ def test_a_span_marks_the_bucket_of_its_duration() -> None:
     assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
     first = place(0, slot(signals.LOAD_DURATION, "async"))
     bucket = signals.LOAD_DURATION.bucket(TWO_MS)
-    totals.add(Taken({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
+    totals.add(Increments({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
     (point,) = points(totals, signals.LOAD_DURATION)
     assert dict(point.marks) == {bucket: (TWO_MS * 1e-9, 12.0, load.trace_id, load.span_id)}
     assert point.value == TWO_MS * 1e-9
@@ -165,7 +167,7 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
     totals = Totals(engine())
     totals.set_own(signals.ENGINE_UP, 1)
     assert value(totals, signals.ENGINE_UP) == 1
-    totals.add(nothing())
+    totals.add(Increments.none())
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
 
 
@@ -209,14 +211,14 @@ def samples(totals: Totals) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
 
 @given(st.lists(numbers(), max_size=4), st.integers(1, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Taken], times: int) -> None:
+def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Increments], times: int) -> None:
     """Two ranks' payloads, merged; by msgpack, as to an API server; and, added up, by a line to an exporter."""
-    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), nothing()
+    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), Increments.none()
     for part in parts:
         many = part._replace(counts={slot: n * times for slot, n in part.counts.items()})
         merged = KvobsStats.of(children, many).aggregate(KvobsStats.of(children, part._replace(gauges={})))
         arrived = KvobsStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
-        sent.add(arrived.taken())
+        sent.add(arrived.increments())
         expected.add(many)
         expected.add(part)
     totals = Totals(engine())
@@ -225,14 +227,16 @@ def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Taken], tim
     assert samples(totals) == pytest.approx(samples(expected), rel=0, nan_ok=True)
 
 
-def sum_of(parts: list[Taken], times: int) -> dict[int, int]:
+def sum_of(parts: list[Increments], times: int) -> dict[int, int]:
     return {slot: sum(part.counts.get(slot, 0) for part in parts) * times for part in parts for slot in part.counts}
 
 
 def loaded() -> Totals:
     totals = Totals(engine())
     first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(Taken({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {}))
+    totals.add(
+        Increments({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {})
+    )
     attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
     totals.mark(record(name="kv.load", observed_ns=2_000_000, attributes=attributes), 5.0)
     return totals
@@ -263,7 +267,7 @@ def test_scrapes_at_the_same_time_get_the_same_text() -> None:
     now, totals = 0.0, loaded()
     page = exposition(totals, lambda: now)
     before = page.text("")
-    totals.add(Taken({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
+    totals.add(Increments({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
     assert page.text("") == before
     assert page.text(OPENMETRICS) != before
     now += FRESH_S

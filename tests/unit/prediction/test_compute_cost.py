@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvobs.prediction.compute_cost import ComputeCost, Errors
+from kvobs.prediction.compute_cost import ComputeCost, Errors, StepTimes
 
 BUDGET = 2048
 
@@ -112,14 +112,6 @@ def test_prefills_are_predicted_within_5_percent_after_500_steps_and_after_a_cha
     assert rig.error < 0.05
 
 
-def test_an_engine_that_only_prefills() -> None:
-    """As the prefill side of a disaggregated deployment: the fixed cost shows there too."""
-    rig = Rig(GPU, 1, decodes=0)
-    rig.step(800)
-    assert not rig.estimate._decode.is_ready
-    assert rig.error < 0.05
-
-
 def test_an_engine_that_only_decodes_knows_no_prefill() -> None:
     estimate = ComputeCost(BUDGET)
     for _ in range(100):
@@ -135,12 +127,6 @@ def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
         estimate.observe(0.01 + tokens * 1e-5, tokens, tokens * tokens // 2, 0, 0)
     assert estimate.predict(200) is not None
     assert estimate.predict(1900) is None
-
-
-def test_a_step_of_a_full_budget_is_enough_to_predict_several() -> None:
-    rig = Rig(CPU, 2)
-    rig.step(500)
-    assert rig.estimate.predict(50_000) == pytest.approx(rig.truth(50_000, 0), rel=0.1)
 
 
 def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
@@ -247,3 +233,31 @@ def test_a_lull_ends_the_crowding() -> None:
     for prefills in [4] * 50 + [1] * 60:
         estimate.observe(0.05 * prefills, 100 * prefills, 5050 * prefills, 0, 0, prefills=prefills)
     assert estimate.crowding == pytest.approx(1, abs=0.1)
+
+
+ONE, TWO, THREE = (1, 1, 0, 0, 1), (2, 3, 0, 0, 1), (0, 0, 3, 30, 0)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "events", "ends"),
+    [
+        (1, [(100, ONE), 130, (1000, TWO), 1005], [(30, ONE), (5, TWO)]),
+        (2, [(100, ONE), (101, TWO), 130, (131, THREE), 140, 155], [(30, ONE), (10, TWO), (15, THREE)]),
+        (2, [(100, None), (101, ONE), 130, 140], [None, (10, ONE)]),
+        (1, [1, (5, ONE), 7], [None, (2, ONE)]),
+        (1, [(100, ONE), (200, TWO), 210, 220], [(10, TWO), None]),
+    ],
+    ids=["after a pause", "scheduled ahead", "nothing to learn", "an output without a step", "a lost output"],
+)
+def test_a_step_lasts_from_its_scheduling_or_from_the_output_before_to_its_output(
+    in_flight: int, events: list[Any], ends: list[Any]
+) -> None:
+    """A pair is a step that is scheduled, a number the time of an output."""
+    times, found = StepTimes(in_flight), []
+    for event in events:
+        if isinstance(event, int):
+            found.append(times.end(event))
+        else:
+            times.steps.append(event)
+    assert found == ends
+    assert len(times) == 0

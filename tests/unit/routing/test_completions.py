@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -9,9 +10,10 @@ from typing import Any, TypeAlias
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvobs.routing.completions import Completions
+from kvobs.routing.completions import Completions, released_set
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.scheduler_life import Life, actions
@@ -131,3 +133,41 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
             patch.setattr("kvobs.testing.rig.pickle", SimpleNamespace(dumps=lambda sent: sent, loads=lambda sent: sent))
         stock, ours = (freed(router, plan, promises, is_aggregated=is_aggregated) for router in ("stock", "kvobs"))
     assert ours == stock
+
+
+# The order of releases: sets are made as pickle and vLLM's aggregator make them
+
+requests = st.lists(st.sampled_from([f"r{i}" for i in range(30)]), unique=True)
+
+
+def made_by_worker(saved: list[str]) -> set[str]:
+    made: set[str] = set()
+    for request in saved:
+        made.add(request)
+    return made
+
+
+def output(saved: list[str]) -> ModelRunnerOutput:
+    sent: KVConnectorOutput = pickle.loads(pickle.dumps(KVConnectorOutput(finished_sending=made_by_worker(saved))))
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=sent)
+
+
+@given(st.lists(requests, min_size=1, max_size=3))
+def test_the_order_is_that_of_vllms_aggregator(by_rank: list[list[str]]) -> None:
+    combined = KVOutputAggregator(len(by_rank)).aggregate([output(saved) for saved in by_rank])
+    assert combined is not None
+    assert combined.kv_connector_output is not None
+    expected = list(combined.kv_connector_output.finished_sending or ())
+    ended = sorted(set(by_rank[0]).intersection(*by_rank[1:]))
+    assert list(released_set(ended, by_rank, is_aggregated=True)) == expected
+
+
+@given(requests)
+def test_without_an_aggregator_it_is_the_workers(saved: list[str]) -> None:
+    assert list(released_set(saved, [saved], is_aggregated=False)) == list(made_by_worker(saved))
+
+
+@given(requests, requests)
+def test_a_save_that_no_rank_has_reported_is_released_too(ended: list[str], reported: list[str]) -> None:
+    """A connector may be given up, or has reported before its promise."""
+    assert released_set(ended, [reported], is_aggregated=True) == set(ended)

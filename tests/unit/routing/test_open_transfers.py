@@ -6,9 +6,8 @@ import pytest
 
 from kvobs.routing.open_transfers import OpenTransfers
 from kvobs.schema import signals
-from kvobs.state.in_progress import InProgress
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, Stuck
+from kvobs.state.transfers import InProgress, Report, ReportKind, Stuck
 from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 RANKS = 2

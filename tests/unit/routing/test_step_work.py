@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.prediction.step_times import Work
+from kvobs.prediction.compute_cost import Work
 from kvobs.routing import gains
 from kvobs.routing.step_work import work_of
 from kvobs.testing import BLOCK, Rig, Script

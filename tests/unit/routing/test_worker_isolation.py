@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.children.child import Child
+from kvobs.children.child import Child, Unbuilt
 from kvobs.children.gate import AT_ANY_TIME, Gate
-from kvobs.children.unbuilt import Unbuilt
 from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.quarantine import FOR_GOOD, IsolationState

@@ -8,12 +8,14 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind
+from kvobs.state.transfers import Report, ReportKind, Stray
 
 REQUESTS = ("r0", "r1", "r2")
 CHILDREN = (0, 1)
 RANKS = (0, 1)
 LOAD_ENDS_SAVE = (0,)  # this child does as FlexKV
+TOKENS, HELD = 16, 24
+LOAD_KINDS = [ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED]
 
 requests = st.sampled_from(REQUESTS)
 children = st.sampled_from(CHILDREN)
@@ -29,9 +31,11 @@ class Noted:
     """What the test itself knows of one live request: only what was said, nothing derived."""
 
     candidate: tuple[int, bool] | None = None
+    owner: int | None = None
     load: tuple[int, bool, int] | None = None  # child, is_async, ranks expected
     arrived: set[int] = field(default_factory=set)
-    failed: bool = False
+    failed: bool = False  # vLLM must be told
+    holed: bool = False  # bad blocks that vLLM knows of
     echo: str = "none"  # none, ordered, done
     saved: dict[int, set[int]] = field(default_factory=dict)
     promised: dict[int, int] = field(default_factory=dict)  # child -> ranks expected
@@ -74,7 +78,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self.ledger.propose(request, candidate)
         noted.candidate = candidate
 
-    @rule(request=requests, tokens=st.sampled_from([0, 16]), expected=st.sampled_from([1, 2]))
+    @rule(request=requests, tokens=st.sampled_from([0, TOKENS]), expected=st.sampled_from([1, 2]))
     def allocate(self, request: str, tokens: int, expected: int) -> None:
         noted = self.noted.get(request)
         if noted is None or noted.finished or noted.load is not None:
@@ -84,20 +88,24 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             child, is_async = noted.candidate
             assert load is not None
             assert (load.child, load.is_async, load.tokens) == (child, is_async, tokens)
-            noted.load, noted.arrived, noted.failed, noted.echo = (child, is_async, expected), set(), False, "none"
+            noted.load, noted.arrived, noted.owner = (child, is_async, expected), set(), child
+            noted.failed, noted.holed, noted.echo = False, False, "none"
         else:
             assert load is None
         noted.candidate = None
 
-    @rule(request=requests, child=children, rank=ranks, kind=st.sampled_from([ReportKind.RECEIVED, ReportKind.FAILED]))
+    @rule(request=requests, child=children, rank=ranks, kind=st.sampled_from(LOAD_KINDS))
     def report_load(self, request: str, child: int, rank: int, kind: ReportKind) -> None:
         noted = self.noted.get(request)
         stray = self.ledger.record(report(kind, request, child, rank))
         owns = noted is not None and noted.load is not None and noted.load[:2] == (child, True)
-        assert (stray is None) == owns
+        expected = Stray(child, "load" if kind is ReportKind.RECEIVED else "failure", request)
+        assert stray == (None if owns else expected)
         if noted is not None and owns and not noted.load_is_over() and noted.echo == "none":
-            noted.arrived.add(rank)
-            noted.failed |= kind is ReportKind.FAILED
+            noted.failed |= kind in (ReportKind.FAILED, ReportKind.SPOILED)
+            noted.holed |= kind is ReportKind.HOLED
+            if kind in (ReportKind.RECEIVED, ReportKind.FAILED):  # bad blocks are no arrival
+                noted.arrived.add(rank)
 
     @rule(request=requests, child=children, rank=ranks)
     def report_sync(self, request: str, child: int, rank: int) -> None:
@@ -111,7 +119,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         noted = self.noted.get(request)
         stray = self.ledger.record(report(ReportKind.SAVED, request, child, rank))
         if noted is None or (noted.finished and child not in noted.promised):
-            assert stray is not None
+            assert stray == Stray(child, "save", request)
         if noted is not None and (not noted.finished or child in noted.promised):
             noted.saved.setdefault(child, set()).add(rank)
 
@@ -158,7 +166,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         if noted.finished:
             return
         promises = {**dict.fromkeys(noted.tails, 2), **promises}
-        finished = self.ledger.finish(request, promises.items())
+        assert self.ledger.tails(request) == noted.tails
+        finished = self.ledger.finish(request, promises.items(), 0, HELD)
         noted.finished, noted.promised = True, promises
         noted.held = not noted.saves_are_over()
         noted.awaited = noted.held or (noted.load is not None and noted.load[1])
@@ -210,8 +219,11 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         """Close a load that is in; return whether vLLM goes on with its request."""
         noted = self.noted[request]
         assert noted.load_is_over(), "closed before its owner finished on every rank"
-        assert self.ledger.close_load(request) is not None
+        load = self.ledger.close_load(request)
+        assert load is not None
         assert noted.load is not None
+        assert load.failed >= (noted.failed or noted.holed)
+        assert load.aborted is (noted.finished and load.is_async)
         child, is_async, _ = noted.load
         noted.load, noted.load_added = None, False
         is_over = not noted.finished or child not in noted.promised or noted.save_is_over(child)
@@ -249,8 +261,27 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert len(self.ledger) == 0
 
     @invariant()
-    def keeps_only_live_requests(self) -> None:
+    def knows_the_choice_and_the_saves_of_live_requests_only(self) -> None:
         assert set(self.ledger) <= set(self.noted)
+        for request, noted in self.noted.items():
+            if request in self.ledger:
+                choice = noted.owner if noted.candidate is None or noted.finished else noted.candidate[0]
+                assert (self.ledger.choice(request), self.ledger.owner(request)) == (choice, noted.owner)
+            if request in self.ledger and noted.finished:
+                for rank in RANKS:
+                    saved = [rank in noted.saved.get(c, ()) or noted.save_is_over(c) for c in noted.promised]
+                    assert self.ledger.is_saved_on(rank, request) is all(saved)
+
+    @invariant()
+    def knows_what_each_child_has_open(self) -> None:
+        for child in CHILDREN:
+            loads, saves = self.ledger.in_flight(child)
+            open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == child]
+            assert sorted(loads.begun_before(0)) == sorted(open_loads)
+            assert loads.tokens == TOKENS * len(open_loads)
+            open_saves = [r for r, noted in self.noted.items() if child in noted.promised and child not in noted.done]
+            assert sorted(saves.begun_before(0)) == sorted(open_saves)
+            assert saves.tokens == HELD * len(open_saves)
 
     @invariant()
     def knows_what_some_ranks_have_reported_and_others_not(self) -> None:

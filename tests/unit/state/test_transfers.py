@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import IncompleteTransfers, Load, Report, ReportKind, Save, Slowest, Stuck
+from kvobs.state.transfers import IncompleteTransfers, InProgress, Load, Report, ReportKind, Save, Slowest, Stuck
 from tests.support.reports import took
 
 
@@ -118,38 +118,28 @@ def test_a_load_fails_if_it_does_on_any_rank(failed_on: set[int], aborted: bool,
     assert ended.outcome == outcome
 
 
-@pytest.mark.parametrize(
-    ("done", "arrived", "is_abandoned", "is_over"),
-    [
-        (False, (), False, False),
-        (False, (0,), False, False),
-        (False, (0, 1), False, True),
-        (False, (0, 1, 2), False, True),
-        (True, (), False, True),
-        (False, (), True, True),
-    ],
+REQUESTS = st.sampled_from("abcd")
+EVENTS = st.one_of(
+    st.tuples(st.just("begin"), REQUESTS, st.integers(0, 3)), st.tuples(st.just("end"), REQUESTS, st.just(0))
 )
-def test_a_save_is_over_when_no_report_is_waited_for(
-    done: bool, arrived: tuple[int, ...], is_abandoned: bool, is_over: bool
-) -> None:
-    save = Save(True, done, expected=2, arrived=dict.fromkeys(arrived, 1), is_abandoned=is_abandoned)
-    assert save.is_over is is_over
-    assert save.is_in is (len(arrived) >= 2)
-    assert save.outcome == ("abandoned" if is_abandoned else "ok")
 
 
-def test_transfers_and_reports_begin_with_nothing_known() -> None:
-    """Nothing is promised, reported, failed or measured; a save waits for one rank at least."""
-    load, save = Load(1, 16, True, 2), Save()
-    assert (load.opened_ns, load.blocks, load.size, load.arrived, load.lost_tokens, load.ranks) == (
-        0,
-        (),
-        0,
-        {},
-        None,
-        {},
-    )
-    assert (load.failed_on, load.needs_echo, load.aborted) == (set(), False, False)
-    assert (save.promised, save.done, save.expected, save.promised_ns) == (False, False, 1, 0)
-    assert (save.arrived, save.ranks, save.is_abandoned, save.is_given_up) == ({}, {}, False, False)
-    assert Report(3, ReportKind.SAVED, "r", 1, 7) == (3, ReportKind.SAVED, "r", 1, 7, 0, 0)
+@given(st.lists(EVENTS, max_size=30))
+def test_it_holds_what_has_begun_and_not_ended(events: list[tuple[str, str, int]]) -> None:
+    live: list[tuple[str, int, int]] = []
+    in_progress = InProgress()
+    for now_ns, (what, request, tokens) in enumerate(events, 1):
+        is_in = request in [each[0] for each in live]
+        assert (request in in_progress) is is_in
+        if what == "end":
+            in_progress.end(request)
+            live = [each for each in live if each[0] != request]
+        else:
+            in_progress.begin(request, now_ns, tokens)
+            if not is_in:
+                live.append((request, now_ns, tokens))
+        assert len(in_progress) == len(live)
+        assert in_progress.tokens == sum(held for _, _, held in live)
+        assert in_progress.oldest_ns == (live[0][1] if live else 0)
+        half = now_ns // 2
+        assert list(in_progress.begun_before(half)) == [each[0] for each in live if each[1] <= half]

@@ -18,7 +18,7 @@ from kvobs.cli.top.scrapes import READ, Scrape, parse
 from kvobs.cli.top.screen import picture
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
-from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.payload.wire import Increments
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
 
@@ -92,7 +92,7 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     before = engines.scrape(at_s=0)
     for engine in (0, 1):
         spent = {slot(signals.SELF_SECONDS, where): ms * MS for where, ms in (("apply", 30), ("cut", 10))}
-        engines.front.metrics._totals[engine].add(Taken(spent, [], {}))
+        engines.front.metrics._totals[engine].add(Increments(spent, [], {}))
     faults._counts["merge"] += 3
     engines.send(engine=1)
     server = server_row("here", before, engines.scrape(at_s=2))

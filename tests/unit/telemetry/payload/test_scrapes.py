@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
-from hypothesis import given
+import math
+from itertools import accumulate
 
-from kvobs.telemetry.payload.scrapes import Numbers, Series, Values, by_owner, change, has_restarted
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given
+
+from kvobs.schema.signals import LOAD_DURATION
+from kvobs.telemetry.payload.scrapes import (
+    Numbers,
+    Series,
+    Values,
+    bucket_of,
+    by_owner,
+    change,
+    has_restarted,
+    quantile,
+)
 
 NAMES = (
     "kvobs_lookups_total",
@@ -74,3 +89,35 @@ def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
 def test_series_belong_to_the_engine_and_the_connector_of_their_labels_or_to_none() -> None:
     values: Values = {("up", frozenset()): 1, ("up", frozenset({("engine", "1"), ("connector", "a")})): 2}
     assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}
+
+
+# --- quantiles, which are those that Prometheus computes
+
+BOUNDS = (*LOAD_DURATION.buckets, math.inf)
+COUNTS = st.lists(st.integers(0, 50), min_size=len(BOUNDS), max_size=len(BOUNDS))
+
+
+@given(COUNTS, st.floats(0, 1))
+def test_a_quantile_is_linear_between_the_bounds(counts: list[int], q: float) -> None:
+    cumulative = [float(n) for n in accumulate(counts)]
+    rank = q * cumulative[-1]
+    assume(rank not in (0, *cumulative))  # else there may be two bounds to choose from
+    assert quantile(dict(zip(BOUNDS, cumulative, strict=True)), q) == pytest.approx(
+        np.interp(rank, [0, *cumulative[:-1]], [0, *BOUNDS[:-1]])
+    )
+
+
+@pytest.mark.parametrize("buckets", [{}, {1.0: 0.0, math.inf: 0.0}, {1.0: 3.0}, {math.inf: 3.0}])
+def test_without_observations_or_bounds_there_is_no_quantile(buckets: dict[float, float]) -> None:
+    assert quantile(buckets, 0.5) is None
+
+
+def test_a_scrape_in_the_middle_of_an_update_still_has_quantiles() -> None:
+    assert quantile({1.0: 5.0, 2.0: 4.0, math.inf: 4.0}, 0.5) == 0.5
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 100))
+def test_the_bucket_of_a_quantile_is_that_of_the_observation(counts: list[int], percent: int) -> None:
+    observed = [bucket for bucket, n in enumerate(counts) for _ in range(n)]
+    expected = observed[math.ceil(percent / 100 * len(observed)) - 1] if observed else None
+    assert bucket_of(list(accumulate(counts)), percent / 100) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import given
 from kvobs.schema import signals
 from kvobs.schema.spans import Record
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.recording.taken import Taken, nothing
+from kvobs.telemetry.payload.wire import PROTOCOL, EngineInfo, Increments
 from tests.support.contexts import record
-from tests.support.payloads import numbers
+from tests.support.payloads import engine, numbers
 
 
 @given(numbers())
-def test_numbers_are_the_same_after_a_line(taken: Taken) -> None:
+def test_numbers_are_the_same_after_a_line(taken: Increments) -> None:
     line = wire.to_line(wire.message(taken))
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
@@ -27,7 +28,7 @@ def test_numbers_are_the_same_after_a_line(taken: Taken) -> None:
 
 def test_span_records_are_the_same_after_a_line() -> None:
     group = [record(), record(attributes={"kv_transfer.connector": "one", "n": 1, "x": 0.5})]
-    (read,) = wire.spans(wire.from_line(wire.to_line(wire.message(nothing()._replace(spans=[group])))))
+    (read,) = wire.spans(wire.from_line(wire.to_line(wire.message(Increments.none()._replace(spans=[group])))))
     assert [tuple(row) for row in read] == [(*one[:-1], list(one.links)) for one in group]
     assert all(Record.read(row) is not None for row in read)
 
@@ -44,14 +45,8 @@ def test_malformed_gauges_are_a_value_error(gauges: Any) -> None:
         wire.from_line(json.dumps({"gauges": gauges}).encode())
 
 
-def test_another_version_has_no_numbers() -> None:
-    other = wire.message(Taken({1: 1}, [], {}, [[record()]]))
-    assert wire.read({**other, "v": wire.VERSION + 1}) == nothing()
-    assert wire.spans({**other, "table": 0}) == []
-
-
 def sent(**parts: Any) -> dict[str, Any]:
-    return {**wire.message(nothing()), **parts}
+    return {**wire.message(Increments.none()), **parts}
 
 
 REFUSED = None
@@ -161,11 +156,6 @@ def test_counts_are_packed_by_gaps_that_add_up_to_0_and_no_number_is_too_large_f
     assert wire.packed(large) == [1, 7, wire.SLOTS + 1, 1, wire.SLOTS - 1, 5, -2 * wire.SLOTS - 1, 0]
 
 
-def test_a_payload_of_nothing_is_empty() -> None:
-    assert wire.message(nothing()).items() >= wire.empty().items()
-    assert wire.empty() == {"counts": [], "opened": [], "gauges": {}, "spans": []}
-
-
 def test_a_gauge_is_in_its_unit_and_a_time_that_is_not_set_is_no_number() -> None:
     assert wire.gauge_value(signals.OLDEST_IN_FLIGHT, 1_500_000_000) == 1.5
     assert math.isnan(wire.gauge_value(signals.OLDEST_IN_FLIGHT, 0))
@@ -179,3 +169,40 @@ def test_a_line_is_short_and_ascii_whatever_is_in_it() -> None:
     assert wire.to_line({"gauges": {5: 6}}) == b'{"gauges":[[5,6]]}\n'
     assert wire.from_line(b'{"gauges":[[5,6]],"a":1}') == {"gauges": {5: 6}, "a": 1}
     assert wire.from_line(b'{"a":1}') == {"a": 1}
+
+
+# --- an engine's first message
+
+
+def test_a_first_message_is_read_as_it_was_written() -> None:
+    one = engine(port=9464, index=3, has_spans=True, endpoint="http://x:4317", otlp_metrics=True, linger_s=1.5)
+    assert EngineInfo.read(wire.from_line(wire.to_line(one.message()))) == one
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hello": PROTOCOL + 1}, f"version {PROTOCOL + 1}, allowed: {PROTOCOL}"),
+        ({"hello": None}, "version None"),
+        ({"connectors": [{"name": "x"}]}, "can't be read"),
+        ({"connectors": 1}, "can't be read"),
+        ({"unknown": 1}, "can't be read"),
+    ],
+)
+def test_another_message_is_refused(change: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        EngineInfo.read({**engine().message(), **change})
+    with pytest.raises(ValueError, match="version None"):
+        EngineInfo.read({"v": 3})
+
+
+# --- increments
+
+
+def test_increments_of_any_size_are_added_and_what_is_added_stays_as_it_is() -> None:
+    mine, more = Increments.none(), Increments({1: 10**30, 2: 1}, [["s", 0, 10**30]], {5: 6})
+    for _ in range(3):
+        mine.add(more)
+        mine.add(Increments({1: 1}, [], {5: 7, 8: 9}))
+    assert mine == Increments({1: 3 * 10**30 + 3, 2: 3}, [["s", 0, 3 * 10**30]], {5: 7, 8: 9})
+    assert more == Increments({1: 10**30, 2: 1}, [["s", 0, 10**30]], {5: 6})

@@ -11,8 +11,7 @@ import pytest
 from kvobs import faults
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
-from kvobs.telemetry.recording.call_event import CallEvent
-from kvobs.telemetry.recording.call_spans import LINKS_AT_MOST, CallSpans, Place, Step
+from kvobs.telemetry.recording.call_spans import LINKS_AT_MOST, CallEvent, CallSpans, Parent, StepTraces
 from kvobs.telemetry.recording.journal import AT_MOST, Journal
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.trace_context import TraceContext, new_span_id, new_trace_id
@@ -150,7 +149,7 @@ def test_calls_that_are_noted_later_belong_to_the_step_they_name() -> None:
     then, load, now = context(), context(), context()
     calls = Calls(traces_all=True)
     calls.spans.join_step(now, {})
-    subject = Step(then, {0: [load]})
+    subject = StepTraces(then, {0: [load]})
     assert calls.one("save_kv_layer", subject=subject).trace_id == then.trace_id
     assert calls.one("wait_for_layer_load", subject=subject).parent_id == load.span_id
     assert calls.one("save_kv_layer", subject=None).trace_id == now.trace_id
@@ -161,9 +160,9 @@ def test_calls_that_are_noted_later_belong_to_the_step_they_name() -> None:
 def test_a_schedulers_call_about_a_request_is_where_the_request_says(hook: str) -> None:
     asked: list[CallEvent] = []
 
-    def place(noticed: CallEvent) -> Place:
+    def place(noticed: CallEvent) -> Parent:
         asked.append(noticed)
-        return Place(UNSAMPLED.trace_id, UNSAMPLED.span_id, False, {"kv_transfer.request.id": "r"})
+        return UNSAMPLED, {"kv_transfer.request.id": "r"}
 
     calls = Calls(traces_all=True, of_request=place)
     mine = request()

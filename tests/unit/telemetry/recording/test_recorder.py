@@ -26,7 +26,7 @@ from kvobs.schema.signals import (
     slot,
 )
 from kvobs.telemetry.recording import recorder
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import ERROR_TYPES_AT_MOST, SUM, Recorder, cost_of_recording, wall_ns
 from tests.support.contexts import record
@@ -90,16 +90,6 @@ def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException
     assert mine.take().opened == []
 
 
-def test_classes_of_errors_without_end_are_counted_under_one_name() -> None:
-    mine = Recorder(1)
-    for i in range(ERROR_TYPES_AT_MOST + 5):
-        mine.failed(0, HOOK, 0, 1, type(f"Error{i}", (Exception,), {})())
-    mine.failed(0, HOOK, 0, 1, type("E" * 1000, (Exception,), {})())
-    opened = mine.take().opened
-    assert len(opened) == ERROR_TYPES_AT_MOST + 1
-    assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_VALUE, 6]
-
-
 def test_a_slow_call_is_counted_and_the_first_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,19 +103,6 @@ def test_a_slow_call_is_counted_and_the_first_is_logged(
         "connector 'disk': wait_for_save took 50 ms, more than slow_call_ms (50). Further slow calls are only counted "
         "(kvobs_slow_calls_total)"
     ]
-
-
-def test_hooks_called_once_or_on_demand_share_a_label_and_are_never_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Recorder(1, slow_ns=1)
-    for hook in ("register_kv_caches", "reset_cache"):
-        Clock(monkeypatch, 0, 10**10)
-        mine.timed(0, hook, lambda: None)()
-    assert series(mine.take().counts) == {
-        (0, CALL_DURATION.name, ("other",)): {
-            len(CALL_DURATION.bounds): 2,
-            len(CALL_DURATION.bounds) + 1: 2 * 10**10,
-        }
-    }
 
 
 def test_two_threads_lose_nothing() -> None:
@@ -287,12 +264,10 @@ class Noting:
 
     def __init__(self, traces_all: bool = False) -> None:
         self.traces_all = traces_all
-        self.noticed: list[CallEvent] = []
+        self.events: list[CallEvent] = []
 
-    def note(self, noticed: CallEvent) -> None:
-        self.noticed.append(noticed)
-
-    def join_step(self, trace: Any, loads: Any) -> None: ...
+    def note(self, event: CallEvent) -> None:
+        self.events.append(event)
 
 
 @given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
@@ -301,7 +276,7 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
         if fails:
             raise LookupError(subject)
 
-    tracer = Noting(traces_all)
+    tracer: Any = Noting(traces_all)
     mine = Recorder(2, slow_ns, tracer=tracer)
     call = mine.timed(1, HOOK, child)
     with pytest.MonkeyPatch.context() as patch:
@@ -311,28 +286,22 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
     is_slow = spent > slow_ns
     error = "LookupError" if fails else ""
     expected = CallEvent(1, HOOK, 1000 + recorder.WALL_OFFSET, spent, is_slow, error, "request", {}, is_many=False)
-    assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
+    assert tracer.events == ([expected] if fails or is_slow or traces_all else [])
     slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
     assert slow == int(is_slow), "what is slow is counted whatever is traced"
 
 
-def test_without_arguments_a_call_is_about_nothing() -> None:
-    tracer = Noting(traces_all=True)
-    mine = Recorder(1, tracer=tracer)
-    mine.timed(0, HOOK, lambda: None)()
-    with pytest.raises(TypeError):
-        mine.timed(0, HOOK, {}.__getitem__)()
-    assert [noticed.subject for noticed in tracer.noticed] == [None, None]
-
-
-def test_classes_of_errors_without_end_reach_the_tracer_under_one_name_too() -> None:
-    tracer = Noting()
+def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer() -> None:
+    tracer: Any = Noting()
     mine = Recorder(1, tracer=tracer)
     for i in range(ERROR_TYPES_AT_MOST + 5):
         mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
-    kinds = [noticed.error for noticed in tracer.noticed]
+    kinds = [event.error for event in tracer.events]
     assert len(set(kinds)) == ERROR_TYPES_AT_MOST + 1
     assert (kinds[-1], max(map(len, kinds))) == (OTHER_VALUE, 64)
+    opened = mine.take().opened
+    assert [row[3] for row in opened] == list(dict.fromkeys(kinds))
+    assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_VALUE, 5]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +310,7 @@ def test_classes_of_errors_without_end_reach_the_tracer_under_one_name_too() -> 
 def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
     hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracer = Noting()
+    tracer: Any = Noting()
     mine = Recorder(1, 100, ("disk",), tracer=tracer)
     assert mine.slow_ns(hook) == limit
     call = mine.timed(0, hook, lambda: None)
@@ -349,7 +318,9 @@ def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
         Clock(monkeypatch, 0, min(ns, 2**62))
         call()
     is_ever_slow = limit < 2**62
-    assert [noticed.spent_ns for noticed in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
+    labels = {values for _, name, values in series(mine.take().counts) if name == CALL_DURATION.name}
+    assert labels == {(hook if is_ever_slow else "other",)}
+    assert [event.spent_ns for event in tracer.events] == ([limit + 1] if is_ever_slow else [])
     assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
 
 
@@ -373,7 +344,7 @@ def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted(
 @pytest.mark.usefixtures("in_production")
 def test_a_tracer_that_fails_costs_the_call_nothing() -> None:
     tracer: Any = Noting(traces_all=True)
-    del tracer.noticed
+    del tracer.events
     mine = Recorder(1, tracer=tracer)
     assert mine.timed(0, HOOK, lambda: "answer")() == "answer"
     with pytest.raises(KeyError, match="x"):

@@ -110,18 +110,6 @@ def test_after_a_rename_lines_go_to_the_new_file(start: Start, tmp_path: Path) -
     assert (numbers(old), numbers(path)) == ([0, 1], [2])
 
 
-def test_a_file_that_is_truncated_goes_on_at_its_begin(start: Start, tmp_path: Path) -> None:
-    """As logrotate does it with copytruncate."""
-    path = tmp_path / "log"
-    log = start(path)
-    put(log, 0)
-    assert eventually(lambda: numbers(path) == [0])
-    os.truncate(path, 0)
-    put(log, 1)
-    log.close()
-    assert path.read_bytes() == b'{"n": 1}\n'
-
-
 def test_without_its_folder_lines_are_lost_and_counted_until_it_is_back(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

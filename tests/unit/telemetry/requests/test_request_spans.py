@@ -11,7 +11,8 @@ from hypothesis import given
 
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save
-from kvobs.telemetry.recording.journal import AT_MOST, Group, Journal
+from kvobs.telemetry.payload.wire import Group
+from kvobs.telemetry.recording.journal import AT_MOST, Journal
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.request_spans import Opened, RequestSpans, Trace
 from kvobs.telemetry.requests.trace_context import TraceContext
@@ -243,7 +244,7 @@ def test_of_very_many_ranks_the_slowest_are_shown_in_one_group() -> None:
     assert [one.attributes["kv_transfer.rank"] for one in group[1:]] == list(range(200 - AT_MOST + 1, 200))
 
 
-times = st.integers(0, 2**62)
+times = st.integers(0, 2**60)
 
 
 @given(
@@ -269,19 +270,6 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
     assert {(one.attributes["kv_transfer.rank"], one.start_ns, one.end_ns) for one in parts} == {
         (rank, began or spent, began + spent) for rank, (began, spent, _) in ranks.items()
     }, "where its begin is unknown, its end"
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("offset_s", [-0.5, -0.05, 0.05, 600])
-def test_a_load_is_as_long_whatever_the_clock_of_a_rank(is_async: bool, offset_s: float) -> None:
-    """Its ranks' spans, too, are only elsewhere."""
-    right, wrong = load_of(is_async=is_async, ranks=2), load_of(is_async=is_async, ranks=2)
-    report, offset_ns = wrong.ranks[1], int(offset_s * 1e9)
-    wrong.ranks[1] = report._replace(time_ns=report.time_ns + offset_ns, began_ns=report.began_ns + offset_ns)
-    (head, *parts), (expected, *others) = (Writer().loaded(trace_of(), load) for load in (wrong, right))
-    assert head == expected
-    assert [one.end_ns - one.start_ns for one in parts] == [one.end_ns - one.start_ns for one in others]
-    assert [one.start_ns for one in parts] == [others[0].start_ns, others[1].start_ns + offset_ns]
 
 
 @pytest.mark.parametrize(

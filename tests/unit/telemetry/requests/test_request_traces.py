@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,7 +17,7 @@ from kvobs import faults
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Save
-from kvobs.telemetry.recording.call_event import CallEvent
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests import trace_context
@@ -45,8 +46,12 @@ class Scheduler:
         journal = Journal()
         self.recorder = Recorder(2, journal=journal)
         self.traces = Traces(
-            ["disk", "cpu"], journal, replace(TRACING, has_calls=traces_all), sampler or Sampler(roots)
+            ["disk", "cpu"], journal, replace(TRACING, has_calls=traces_all, propagates=True), sampler or Sampler(roots)
         )
+
+    def activated(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        assert self.traces.activated is not None
+        return self.traces.activated(call)
 
     def written(self) -> list[Record]:
         return written(self.recorder)
@@ -91,11 +96,6 @@ def test_a_request_joins_the_clients_trace_else_the_prefill_engines_else_begins_
     }
 
 
-def test_traces_that_begin_here_are_different_ones() -> None:
-    traces = Scheduler().traces
-    assert len({traces.of(request(str(i))).trace_id for i in range(20)}) == 20
-
-
 def test_a_trace_lasts_as_long_as_its_request() -> None:
     scheduler = Scheduler()
     mine = request("r", {"traceparent": "bad"})
@@ -125,7 +125,7 @@ def strings(value: Any) -> list[str]:
 def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     """Let a request go through all that can happen to it; return what is handed on."""
     traces, request_id = scheduler.traces, mine.request_id
-    seen = traces.activated(lambda subject: otel.get_current_span().get_span_context().is_valid)(mine)
+    seen = scheduler.activated(lambda subject: otel.get_current_span().get_span_context().is_valid)(mine)
     assert seen is True
     traces.looked_up(mine, 1, 2)
     for hook, error in ((LOOKUP, ""), (ALLOC, "OSError")):
@@ -248,20 +248,10 @@ def test_other_calls_are_the_lookups_siblings_or_below_it_where_it_is_the_root(p
     assert call.attributes["gen_ai.request.id"] == "r"
 
 
-def test_a_call_of_the_step_is_in_the_steps_trace() -> None:
-    scheduler = Scheduler(traces_all=True)
-    step = scheduler.traces.begin_step()
-    assert step is not None
-    scheduler.note("build_connector_meta", object())
-    (call,) = scheduler.written()
-    assert call.trace_id == step.trace_id
-    assert Scheduler().traces.begin_step() is None
-
-
 # --- handing on
 
 
-def test_a_load_is_opened_below_the_caller_and_its_context_has_the_traces_flag() -> None:
+def test_a_loads_context_has_the_traces_flag() -> None:
     for parent in (SAMPLED, UNSAMPLED):
         traces = Scheduler().traces
         traces.of(request("r", {"traceparent": parent.traceparent}))
@@ -269,7 +259,6 @@ def test_a_load_is_opened_below_the_caller_and_its_context_has_the_traces_flag()
         context = traces.of_load("r")
         assert context is not None
         assert context == TraceContext(parent.trace_id, context.span_id, parent.is_sampled)
-        assert context.span_id not in (parent.span_id, traces.of(request("r")).lookup_id)
 
 
 def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_handed_on() -> None:
@@ -361,24 +350,6 @@ def test_what_is_handed_on_is_a_context_also_where_the_trace_begins_here() -> No
 # --- activation
 
 
-def test_the_requests_context_is_active_in_a_call_about_it() -> None:
-    traces = Scheduler().traces
-    seen: list[Any] = []
-
-    def child(subject: Any) -> str:
-        seen.append(otel.get_current_span().get_span_context())
-        return "answer"
-
-    call = traces.activated(child)
-    for parent in (SAMPLED, UNSAMPLED):
-        assert call(request(parent.trace_id, {"traceparent": parent.traceparent})) == "answer"
-    assert [(f"{one.trace_id:032x}", f"{one.span_id:016x}", one.trace_flags.sampled) for one in seen] == [
-        SAMPLED,
-        UNSAMPLED,
-    ]
-    assert not otel.get_current_span().get_span_context().is_valid
-
-
 def test_the_context_is_made_once_a_request() -> None:
     traces, mine = Scheduler().traces, request()
     assert traces._active(mine) is traces._active(mine)
@@ -387,18 +358,12 @@ def test_the_context_is_made_once_a_request() -> None:
 # --- where nothing is traced, or kvobs fails
 
 
-@pytest.mark.parametrize("propagates", [True, False])
-def test_contexts_are_made_active_if_they_are_to_be(propagates: bool) -> None:
-    traces = Traces(["disk"], Journal(), replace(TRACING, propagates=propagates), Sampler(True))
-    assert (traces.activation is not None) is propagates
-
-
 @pytest.mark.usefixtures("in_production")
 def test_a_fault_costs_the_trace_and_nothing_else() -> None:
     scheduler = Scheduler(traces_all=True, sampler=BrokenSampler())
     traces, mine, load = scheduler.traces, request(), Load(0, 16, True, 1)
-    assert traces.activated(lambda subject: "answer")(mine) == "answer"
-    assert traces.begin_step() is None
+    assert scheduler.activated(lambda subject: "answer")(mine) == "answer"
+    assert traces.calls.begin_step() is None
     traces.looked_up(mine, 1, 2)
     scheduler.note(LOOKUP, mine, is_slow=True)
     traces.allocated("r", [], 0, None, 0)

@@ -13,9 +13,8 @@ from opentelemetry import trace
 from opentelemetry.context import attach, detach
 
 from kvobs.schema.options import Options
-from kvobs.telemetry.requests.otel_environment import DISABLED
 from kvobs.telemetry.requests.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings, Verdicts, warn_about
-from kvobs.telemetry.requests.trace_context import TraceContext, as_otel
+from kvobs.telemetry.requests.trace_context import DISABLED, TraceContext, as_otel
 from tests.support.contexts import SAMPLED, UNSAMPLED, no_otel_variables
 
 URL = "http://collector:4317"
@@ -97,13 +96,6 @@ def test_a_step_waits_for_a_synchronous_load_as_for_a_call(
     tracing = TracingSettings.of(options(**given), config_of(URL))
     assert tracing is not None
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_connectors_get_the_trace_context_only_if_so_configured(is_on: bool) -> None:
-    tracing = TracingSettings.of(options(tracing={"propagate": is_on}), config_of(URL))
-    assert tracing is not None
-    assert tracing.propagates == is_on
 
 
 # --- verdicts

@@ -1,12 +1,84 @@
-"""Numbers travel every 100 ms of work, and nothing is left behind when the engine falls idle."""
+"""The connectors' stats travel in every step, kvobs's numbers every 100 ms of work, and nothing is left behind."""
+
+from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.telemetry.payload.flush_rule import EVERY_NS, FlushRule
+from kvobs.children.child import Child
+from kvobs.children.collector import EVERY_NS, Collector, FlushRule
+from kvobs.schema import signals
+from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, PROCESS_WIDTH, slot
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.recording.recorder import Recorder
+
+HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+
+
+def numbers_of(stats: MultiKVConnectorStats) -> dict[int, int]:
+    own = stats["kvobs"]
+    assert isinstance(own, KvobsStats)
+    return own.increments().counts
+
+
+class Telling:
+    """A child's connector that has stats."""
+
+    def __init__(self, *noted: KVConnectorStats | None) -> None:
+        self.noted = list(noted)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self.noted.pop(0)
+
+
+def collector(*connectors: Any) -> tuple[Collector, Recorder]:
+    recorder = Recorder(len(connectors))
+    return Collector([Child(i, f"c{i}", c, recorder) for i, c in enumerate(connectors)], recorder), recorder
+
+
+def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
+    collects, recorder = collector(Telling(None, KVConnectorStats(data={"n": 1}), None), Telling(None, None, None))
+    recorder.count(1, slot(LOOKUPS, "hit"), 5)
+    assert collects.collect(is_due=False) is None
+    stats = collects.collect(is_due=False)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert not has_content(stats)
+    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.children.test_collector:Telling")
+    stats = collects.collect(is_due=True)
+    assert has_content(stats)
+    assert stats is not None
+    assert list(stats.data) == ["kvobs"]
+    assert numbers_of(stats)[HIT + CHILD_WIDTH] == 5
+
+
+@pytest.mark.usefixtures("in_production")
+def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects, _ = collector(Telling(KVConnectorStats(data={"n": 1}), None))
+    monkeypatch.setattr(Recorder, "take", lambda self: 1 / 0)
+    stats = collects.collect(is_due=True)
+    assert stats is not None
+    assert stats["c0"].data == {"n": 1}
+    assert numbers_of(stats) == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
+
+
+def test_a_child_without_stats_is_not_asked() -> None:
+    class Silent:
+        def get_kv_connector_stats(self) -> None:
+            return None
+
+    collects, recorder = collector(Silent())
+    assert collects.collect(is_due=False) is None
+    assert recorder._tallies == {}
+
+
+# --- in which steps
 
 
 def test_every_100_ms_of_work() -> None:

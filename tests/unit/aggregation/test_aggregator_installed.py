@@ -133,7 +133,7 @@ def test_somebody_elses_aggregator_stays_in_place(
     monkeypatch.setattr(executors, "KVOutputAggregator", Theirs)
     install()
     assert executors.KVOutputAggregator is Theirs
-    assert "has another one, tests.unit.aggregation.test_aggregation_installed" in caplog.text
+    assert "has another one, tests.unit.aggregation.test_aggregator_installed" in caplog.text
 
 
 @pytest.mark.usefixtures("_vllms_own")

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs import faults
+from kvobs.faults import contained
 from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.telemetry.recording.call_event import Tracer
 from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, Stderr
-from kvobs.telemetry.requests.request_reports import ANSWERS, Reports
+from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.timeline import flight
@@ -32,7 +31,7 @@ class Telemetry:
 
     recorder: Recorder
     journal: Journal
-    tracer: Tracer | None = None
+    tracer: CallSpans | None = None
     flight: Flight | None = None
     traces: Traces | None = None
     reports: Reports | None = None
@@ -46,56 +45,37 @@ def build(
     """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
     journal = Journal()
     recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
-    traces, tracer = _trace(names, journal, tracing, rank) if tracing is not None else (None, None)
-    recorder = Recorder(
-        len(names),
-        int(options.slow_call_ms * 1e6),
-        tuple(names),
-        journal=journal,
-        tracer=tracer,
-        flight=recording,
-    )
-    reports, log = _report(names, options, vllm_config, recorder) if rank is None else (None, None)
-    listening = (recording, traces, reports) if rank is None else ()
-    return Telemetry(
-        recorder,
-        journal,
-        tracer,
-        recording,
-        traces,
-        reports,
-        log,
-        tuple(listener for listener in listening if listener is not None),
-    )
+    traces, tracer = (_trace(names, journal, tracing, rank) if tracing is not None else None) or (None, None)
+    slow_ns = int(options.slow_call_ms * 1e6)
+    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording)
+    if rank is not None:
+        return Telemetry(recorder, journal, tracer, recording)
+    reports, log = _report(names, options, vllm_config, recorder) or (None, None)
+    listeners = tuple(listener for listener in (recording, traces, reports) if listener is not None)
+    return Telemetry(recorder, journal, tracer, recording, traces, reports, log, listeners)
 
 
+@contained("trace")
 def _trace(
     names: Sequence[str], journal: Journal, tracing: TracingSettings, rank: int | None
-) -> tuple[Traces | None, CallSpans | None]:
-    """Return the traces of requests, on the scheduler's side, and of calls; None if OpenTelemetry fails."""
-    try:
-        verdicts = Verdicts()
-    except Exception:
-        faults.contain("trace")
-        return None, None
+) -> tuple[Traces | None, CallSpans]:
+    """Return the traces of requests, on the scheduler's side, and of calls."""
+    verdicts = Verdicts()  # fails if OpenTelemetry does
     if rank is not None:
         return None, CallSpans(names, journal, tracing, verdicts, rank=rank)
     traces = Traces(names, journal, tracing, verdicts)
     return traces, traces.calls
 
 
+@contained("record")
 def _report(
     names: Sequence[str], options: Options, vllm_config: Any, recorder: Recorder
 ) -> tuple[Reports | None, RequestLog | None]:
-    """Return the reports of requests, and their log; None for what is off, or can't be made."""
+    """Return the reports of requests, and their log; None for what is off."""
     output, log = options.request_log, None
     if output is None and not options.report:
         return None, None
-    try:
-        if output is not None:
-            log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
-        put = log.put if log is not None else None
-        return Reports(names, ANSWERS[options.report], put, versions.engine_place(vllm_config).number), log
-    except Exception:
-        faults.contain("record")
-        return None, log
+    if output is not None:
+        log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
+    put = log.put if log is not None else None
+    return Reports(names, options.report, put, versions.engine_place(vllm_config).number), log

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from kvobs.blocks.runs import find_runs, without_duplicates
+from kvobs.blocks.layout import find_runs, without_duplicates
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40)
 

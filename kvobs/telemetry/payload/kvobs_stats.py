@@ -1,19 +1,21 @@
-"""kvobs's own part of the stats payload as an object of vLLM's: how payloads merge. ``wire`` describes its form."""
+"""kvobs's own part of the stats payload as an object of vLLM's: how payloads merge, and their summary in vLLM's log."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs import faults
-from kvobs.schema.signals import TABLE_DIGEST
+from kvobs.schema import signals
+from kvobs.schema.signals import TABLE_DIGEST, Scope, Signal
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import BASE, ROWS, SLOTS, VERSION
-from kvobs.telemetry.recording.taken import Taken, add_rows, nothing
+from kvobs.telemetry.payload.scrapes import bucket_of
+from kvobs.telemetry.payload.wire import BASE, ROWS, SLOTS, VERSION, Increments, add_rows
 from kvobs.vllm_api import versions
 
 FEW = 1_000  # numbers, of three parts or four
@@ -28,8 +30,8 @@ class KvobsStats(KVConnectorStats):
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, children: Mapping[str, str], taken: Taken) -> KvobsStats:
-        return cls(data={**wire.message(taken), "children": dict(children)})
+    def of(cls, children: Mapping[str, str], increments: Increments) -> KvobsStats:
+        return cls(data={**wire.message(increments), "children": dict(children)})
 
     @classmethod
     def bare(cls, children: Mapping[str, str]) -> KvobsStats:
@@ -46,12 +48,12 @@ class KvobsStats(KVConnectorStats):
         if stats.is_bare:  # most are, and need no copy
             stats.data = {**stats.data, "children": stats.children, **wire.empty()}
         elif stats.is_ours:
-            taken = nothing()
+            increments = Increments.none()
             try:
-                taken = stats.taken()._replace(spans=())
+                increments = stats.increments()._replace(spans=())
             except Exception:
                 faults.contain("rebuild")
-            stats.data = {**stats.data, "children": stats.children, **wire.message(taken)}
+            stats.data = {**stats.data, "children": stats.children, **wire.message(increments)}
         return stats
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvobsStats:
@@ -85,19 +87,15 @@ class KvobsStats(KVConnectorStats):
         """Whether this process can read it, and it has no numbers."""
         return self.is_ours and self.is_empty()
 
-    def taken(self) -> Taken:
+    def increments(self) -> Increments:
         """Return the numbers; none if another version of kvobs wrote them; ValueError if some are malformed."""
         return wire.read(self.data)
-
-    def spans(self) -> list[Any]:
-        """Return the groups of span records; none if another version of kvobs wrote them."""
-        return wire.spans(self.data)
 
     def reset(self) -> None:
         self.data.update(wire.empty())
 
     def is_empty(self) -> bool:
-        return not any(map(self.data.get, Taken._fields))
+        return not any(map(self.data.get, Increments._fields))
 
     def aggregate(self, other: KVConnectorStats) -> KvobsStats:
         """Add the numbers of ``other``; those of another version of kvobs are dropped."""
@@ -119,6 +117,10 @@ class KvobsStats(KVConnectorStats):
         if self.is_ours:
             self.data["counts"] += (slot, ns, -slot, 0)
 
+    def reduce(self) -> dict[str, dict[str, int | float]]:
+        """Return name -> key -> number of every connector that was called; zeros are omitted."""
+        return summarize(list(self.children), self.increments())
+
 
 def _added_up(pairs: list[int]) -> list[int]:
     """Return the same counts with each slot once."""
@@ -135,3 +137,61 @@ def _added_up(pairs: list[int]) -> list[int]:
             added_up: list[int] = once.tolist()
             return added_up
     return wire.packed(wire.unpacked(pairs))
+
+
+# The summary in vLLM's periodic log
+
+_COUNTED: tuple[tuple[str, Signal, str], ...] = (
+    ("lookups", signals.LOOKUPS, ""),
+    ("hits", signals.LOOKUPS, "hit"),
+    ("loads", signals.LOADS, "ok"),
+    ("load_tokens", signals.LOAD_TOKENS, ""),
+    ("failed_loads", signals.LOADS, "failed"),
+    ("aborted_loads", signals.LOADS, "aborted"),
+    ("unused_hit_tokens", signals.UNUSED_HIT_TOKENS, "other_chosen"),
+    ("promised_saves", signals.SAVES, ""),
+    ("slow_calls", signals.SLOW_CALLS, ""),
+)
+"""Key in the log, and the series that it sums: those with this label value, or all."""
+
+_WAITED = (("load_wait_ms", signals.LOAD_STALL), ("save_wait_ms", signals.SAVE_STALL))
+
+
+def summarize(children: Sequence[str], increments: Increments) -> dict[str, dict[str, int | float]]:
+    """Return name -> key -> number of every child that was called; ``children`` holds the names, by position."""
+    summaries = {}
+    for i, name in enumerate(children):
+        errors = sum(row[-1] for row in increments.opened if row[:2] == [signals.CALL_ERRORS.name, i])
+        if summary := _summary(signals.of_child(i, increments.counts), errors):
+            summaries[name] = summary
+    return summaries
+
+
+def _summary(counts: Mapping[int, int], errors: int) -> dict[str, int | float]:
+    summary: dict[str, int | float] = {}
+    for key, signal, value in _COUNTED:
+        if n := _total(counts, signal, value):
+            summary[key] = n
+        if signal is signals.LOAD_TOKENS and (p99 := _p99_ms(counts, signals.LOAD_DURATION)) is not None:
+            summary["load_p99_ms"] = float(f"{p99:.3g}")
+    if errors:
+        summary["errors"] = errors
+    for key, signal in _WAITED:
+        if (waited_ns := _total(counts, signal, offset=signal.sum_offset)) >= 1e6:  # noqa: PLR2004 - a millisecond
+            summary[key] = round(waited_ns / 1e6)
+    return summary
+
+
+def _total(counts: Mapping[int, int], signal: Signal, value: str = "", offset: int = 0) -> int:
+    """Sum the slots at this offset of a signal's series with this label value, or of all."""
+    series = (s for s in signals.SERIES[Scope.CHILD] if s.signal is signal and (not value or value in s.values))
+    return sum(counts.get(s.first + offset, 0) for s in series)
+
+
+def _p99_ms(counts: Mapping[int, int], signal: Signal) -> float | None:
+    """Return the bound of the 99th percentile's bucket, above the last one the sum of all; None without any."""
+    bucket = bucket_of(list(accumulate(_total(counts, signal, offset=k) for k in range(signal.sum_offset))), 0.99)
+    if bucket is None:
+        return None
+    has_bound = bucket < len(signal.bounds)
+    return (2 ** signal.bounds[bucket] if has_bound else _total(counts, signal, offset=signal.sum_offset)) / 1e6
