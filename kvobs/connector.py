@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
@@ -47,6 +48,7 @@ from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.telemetry.telemetry import Telemetry
 from kvobs.telemetry.timeline import flight
+from kvobs.telemetry.timeline.black_box import SINCE, STEPS
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Combine
 
@@ -93,6 +95,7 @@ class MultiConnector(stock.MultiConnector):
         records = telemetry.build(
             configuration.names, options, vllm_config, tracing, rank=None if is_scheduler else rank
         )
+        self._box = records.recorder.box.words
         recorder, activated = records.recorder, records.traces.activation if records.traces is not None else None
         self._children = build(vllm_config, role, kv_cache_config, specs, recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
@@ -135,8 +138,7 @@ class MultiConnector(stock.MultiConnector):
         if self._feed is not None:
             assert isinstance(self._side, SchedulerSide)
             ended = self._feed.ended_by(ended, self._side.feed_last)
-        if ended is not shutdown:
-            setattr(self, "shutdown", ended)  # noqa: B010
+        setattr(self, "shutdown", recorder.box.ended_by(ended))  # noqa: B010
 
     def _put_hooks_in_place(self, noting: Telemetry) -> None:
         """Bind general hooks to the children and the role's hooks to its side, if this vLLM has them.
@@ -159,6 +161,7 @@ class MultiConnector(stock.MultiConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(self._side, WorkerSide)
+        self._box[SINCE] = perf_counter_ns()
         self._side.bind_connector_metadata(connector_metadata)
         KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
 
@@ -166,6 +169,8 @@ class MultiConnector(stock.MultiConnector):
         assert isinstance(self._side, WorkerSide)
         self._side.clear_connector_metadata()
         KVConnectorBase_V1.clear_connector_metadata(self)
+        self._box[SINCE] = 0
+        self._box[STEPS] += 1
 
     # What the children can do
 

@@ -6,6 +6,7 @@ There is one instance, in EngineCore. Its methods are vLLM's hooks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -41,6 +42,7 @@ from kvobs.telemetry.payload.flush_rule import FlushRule
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.telemetry import Telemetry
+from kvobs.telemetry.timeline.black_box import SINCE, STEPS
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -89,6 +91,7 @@ class SchedulerSide:
         feed: Feed | None = None,
     ) -> None:
         self.children, self._feed = children, feed
+        self._box = telemetry.recorder.box.words
         recorder, names = telemetry.recorder, [child.name for child in children]
         listeners = (Outcomes(names, recorder), *telemetry.listeners)
         self._gains = Gains(recorder, TransferListeners(listeners), limits)
@@ -195,6 +198,7 @@ class SchedulerSide:
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        self._box[SINCE] = perf_counter_ns()
         if self._may_hide:
             self.isolation.begin_step()
             self._open_lookups.poll(self.isolation.is_slow)
@@ -346,6 +350,7 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
+        self._box[STEPS] += 1
         self._gains.step_ended()
         if self._flush_is_due:
             self.open_transfers.measure(self._offers.waited_for)

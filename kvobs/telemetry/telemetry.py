@@ -1,4 +1,4 @@
-"""Everything that records in one process, built together: numbers, span records, traces, and the flight recorder."""
+"""Everything that records in one process, built together: numbers, spans, traces, flight recorder, black box."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, St
 from kvobs.telemetry.requests.request_reports import ANSWERS, Reports
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.timeline import flight
+from kvobs.telemetry.timeline import black_box, flight
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions
 
@@ -26,7 +26,8 @@ from kvobs.vllm_api import versions
 class Telemetry:
     """The recorders of one process.
 
-    ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
+    ``recorder`` sends the records of ``journal`` with its numbers, passes calls on to ``tracer`` and ``flight``, and
+    shows the one in progress in its black box.
     ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.
     """
 
@@ -47,6 +48,7 @@ def build(
     journal = Journal()
     recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
     traces, tracer = _trace(names, journal, tracing, rank) if tracing is not None else (None, None)
+    contained = [i for i, name in enumerate(names) if name in options.isolate]
     recorder = Recorder(
         len(names),
         int(options.slow_call_ms * 1e6),
@@ -54,6 +56,7 @@ def build(
         journal=journal,
         tracer=tracer,
         flight=recording,
+        box=black_box.begin(vllm_config, names, rank, contained),
     )
     reports, log = _report(names, options, vllm_config, recorder) if rank is None else (None, None)
     listening = (recording, traces, reports) if rank is None else ()

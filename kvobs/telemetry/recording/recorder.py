@@ -24,6 +24,7 @@ from kvobs.schema.signals import CALL_DURATION, Signal, place
 from kvobs.telemetry.recording.call_event import CallEvent, Tracer
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.taken import Taken
+from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -60,6 +61,7 @@ class Recorder:
         journal: holds the span records that are sent with the numbers.
         tracer: receives slow and failed calls, or all of them.
         flight: records the calls as they begin and end.
+        box: shows the call in progress.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Recorder:
         journal: Journal | None = None,
         tracer: Tracer | None = None,
         flight: Flight | None = None,
+        box: BlackBox | None = None,
     ) -> None:
         self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
         self._opened: dict[tuple[str | int, ...], int] = {}
@@ -83,6 +86,7 @@ class Recorder:
         self._tracer = tracer
         self._flight = flight
         self._names = names or tuple(map(str, range(children)))
+        self.box = box if box is not None else BlackBox(self._names)
 
     # Counting
 
@@ -162,14 +166,18 @@ class Recorder:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
         tally = self.tally(child, hook)
         noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
+        words, begun = self.box.words, self.box.pair(child, hook)
+        ended = begun + 1
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter_ns()
+            start = words[begun] = perf_counter_ns()
             try:
                 answer = call(*args, **kwargs)
             except BaseException as error:
                 self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
+                words[ended] = start
                 raise
+            words[ended] = start
             try:
                 spent = perf_counter_ns() - start
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
@@ -225,6 +233,7 @@ class Recorder:
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         try:
+            self.box.raised(child, hook, error)
             self.add_call(child, hook, spent)
             self.count_error(child, hook, start, spent, error, *subject)
         except Exception:

@@ -9,7 +9,6 @@ records. A request is identified by a keyed hash only.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -27,6 +26,7 @@ from kvobs.schema.options import TimelineOptions
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
 from kvobs.telemetry.timeline import open_table, ring_files
+from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.telemetry.timeline.open_table import OpenTable
 from kvobs.telemetry.timeline.ring import MORE, OPEN, RECORD, SPENT, WIDTH, Ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -68,7 +68,6 @@ _BEGINNING = {
     What.LOOKUP_ENDED: What.LOOKUP_BEGUN,
 }
 _INDEX = {name: i for i, name in enumerate(NAMES)}
-_DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
 
 def pack(what: What, child: int, hook: str = "", n: int = 0) -> int:
@@ -293,13 +292,8 @@ def _begin(
     options: TimelineOptions, vllm_config: Any, rank: int | None, names: Sequence[str], wall_offset: int
 ) -> Flight:
     path, size = Path(str(options.dir)), BYTES
-    # For dense models vLLM has it only there.
-    engine_id = vllm_config.kv_transfer_config.engine_id or ""
-    suffix = _DATA_PARALLEL.search(engine_id)
-    engine_id, engine = (engine_id[: suffix.start()], int(suffix[1])) if suffix else (engine_id, 0)
-    # Both are the same in all processes of one start of an engine. The hashes do not reveal the key.
-    secret = f"{engine_id}/{vllm_config.instance_id}".encode()
-    key, run = (blake2b(secret, digest_size=16, person=use).digest() for use in (b"request", b"run"))
+    identity = Identity.of(vllm_config)
+    key, run, engine = identity.digest(b"request"), identity.digest(b"run"), identity.number
     place = "scheduler" if rank is None else f"rank{rank}"
     about = {
         "run": run.hex(),
