@@ -141,6 +141,8 @@ class BlackBox:
         self.words[RAISED_IN] = self.pair(child, hook) << 1 | is_fatal
         self.words[RAISED] = perf_counter_ns()
         if is_fatal:
+            if self._remove is not None:
+                self._remove.detach()  # the next start removes the page
             once(
                 f"ends:{child}:{hook}",
                 logging.ERROR,
