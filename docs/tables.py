@@ -119,8 +119,9 @@ def _options(model: type[BaseModel], prefix: str = "") -> list[list[str]]:
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         rows.append([f"`{prefix}{name}`", f"`{json.dumps(default)}`", str(field.description)])
         for optional in get_args(field.annotation):  # off by default, with options of its own
-            if isinstance(optional, type) and issubclass(optional, BaseModel):
-                rows += _options(optional, f"{name}.")
+            one = getattr(optional, "__origin__", optional)  # without its annotations
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                rows += _options(one, f"{name}.")
     return rows
 
 

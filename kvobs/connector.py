@@ -31,7 +31,7 @@ from kvobs.children.child import build
 from kvobs.children.configured import all_support_hma, read_specs, required_layout
 from kvobs.children.specs import ChildSpec, async_only
 from kvobs.export import destinations
-from kvobs.export.feed import Feed, described
+from kvobs.export.feed import Feed, described, exported
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 from kvobs.log import log
 from kvobs.routing.gains import StepLimits
@@ -126,7 +126,6 @@ class MultiConnector(stock.MultiConnector):
             for warning in validated.warnings:
                 log.warning("%s", warning)
             sampling.warn_about(options, tracing)
-            destinations.warn_about(destinations.Setup.of_engine(options, vllm_config, has_traces=tracing is not None))
             _name_unknown_hooks()
         else:
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
@@ -278,11 +277,14 @@ def reporting_ranks(vllm_config: VllmConfig) -> int:
 def _feed(
     vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, tracing: TracingSettings | None
 ) -> Feed | None:
-    """Return the way to the exporter; None if it is off, or can't be made."""
-    if options.exporter is None:
-        return None
+    """Return the way to the exporter; None if it does not run, or can't be made. Say where metrics are."""
     try:
-        return Feed(described(vllm_config, specs, options, options.exporter, tracing))
+        setup = destinations.Setup.of_engine(options, vllm_config, has_traces=tracing is not None)
+        exporter, engine = setup.running, None
+        if exporter is not None:
+            engine = exported(described(vllm_config, specs, options), vllm_config, exporter, tracing)
+        destinations.announce(setup, engine)
+        return None if engine is None else Feed(engine)
     except Exception:
         faults.contain("flush")
         return None

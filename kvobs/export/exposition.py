@@ -1,9 +1,10 @@
-"""Write the totals as Prometheus's text or OpenMetrics, with prometheus_client."""
+"""Publish totals with prometheus_client: in a registry, or as Prometheus's text or OpenMetrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from threading import Lock
 
 from prometheus_client.exposition import choose_encoder
@@ -23,17 +24,38 @@ _BOUNDS = {
 }
 
 
-class Exposition(Collector):
+class TotalsCollector(Collector):
+    """Hands the totals of engines to a registry of prometheus_client.
+
+    Args:
+        engines: their totals; may grow later.
+        metrics: those that are published.
+    """
+
+    def __init__(self, engines: Collection[Totals], metrics: Sequence[Signal] = SIGNALS) -> None:
+        self._engines = engines
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield each metric without series: the registry refuses their names to others."""
+        return (_family(signal, ()) for signal in self._metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric with the series of all engines."""
+        series = [dict(totals.series()) for totals in self._engines]
+        return (_family(signal, chain.from_iterable(one[signal] for one in series)) for signal in self._metrics)
+
+
+class Exposition:
     """The text of /metrics."""
 
     def __init__(
         self, totals: Totals, refresh: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._totals = totals
         self._refresh = refresh
         self._clock = clock
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
+        self._registry = CollectorRegistry()
+        self._registry.register(TotalsCollector([totals]))
         self._lock = Lock()
         self._texts: dict[str, tuple[float, bytes]] = {}  # content type -> when, and the text
 
@@ -55,15 +77,6 @@ class Exposition(Collector):
         """Discard the text: the next scrape makes it again."""
         with self._lock:
             self._texts.clear()
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry has no other collector."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield each metric with its series."""
-        for signal, points in self._totals.series():
-            yield _family(signal, points)
 
 
 def _family(signal: Signal, points: Iterable[Point]) -> Metric:

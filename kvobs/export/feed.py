@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident, get_native_id
@@ -56,28 +57,30 @@ READ = 1 << 16  # bytes
 _DROPPED = signals.slot(signals.SPANS_DROPPED, "queue")
 
 
-def described(
-    vllm_config: VllmConfig,
-    specs: Sequence[ChildSpec],
-    options: Options,
-    exporter: ExporterOptions,
-    tracing: TracingSettings | None,
-) -> Engine:
-    """Return the engine's description, sent to the exporter at start."""
-    place = versions.engine_place(vllm_config)
+def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options) -> Engine:
+    """Return what an engine's metrics say about it."""
     return Engine(
         pid=os.getpid(),
         began_ns=time.time_ns(),
         model=versions.model_name(vllm_config),
-        index=place.number,
+        index=versions.engine_place(vllm_config).number,
         connectors=tuple(
             Connector(spec.name, spec.connector_class.__name__, str(spec.transfer_config.kv_role)) for spec in specs
         ),
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
         vllm_version=vllm.__version__,
+    )
+
+
+def exported(
+    engine: Engine, vllm_config: VllmConfig, exporter: ExporterOptions, tracing: TracingSettings | None
+) -> Engine:
+    """Return the engine with what its exporter is to do."""
+    return replace(
+        engine,
         host=exporter.host,
-        port=None if exporter.port is None else exporter.port + place.on_host,
+        port=None if exporter.port is None else exporter.port + versions.engine_place(vllm_config).on_host,
         otlp_metrics=exporter.otlp_metrics,
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,

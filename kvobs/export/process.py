@@ -180,7 +180,7 @@ class Exporter:
             if not _is_leaving(self._engine.host, port):
                 once(
                     "port",
-                    logging.ERROR,
+                    logging.WARNING,
                     "the exporter can't listen on %s:%d: %s, held by %s. The engine serves, without kvobs's metrics; "
                     "they are there as soon as the port is free. Fix: set kvobs.exporter.port to a free one",
                     self._engine.host,

@@ -78,7 +78,7 @@ class Totals:
         Raises:
             ValueError: a number is negative, or of no series of this engine; then none is added.
         """
-        added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts.keys() - self._slots.keys()}
+        added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts if slot not in self._slots}
         gauges = {self._locate(slot, is_gauge=True): value for slot, value in taken.gauges.items()}
         rows = [self._row(*row) for row in taken.opened]
         if min(chain(taken.counts.values(), gauges.values()), default=0) < 0:

@@ -89,8 +89,8 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     is_complete = not mistakes
     options = _options(extra_config.get("kvobs", {}), mistakes)
     raw = extra_config.get("kvobs")
-    if options.exporter is None and not (isinstance(raw, Mapping) and "exporter" in raw):
-        options = options.model_copy(update={"exporter": _exporter_of_environment(mistakes)})
+    if not (isinstance(raw, Mapping) and "exporter" in raw) and (exporter := _exporter_of_environment(mistakes)):
+        options = options.model_copy(update={"exporter": exporter})
     names = _names(options.names, configured, mistakes)
     for option in ("isolate", "reset_after_failed_sync_load"):
         for i, name in enumerate(getattr(options, option)):
@@ -113,6 +113,7 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
 
 
 _CORRECT = "use an allowed value, or remove the option"
+_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths that are none of the configuration
 _UNSET = "use an allowed value, or unset the variable"
 
 
@@ -150,7 +151,7 @@ def _options(raw: Any, mistakes: list[Finding]) -> Options:
         return Options.model_validate(dict(raw))
     except ValidationError as error:
         for detail in error.errors():
-            loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part != "[key]"]
+            loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
             where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
             if detail["type"] == "extra_forbidden":
                 mistakes.append(unknown("option", where, str(loc[-1]), _known_options(loc), "remove it"))

@@ -8,9 +8,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictStr,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -90,6 +92,19 @@ class ExporterOptions(BaseModel):
         return self
 
 
+def _kind(exporter: Any) -> str:
+    return "[auto]" if isinstance(exporter, str) else "[never]" if exporter is None else "[options]"
+
+
+Exporter = Annotated[
+    Annotated[Literal["auto"], Tag("[auto]")]
+    | Annotated[ExporterOptions, Tag("[options]")]
+    | Annotated[None, Tag("[never]")],
+    Discriminator(_kind),
+]
+"""The option ``exporter``; the tags keep errors of the other kinds out of the messages."""
+
+
 class Options(BaseModel):
     """The options of kvobs. All have defaults: an empty configuration is valid."""
 
@@ -158,10 +173,10 @@ class Options(BaseModel):
         description="appends the same as a JSON line for each finished request to this file, or to `stderr`",
     )
     timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
-    exporter: ExporterOptions | None = Field(
-        default=None,
-        description="starts a process beside the engine that serves metrics and exports spans instead of vLLM's "
-        "API server; `{}`: with its defaults",
+    exporter: Exporter = Field(
+        default="auto",
+        description="a process beside the engine that serves metrics and exports spans in the place of vLLM's API "
+        "server; `auto`: where that server can't show them; `{}`: always, with its defaults; `null`: never",
     )
 
     @property

@@ -3,14 +3,13 @@
 import copy
 import inspect
 import os
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -29,12 +28,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvobs.demo.model import make_model
 from kvobs.export import span_export
+from kvobs.schema.signals import VLLM_LABELS
 
 from .members import hooks, parameters
 
 MODULE = "kvobs"
 SPAN = "cd" * 8  # of the requests' client
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"  # so that requests are traced
+METRICS: Any = ({each: each for each in (Counter, Gauge, Histogram)}, [*VLLM_LABELS], {0: ["tiny", "0"]})
 BLOCK_SIZE = 16
 REQUEST_TOKENS = 100
 
@@ -229,11 +230,9 @@ def step(call: Drive, scheduled: Any) -> dict[str, Any]:
 
 def report(pair: Pair, noted: list[Any]) -> dict[str, Any]:
     """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
-    registry = CollectorRegistry()
-    kinds: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     cls, exported = type(pair.scheduler), InMemorySpanExporter()
     span_export.make_exporter = lambda endpoint: exported
-    metrics = cls.build_prom_metrics(pair.config, kinds, ["engine"], {0: ["0"]})
+    metrics = cls.build_prom_metrics(pair.config, *METRICS)
     logged: Any = None
     for stats in noted:
         sent = stats.to_dict() if hasattr(stats, "to_dict") and hasattr(KVConnectorStats, "to_dict") else stats.data
@@ -244,7 +243,7 @@ def report(pair: Pair, noted: list[Any]) -> dict[str, Any]:
         logged = rebuilt if logged is None else logged.aggregate(rebuilt)
     metrics._cutter.close()
     spans = exported.get_finished_spans()
-    samples = [sample for family in registry.collect() for sample in family.samples]
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {
         "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
         "loaded": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_load_tokens_total"},
@@ -268,7 +267,7 @@ def on_the_class(pair: Pair) -> dict[str, Any]:
         "supports_sleep_mode": (transfer,),
         "get_required_kvcache_layout": (config,),
         "build_kv_connector_stats": (None,),
-        "build_prom_metrics": (config, {each: each for each in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}),
+        "build_prom_metrics": (config, *METRICS),
     }
     known = hooks()
     return {hook: _plain(getattr(cls, hook)(*arguments)) for hook, arguments in questions.items() if hook in known}

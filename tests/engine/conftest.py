@@ -1,5 +1,8 @@
-"""The model of all tests on real servers."""
+"""The model of all tests on real servers, and the port of exporters that start by themselves."""
 
+import fcntl
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,3 +13,11 @@ from kvobs.demo.model import make_model
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def _default_port() -> Iterator[None]:
+    """Keep tests whose exporters start by themselves apart: these have one port."""
+    with (Path(tempfile.gettempdir()) / "kvobs-default-port.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

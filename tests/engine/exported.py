@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
 from kvobs.export import ports
+from kvobs.schema.options import ExporterOptions
 from tests.engine.serving import eventually
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
+PORT = ExporterOptions().port or 0
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 
 
@@ -25,6 +27,13 @@ def with_exporter(config: dict[str, Any], **options: Any) -> tuple[dict[str, Any
     port = claim_port(0)
     config["kv_connector_extra_config"]["kvobs"]["exporter"] = {"port": port, **options}
     return config, port
+
+
+def by_itself(server: Server, engines: int = 1) -> Any:
+    """Return a server whose engines' exporters started without being asked to; wait until they answer."""
+    exported = Exported(server, *(PORT + engine for engine in range(engines)))
+    exported.until_up()
+    return exported
 
 
 class Exported:
@@ -79,11 +88,11 @@ class Exported:
         return int(Path(f"/proc/{self.pid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def until_up(self) -> None:
-        """Wait until the first exporter answers."""
+        """Wait until all exporters answer."""
 
         def answers() -> bool:
             with suppress(OSError):
-                return bool(self.get("/healthz"))
+                return all(self.get("/healthz", port) for port in self.ports)
             return False
 
         assert eventually(answers, 60)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvobs.demo.run import files, host_memory
+from tests.engine.exported import by_itself
 from tests.engine.metered import (
     BYTES_PER_TOKEN,
     SERIES_AT_MOST,
@@ -16,21 +17,21 @@ from tests.engine.metered import (
     assert_promtool_finds_no_fault,
     configuration,
     counting_child,
-    in_flight,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, prompt, serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
 
-def test_two_api_servers_have_the_same_numbers(model: Path, tmp_path: Path) -> None:
-    """Each payload goes to one of them, and each answers for both: numbers add up, and none is there twice."""
+def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path: Path) -> None:
+    """It starts by itself: each payload would go to one of them."""
     config = configuration(
         counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
     texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
-    with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as server:
+    with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as plain:
+        server = by_itself(plain)
         with Growth(server, connector="steered") as grown:
             ask_in_turn(server, 60)
         assert_counted_in_turn(grown, 60)
@@ -45,16 +46,7 @@ def test_two_api_servers_have_the_same_numbers(model: Path, tmp_path: Path) -> N
             assert grown("kvobs_load_bytes_total", connector=loads) == tokens * BYTES_PER_TOKEN
         assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1)
 
-        def is_at_rest() -> bool:
-            # The begin and the end of a load may reach two API servers in any order, and the value that came last is
-            # shown: that of other loads then.
-            if in_flight(server):
-                server.reset_prefix_cache()
-                ask_in_turn(server, 4, about="once more")
-                ask_all(server, texts)
-            return not in_flight(server)
-
-        assert eventually(is_at_rest), in_flight(server)
+        assert_nothing_in_flight(server)
         samples = kvobs_samples(server)
         assert not [s for s in samples if "pid" in s.labels]
         assert len(samples) == len({(s.name, *sorted(s.labels.items())) for s in samples})
@@ -62,11 +54,13 @@ def test_two_api_servers_have_the_same_numbers(model: Path, tmp_path: Path) -> N
         assert_promtool_finds_no_fault(server)
 
 
-def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path, api_servers: int) -> None:
+    """By default there are as many API servers as engines, and each engine has an exporter that starts by itself."""
     config = configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
-    # One API server, as two would have two clocks: which value of a gauge came last may then be wrong for a while.
-    args = ("--data-parallel-size", "2", "--api-server-count", "1")
-    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
+    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
+        server = plain if api_servers == 1 else by_itself(plain, engines=2)
         for engine, requests in (("0", 24), ("1", 40)):
             with Growth(server, connector="steered", engine=engine) as grown:
                 ask_in_turn(server, requests, engine)

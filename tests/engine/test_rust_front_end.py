@@ -1,4 +1,4 @@
-"""vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, or a warning comes."""
+"""vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, which starts by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvobs.demo.model import NAME
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
-from tests.engine.exported import Exported, with_exporter
+from tests.engine.exported import PORT, Exported, by_itself, with_exporter
 from tests.engine.serving import ROOT, eventually, prompt, serve
 from tests.versions.engines import overlay
 from tests.versions.rust import VERSION, rust_front_end
@@ -103,12 +103,12 @@ def test_each_engine_of_a_data_parallel_group_has_its_exporter(
         assert eventually(lambda: counted() == expected, 10), counted()
 
 
-def test_without_the_exporter_a_warning_says_what_is_missing(model: Path, tmp_path: Path, rust: dict[str, Any]) -> None:
-    with serve(model, tmp_path, multi_connector(host_memory(), names=["host"]), **rust) as server:
-        ask(server, prompt("rust"))
-        assert not [s for s in server.metrics() if s.name.startswith("kvobs_")]
-        warned = [
-            line for line in server.log.read_text().splitlines() if "Rust front end" in line and "WARNING" in line
-        ]
-    assert len(warned) == 1
-    assert "kvobs.exporter" in warned[0]
+@pytest.mark.usefixtures("_default_port")
+def test_the_exporter_starts_by_itself(model: Path, tmp_path: Path, rust: dict[str, Any]) -> None:
+    with serve(model, tmp_path, multi_connector(host_memory(), names=["host"]), **rust) as plain:
+        server = by_itself(plain)
+        ask(plain, prompt("rust"))
+        assert eventually(lambda: [s.value for s in server.metrics() if s.name == "kvobs_lookups_total"] == [1], 10)
+        said = [line for line in plain.log.read_text().splitlines() if "Rust front end" in line and "kvobs" in line]
+    assert len(said) == 1
+    assert f"metrics are at http://127.0.0.1:{PORT}/metrics" in said[0]

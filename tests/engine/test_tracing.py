@@ -17,6 +17,7 @@ from kvobs.demo.collector import Collector, Span
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
 from tests.engine.children_tracing import SPAN as OF_CHILD
+from tests.engine.exported import by_itself
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
@@ -310,11 +311,13 @@ def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Colle
     assert_share_is_whole(collector, server, 1000, (1, 27), WHOLE)
 
 
+@pytest.mark.usefixtures("_default_port")
 def test_with_two_api_servers_a_trace_is_whole_too(model: Path, tmp_path: Path) -> None:
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, **sampled(0.1)}
-        with serve(model, tmp_path, traced("SteeredChild"), *args, timeout=360, env=env) as server:
+        with serve(model, tmp_path, traced("SteeredChild"), *args, timeout=360, env=env) as plain:
+            server = by_itself(plain)
             headers = traceparent()
             ask(server, prompt("two"), ASYNC, headers=headers)
             spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")

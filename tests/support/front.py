@@ -27,6 +27,7 @@ class Front:
         chosen: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
         values: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(engines)}
         self.metrics: MultiKVConnectorPromMetrics = cls.build_prom_metrics(config, chosen, list(LABELS), values)
+        self.registry.register(self.metrics.collector)
 
     def value(self, name: str, connector: str | None, **labels: str) -> float | None:
         of_child = {} if connector is None else {"connector": connector}

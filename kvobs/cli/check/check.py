@@ -147,7 +147,6 @@ def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritte
     if isinstance(extra, Mapping):
         checked.validated = validate(extra, policy, transfer_class)
         _add_connectors(checked, checked.validated)
-        checked.add(warnings=port.findings(checked.options.exporter, extra))
     has_vllm = not is_rewritten and checked.vllm is not None
     checked.add(*rules.findings(checked.config, router, has_vllm=has_vllm))
     if checked.vllm is None:
@@ -233,8 +232,10 @@ def _check_telemetry(checked: Checked, flags: Flags) -> None:
         has_stats=not flags.disable_log_stats,
         has_rust_frontend=versions.has_rust_frontend(),
         api_servers=flags.api_server_count,
+        has_multiprocess_metrics=versions.has_multiprocess_metrics(),
         has_traces=tracing is not None,
     )
+    checked.add(warnings=port.findings(setup.running, checked.config.get(PATH)))
     if flags.disable_log_stats and endpoint is not None:
         found = "vLLM fails at the first finished request when both are given"
         checked.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])

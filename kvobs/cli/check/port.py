@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions
 
 
-def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list[Finding]:
+def findings(exporter: ExporterOptions | None, extra: Any) -> list[Finding]:
     """Return a warning if the exporter could not listen here now; its engine may be running, or be for elsewhere.
 
     Args:
@@ -25,9 +26,10 @@ def findings(exporter: ExporterOptions | None, extra: Mapping[str, Any]) -> list
     try:
         _try_to_listen(exporter.host, exporter.port)
     except (OSError, ValueError) as error:  # ValueError: not a host name
-        options = extra.get("kvobs")
-        is_option = isinstance(options, Mapping) and options.get("exporter") is not None
-        path = f"{PATH}.kvobs.exporter" if is_option else f"environment variable {EXPORTER_VARIABLE}"
+        options = extra.get("kvobs") if isinstance(extra, Mapping) else None
+        is_option = isinstance(options, Mapping) and "exporter" in options
+        by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
+        path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             found = f"found port {exporter.port}, which is in use on this machine: held by {holder(exporter.port)}"
             fix = "end that process, unless it is the exporter of this engine, which runs already; or use another port"

@@ -21,9 +21,8 @@ PLAIN = "text/plain"
 NOT_YET = "no answer yet"
 ONLY_ONE = "one answer so far"
 NO_METRICS = (
-    f"no {PREFIX}* metrics here: with kvobs.exporter they are at the exporter's own port "
-    f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled, and vLLM's stat "
-    "logging is on"
+    f"no {PREFIX}* metrics here: where the exporter runs they are at its own port "
+    f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled"
 )
 
 

@@ -48,8 +48,8 @@ class Engine:
     load_policy: str
     failure_policy: str
     vllm_version: str
-    host: str
-    port: int | None
+    host: str = ""
+    port: int | None = None
     otlp_metrics: bool = False
     linger_s: float = 15.0
     has_spans: bool = False

@@ -1,4 +1,4 @@
-"""Where metrics and spans go, and the one warning where they get nowhere: in every set-up, and from a start."""
+"""Where metrics and spans go, and the exporter that starts by itself: in every set-up, and from a start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
 from kvobs import connector as connector_module
-from kvobs.export.destinations import Setup, findings, lost, metrics_go_to, spans_go_to, url
+from kvobs.export.destinations import Setup, findings, lost, metrics_go_to, spans_go_to
+from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
+from kvobs.telemetry.payload.hello import Engine
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables
@@ -19,7 +21,8 @@ from tests.support.rig import child_config
 
 ON = ExporterOptions()
 RUST = f"environment variable {versions.RUST_FRONTEND}"
-ALL = ["metrics", "tracing"]
+FILES = f"environment variable {versions.MULTIPROCESS}"
+ALL, METRICS = ["metrics", "tracing"], ["metrics", "exemplars"]
 
 SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
     "as most": ({}, None, []),
@@ -27,8 +30,14 @@ SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
     "stats off": ({"has_stats": False}, "--disable-log-stats", ALL),
     "Rust": ({"has_stats": True, "has_rust_frontend": True}, RUST, ALL),
     "Rust, stats off": ({"has_stats": False, "has_rust_frontend": True}, "--disable-log-stats", ALL),
-    "several servers": ({"api_servers": 2}, None, []),
-    "several servers with traces": ({"api_servers": 2, "has_traces": True}, "--api-server-count", ["exemplars"]),
+    "several servers": ({"api_servers": 2}, "--api-server-count", METRICS),
+    "several servers, and files": (
+        {"api_servers": 2, "has_multiprocess_metrics": True},
+        "--api-server-count",
+        METRICS,
+    ),
+    "files": ({"has_multiprocess_metrics": True}, FILES, METRICS),
+    "Ray": ({"is_in_ray_actor": True}, "Ray Serve", METRICS),
     "one server with traces": ({"has_traces": True}, None, []),
     "all at once": (
         {"has_stats": False, "has_rust_frontend": True, "api_servers": 2, "has_traces": True},
@@ -39,13 +48,23 @@ SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", SETUPS)
-def test_what_is_lost_is_reported_once_with_the_exporter_as_the_fix(kind: str) -> None:
+def test_without_the_exporter_what_is_lost_is_reported_once(kind: str) -> None:
     given, path, things = SETUPS[kind]
-    setup = Setup(**given)
+    setup = Setup(None, **given)
     found = findings(setup)
     assert [finding.path for finding in found] == ([] if path is None else [path])
-    assert all("set kv_connector_extra_config.kvobs.exporter to {}, or KVOBS_EXPORTER=" in f.fix for f in found)
+    assert all(f"kvobs.exporter is null: {' and '.join(things)} are lost" in f.found for f in found)
     assert lost(setup) == dict.fromkeys(things, path)
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_by_default_the_exporter_runs_where_something_would_be_lost_and_nowhere_else(kind: str) -> None:
+    given, path, _ = SETUPS[kind]
+    setup = Setup(**given)
+    assert (findings(setup), lost(setup)) == ([], {})
+    assert setup.running == (None if path is None else ON)
+    by_itself = f"http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: {path}"
+    assert metrics_go_to(setup) == ("/metrics of vLLM's API server" if path is None else by_itself)
 
 
 @pytest.mark.parametrize("kind", SETUPS)
@@ -56,9 +75,9 @@ def test_with_the_exporter_nothing_is_lost(kind: str) -> None:
 
 
 def test_the_number_of_servers_is_in_the_text() -> None:
-    (finding,) = findings(Setup(api_servers=3, has_traces=True))
-    assert str(finding).startswith("--api-server-count: found 3: no exemplars, since ")
-    assert str(finding).endswith("in the environment; or use 1.")
+    (finding,) = findings(Setup(None, api_servers=3))
+    assert str(finding).startswith("--api-server-count: several API servers share the numbers, ")
+    assert str(finding).endswith("exporter, which then starts by itself; or use 1.")
 
 
 @pytest.mark.parametrize(
@@ -66,10 +85,15 @@ def test_the_number_of_servers_is_in_the_text() -> None:
     [
         (Setup(), "/metrics of vLLM's API server", "nowhere: tracing is off"),
         (Setup(has_traces=True), "/metrics of vLLM's API server", "http://c:4317, from vLLM's API server"),
-        (Setup(has_stats=False, has_traces=True), "nowhere: --disable-log-stats", "nowhere: --disable-log-stats"),
+        (Setup(None, has_stats=False, has_traces=True), "nowhere: --disable-log-stats", "nowhere: --disable-log-stats"),
         (
-            Setup(ON, has_stats=False, has_traces=True),
-            "http://127.0.0.1:9464/metrics, from kvobs's exporter",
+            Setup(None, api_servers=2, has_traces=True),
+            "nowhere: --api-server-count",
+            "http://c:4317, from vLLM's API server",
+        ),
+        (
+            Setup(has_stats=False, has_traces=True),
+            "http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: --disable-log-stats",
             "http://c:4317, from kvobs's exporter",
         ),
         (
@@ -101,49 +125,68 @@ def test_endpoints_are_shown_without_credentials(endpoint: str, shown: str) -> N
     assert spans_go_to(Setup(has_traces=True), endpoint) == f"{shown}, from vLLM's API server"
 
 
-def test_the_url_is_that_of_the_first_engine() -> None:
-    assert url(ExporterOptions(host="0.0.0.0", port=9500)) == "http://0.0.0.0:9500/metrics"
-
-
 # --- at the start
 
 
 class Scheduler:
-    """Builds the connector as vLLM's scheduler does."""
+    """Builds the connector as vLLM's scheduler does, and notes the exporters that it would feed."""
 
-    def __init__(self, log_stats: bool, kvobs_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, log_stats: bool, kvobs_options: dict[str, Any] | None = None) -> None:
+        self.fed: list[Engine] = []
+        patch.setattr(connector_module, "Feed", self.fed.append)  # no process of its own
         config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], kvobs_options))
+        config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3
         self.connector = kvobs.MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
 
 
-def lost_at_start(caplog: pytest.LogCaptureFixture) -> list[str]:
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    return [line for line in warnings if "kvobs.exporter" in line]
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(r.levelno, r.getMessage()) for r in caplog.records if "kvobs.exporter" in r.getMessage()]
 
 
-@pytest.mark.parametrize(("log_stats", "lines"), [(True, 0), (False, 1)])
-def test_a_start_without_stats_warns_in_one_line(
-    log_stats: bool, lines: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def _plain(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for variable in (versions.RUST_FRONTEND, versions.MULTIPROCESS, EXPORTER_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("_plain")
+@pytest.mark.parametrize("variable", [None, versions.RUST_FRONTEND, versions.MULTIPROCESS])
+@pytest.mark.parametrize("log_stats", [True, False])
+def test_a_start_says_in_one_line_where_metrics_are_if_not_at_the_api_server(
+    log_stats: bool, variable: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(versions.RUST_FRONTEND, raising=False)
-    Scheduler(log_stats)
-    found = lost_at_start(caplog)
-    assert len(found) == lines
-    assert all(line.startswith("--disable-log-stats: ") and "\n" not in line for line in found)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    scheduler = Scheduler(monkeypatch, log_stats)
+    is_seen = log_stats and variable is None
+    assert [(engine.host, engine.port) for engine in scheduler.fed] == ([] if is_seen else [("127.0.0.1", 9467)])
+    lines = said(caplog)
+    assert len(lines) == (not is_seen)
+    for level, line in lines:
+        assert (level, "\n" in line) == (logging.INFO, False)
+        assert "metrics are at http://127.0.0.1:9467/metrics" in line
+        assert f"{EXPORTER_VARIABLE}=0.0.0.0:9464 in the environment" in line
 
 
-@pytest.mark.parametrize("has_exporter", [False, True])
-def test_a_start_with_the_rust_front_end_warns_unless_the_exporter_is_on(
-    has_exporter: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_plain")
+@pytest.mark.parametrize(
+    ("exporter", "feeds", "levels"), [(None, 0, [logging.WARNING]), ({}, 1, []), ("auto", 1, [logging.INFO])]
+)
+def test_the_option_decides_whether_it_starts(
+    exporter: Any,
+    feeds: int,
+    levels: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connector_module, "_feed", lambda *_: None)  # no process of its own
-    monkeypatch.setenv(versions.RUST_FRONTEND, "1")
-    Scheduler(True, {"exporter": {}} if has_exporter else None)
-    assert [line.partition(":")[0] for line in lost_at_start(caplog)] == ([] if has_exporter else [RUST])
+    scheduler = Scheduler(monkeypatch, False, {"exporter": exporter})
+    assert len(scheduler.fed) == feeds
+    assert [level for level, _ in said(caplog)] == levels
 
 
+@pytest.mark.usefixtures("_plain")
 def test_an_engines_servers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(versions.RUST_FRONTEND, raising=False)
     no_otel_variables(monkeypatch)
     config = engine_config(transfer_config("kvobs", [child_config(Script("a"))]))
     config.parallel_config._api_process_count = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import vllm
 from hypothesis import given
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.utils import floatToGoString
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
@@ -34,10 +35,10 @@ from kvobs.schema.signals import (
     Signal,
     slot,
 )
-from kvobs.telemetry.payload.payload import KvobsStats
 from kvobs.telemetry.payload.wire import VERSION
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import engine_config, transfer_config
+from kvobs.vllm_api import versions
 from tests.support.front import LABELS, Front, metered, own
 
 HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
@@ -96,7 +97,6 @@ def test_other_series_appear_when_first_used() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([s for s in SIGNALS if s.bounds]), st.integers(0, 2**36)), max_size=20))
 def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
-    """Of prometheus_client, and of a class that takes single observations only."""
     recorder = Recorder(1)
     expected = CollectorRegistry()
     families = {
@@ -107,46 +107,18 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
         values = [v[0] for v in signal.labels.values()]
         recorder.observe(0, signal, ns, *values)
         (families[signal.name].labels(*values) if values else families[signal.name]).observe(ns / 1e9)
-    payload = own(recorder.take().counts, ONE)
-    for front in (Front(metered("a"), names=["one"]), one_by_one()):
-        front.metrics.observe({"kvobs": payload})
-        for signal, _ in seen:
-            labels = {label: values[0] for label, values in signal.labels.items()}
-            for bound in [*map(floatToGoString, signal.buckets), "+Inf"]:
-                assert front.value(f"{signal.name}_bucket", "one", le=bound, **labels) == (
-                    expected.get_sample_value(f"{signal.name}_bucket", {"le": bound, **labels})
-                )
-            assert front.value(f"{signal.name}_sum", "one", **labels) == pytest.approx(
-                expected.get_sample_value(f"{signal.name}_sum", labels), rel=1e-4, abs=1e-7
+    front = Front(metered("a"), names=["one"])
+    front.metrics.observe({"kvobs": own(recorder.take().counts, ONE)})
+    for signal, _ in seen:
+        labels = {label: values[0] for label, values in signal.labels.items()}
+        for bound in [*map(floatToGoString, signal.buckets), "+Inf"]:
+            assert front.value(f"{signal.name}_bucket", "one", le=bound, **labels) == (
+                expected.get_sample_value(f"{signal.name}_bucket", {"le": bound, **labels})
             )
-
-
-class OneByOne:
-    """A histogram class without buckets of prometheus_client's kind, as Ray's."""
-
-    def __init__(self, real: Any) -> None:
-        self.real = real
-
-    def labels(self, *values: Any) -> OneByOne:
-        return OneByOne(self.real.labels(*values))
-
-    def observe(self, value: float) -> None:
-        self.real.observe(value)
-
-
-def one_by_one() -> Front:
-    registry = CollectorRegistry()
-    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
-    front = Front(
-        metered("a"),
-        names=["one"],
-        types={
-            **types,
-            Histogram: lambda *args, **kwargs: OneByOne(partial(Histogram, registry=registry)(*args, **kwargs)),
-        },
-    )
-    front.registry = registry
-    return front
+        for part in ("count", "sum"):
+            assert front.value(f"{signal.name}_{part}", "one", **labels) == pytest.approx(
+                expected.get_sample_value(f"{signal.name}_{part}", labels), rel=1e-9
+            )
 
 
 def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
@@ -231,7 +203,7 @@ def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine(
 @pytest.mark.usefixtures("in_production")
 def test_spans_that_can_not_be_counted_as_lost_are_an_internal_error() -> None:
     front = Front(metered("a"), names=["one"])
-    front.metrics._own.clear()
+    front.metrics._totals.clear()
     front.metrics._drop_spans("export", 3)
     assert faults.take() == {"cut": 1}
 
@@ -243,7 +215,7 @@ def test_a_payload_without_numbers_costs_no_metric_anything_until_one_with_numbe
         front.metrics.observe(bare)
     assert front.value("scripted_things_total", "one") == 3
     assert front.value("kvobs_self_seconds_total", None, where="apply") is None
-    spent = front.metrics._spent[0]["apply"]
+    spent = front.metrics._spent[0][prometheus._APPLY]
     assert spent > 0
     front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
     assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > spent / 1e9
@@ -305,18 +277,89 @@ def test_another_versions_numbers_are_refused_counted_and_logged(caplog: pytest.
     assert front.value("kvobs_internal_errors_total", None, where="version") == 2
 
 
-@pytest.mark.usefixtures("in_production")
-def test_metrics_that_can_not_be_made_cost_the_children_theirs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("kvobs"):
-            raise ValueError("Duplicated timeseries")
-        return partial(Counter, registry=registry)(name, *args, **kwargs)
+# --- prometheus_client's registry
 
-    registry = CollectorRegistry()
-    front = Front(metered("a"), names=["one"], types=dict.fromkeys((Counter, Gauge, Histogram), refuse))
+REAL: Any = {kind: kind for kind in (Counter, Gauge, Histogram)}
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    """Return the registry of the process, without the metrics of engines."""
+    MultiKVConnectorPromMetrics._forget_last_engine()
+    yield REGISTRY
+    MultiKVConnectorPromMetrics._forget_last_engine()
+
+
+def exposed(registry: CollectorRegistry) -> list[str]:
+    return [family.name for family in registry.collect() if family.name.startswith("kvobs_")]
+
+
+def test_an_engine_built_twice_in_one_process_starts_with_fresh_series(registry: CollectorRegistry) -> None:
+    """The registry refuses a name that it has; and of two engines' numbers those of the last one are shown."""
+    labels = {**LABELS, "connector": "one", "outcome": "hit"}
+    for _ in range(2):
+        front = Front(metered("a"), names=["one"], types=REAL)
+        front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+        assert registry.get_sample_value("kvobs_lookups_total", labels) == 1
+        assert len(exposed(registry)) == len(set(exposed(registry))) == len(prometheus._METRICS)
+
+
+def test_childrens_families_are_registered_anew_with_an_engine(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has unregistered its own ones by then, and none of other names."""
+    for n in (1, 2):
+        front = Front(metered("a"), metered("b"), names=["one", "two"], types=REAL)
+        front.metrics.observe({"one": {"n": n}, "two": {"n": n}})
+        assert registry.get_sample_value("scripted_things_total", {**LABELS, "connector": "two"}) == n
+    assert "can't define its own metrics" not in caplog.text
+
+
+def test_one_family_has_the_series_of_all_engines(registry: CollectorRegistry) -> None:
+    front = Front(metered("a"), names=["one"], engines=2, types=REAL)
+    for engine in (0, 1):
+        front.metrics.observe({"kvobs": own({HIT: 1 + engine}, ONE)}, engine)
+    (family,) = [family for family in registry.collect() if family.name == "kvobs_lookups"]
+    assert {sample.labels["engine"]: sample.value for sample in family.samples} == {"0": 1, "1": 2}
+    assert family.documentation == LOOKUPS.help
+
+
+def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry) -> None:
+    Front(metered("a"), types=REAL)
+    asked = registry.restricted_registry(["kvobs_build_info"])
+    assert [sample.name for family in asked.collect() for sample in family.samples] == ["kvobs_build_info"]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_metrics_that_can_not_be_registered_cost_the_children_theirs_nothing(registry: CollectorRegistry) -> None:
+    other = Counter("kvobs_lookups_total", "Of someone else.", registry=registry)
+    front = Front(metered("a"), names=["one"], types=REAL)
+    assert faults.take() == {"apply": 1}
     front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, ONE)})
-    front.registry = registry
-    assert front.value("scripted_things_total", "one") == 3
+    assert registry.get_sample_value("scripted_things_total", {**LABELS, "connector": "one"}) == 3
+    registry.unregister(other)
+    Front(metered("a"), types=REAL)
+    assert faults.take() == {}, "what was not registered is no fault of the next engine"
+
+
+@pytest.mark.parametrize(("option", "warnings"), [({}, 1), ({"exporter": None}, 0)], ids=["auto", "never"])
+def test_numbers_that_nobody_sees_are_warned_of_once_unless_it_is_known(
+    registry: CollectorRegistry,
+    option: dict[str, Any],
+    warnings: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With this variable vLLM shows files, and no collectors; the engine may not know of it."""
+    monkeypatch.setenv(versions.MULTIPROCESS, "/tmp")
+    front = Front(metered("a"), names=["one"], types=REAL, **option)
+    for _ in range(2):
+        front.metrics.observe({"kvobs": own({}, ONE)})
+    assert "does not show them" not in caplog.text
+    for _ in range(2):
+        front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    assert exposed(registry) == []
+    assert caplog.text.count("does not show them") == warnings
 
 
 class RayMetrics:
@@ -324,7 +367,6 @@ class RayMetrics:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, float, dict[str, str]]] = []
-        self.boundaries: dict[str, list[float]] = {}
 
     def _metric(self, name: str, tag_keys: tuple[str, ...]) -> Any:
         def report(value: float, tags: dict[str, str]) -> None:
@@ -342,31 +384,19 @@ class RayMetrics:
     def Histogram(  # noqa: N802
         self, name: str, description: str = "", boundaries: list[float] | None = None, tag_keys: tuple[str, ...] = ()
     ) -> Any:
-        self.boundaries[name] = boundaries or []
         return self._metric(name, tag_keys)
 
 
-def test_vllms_classes_in_front_of_ray_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_classes_in_front_of_ray_get_the_childrens_numbers(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = RayMetrics()
     monkeypatch.setattr(ray_wrappers, "ray_metrics", ray)
     monkeypatch.setattr(ray_wrappers, "ray_serve", None)
     of = ray_wrappers.RayKVConnectorProm
     types = {Counter: of._counter_cls, Gauge: of._gauge_cls, Histogram: of._histogram_cls}
     front = Front(metered("a"), names=["one"], types=types)
-    recorder = Recorder(1)
-    for ns in (2_000_000, 3_000_000):
-        recorder.observe(0, signals.LOAD_DURATION, ns, "async")
-    recorder.count(0, slot(LOOKUPS, "hit"), 3)
-    recorder.set_gauge(0, slot(signals.IN_FLIGHT, "load"), 2)
-    front.metrics.observe({"kvobs": KvobsStats.of(ONE, recorder.take()).to_dict(), "one": {"n": 4}})
-
-    def sent(name: str) -> list[float]:
-        return [value for other, value, tags in ray.sent if other == name and tags["connector"] == "one"]
-
-    assert sent("kvobs_lookups_total") == [3]
-    assert sent("kvobs_in_flight") == [2]
-    assert sent("scripted_things") == [4]
-    assert sum(sent("kvobs_load_duration_seconds")) == pytest.approx(0.005)
-    assert [0.001048576 < seconds <= 0.004194304 for seconds in sent("kvobs_load_duration_seconds")] == [True, True]
-    assert ray.boundaries["kvobs_load_duration_seconds"] == signals.LOAD_DURATION.buckets
+    front.metrics.observe({"kvobs": own({HIT: 1}, ONE), "one": {"n": 4}})
+    assert [(name, value, tags["connector"]) for name, value, tags in ray.sent] == [("scripted_things", 4, "one")]
+    assert exposed(registry) == []
     assert faults.take() == {}

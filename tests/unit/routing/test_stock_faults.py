@@ -27,7 +27,7 @@ def build_prom(router: str, registry: CollectorRegistry, *connectors: dict[str, 
     config = engine_config(transfer_config(router, list(connectors)))
     cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
     types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    return cls.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    return cls.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
 
 
 @wrong_in_stock(AssertionError, "unions all children's reports: the scheduler asserts, or resumes too early")
@@ -184,7 +184,7 @@ def test_w7_w8_series_differ_by_the_connector_label(a: Script, b: Script) -> Non
     metrics = build_prom("kvobs", registry, child_config(a, "MeteredConnector"), child_config(b, "MeteredConnector"))
     metrics.observe({"MeteredConnector": {"n": 1}, "MeteredConnector-2": {"n": 2}}, 0)
     values = [
-        registry.get_sample_value("scripted_things_total", {"engine": "0", "connector": name})
+        registry.get_sample_value("scripted_things_total", {"model_name": "tiny", "engine": "0", "connector": name})
         for name in ("MeteredConnector", "MeteredConnector-2")
     ]
     assert values == [1, 2]

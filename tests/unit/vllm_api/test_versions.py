@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1 import outputs
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import EngineZmqAddresses
 
 from kvobs.vllm_api import versions
 
@@ -165,6 +169,57 @@ def test_stat_logging_is_that_of_the_scheduler_that_is_being_built() -> None:
     assert Core(True).scheduler.seen is False
     assert Base(None, log_stats="yes").seen is None
     assert versions.has_stats() is None
+
+
+class CoreProcess:
+    """As EngineCoreProc, which answers so many API servers."""
+
+    def __init__(self, servers: int, log_stats: bool = True) -> None:
+        self.addresses = SimpleNamespace(outputs=["tcp://"] * servers)
+        self.count = self._counted()
+
+    def _counted(self) -> int:
+        return versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
+
+
+@pytest.mark.parametrize(("servers", "counted"), [(0, 2), (1, 2), (4, 4)])
+def test_an_engines_api_servers_are_those_of_its_configuration_or_those_that_it_answers(
+    servers: int, counted: int
+) -> None:
+    assert CoreProcess(servers).count == counted
+
+
+def test_vllms_engine_has_the_addresses_before_it_builds_the_connector() -> None:
+    source = inspect.getsource(EngineCoreProc.__init__)
+    assert "log_stats" in inspect.signature(EngineCoreProc.__init__).parameters
+    assert 0 < source.index("self.addresses = addresses") < source.index("super().__init__(")
+    assert "outputs" in EngineZmqAddresses.__dataclass_fields__
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "is_actor"),
+    [
+        ("ray::ServeReplica", [], True),
+        ("raylet", [], False),
+        ("ray::JobSupervisor", ["sh", "-c", '"$@"; exit', ""], False),
+    ],
+)
+def test_an_actor_of_ray_that_builds_the_engine_is_recognised_by_its_name(
+    name: str, between: list[str], is_actor: bool
+) -> None:
+    """As Ray names its actors' processes; a job of Ray's starts `vllm serve` by a shell."""
+    question = f"""if True:
+        import sys
+        sys.path[:0] = {sys.path!r}
+        from kvobs.vllm_api import versions
+        print(versions.is_in_ray_actor())
+    """
+    actor = f"""if True:
+        import ctypes, subprocess, sys
+        ctypes.CDLL(None).prctl(15, {name.encode()!r})
+        print(subprocess.check_output([*{between!r}, sys.executable, "-c", {question!r}], text=True))
+    """
+    assert subprocess.check_output([sys.executable, "-c", actor], text=True).split() == [str(is_actor)]
 
 
 def test_vllms_scheduler_gets_log_stats_and_builds_the_connector_in_its_constructor() -> None:

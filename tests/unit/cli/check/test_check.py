@@ -56,25 +56,27 @@ def test_it_says_whether_kvobs_takes_part(
 
 
 def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
-    alone = check(config_of(), Flags(disable_log_stats=True))
+    alone = check(config_of(kvobs={"exporter": None}), Flags(disable_log_stats=True))
     assert ([w.path for w in alone.warnings], alone.mistakes) == (["--disable-log-stats"], [])
     assert alone.off["metrics"] == "--disable-log-stats"
     both = Flags(disable_log_stats=True, otlp_traces_endpoint="http://collector")
-    for config in (config_of(), config_of(kvobs={"exporter": {}})):
+    for config in (config_of(), config_of(kvobs={"exporter": None}), config_of(kvobs={"exporter": {}})):
         mistakes = check(config, both).mistakes
         assert [m.path for m in mistakes] == ["--disable-log-stats, --otlp-traces-endpoint"]
 
 
-def test_with_the_exporter_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kvobs", [{}, {"exporter": {}}], ids=["by itself", "by option"])
+def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     monkeypatch.setenv(RUST_FRONTEND, "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4317")
     monkeypatch.setattr(port, "findings", lambda *_: [])  # whatever listens on this machine
     flags = Flags(disable_log_stats=True, api_server_count=2)
-    checked = check(config_of(kvobs={"exporter": {}}), flags)
+    checked = check(config_of(kvobs=kvobs), flags)
     assert (checked.warnings, checked.mistakes) == ([], [])
     assert not {"metrics", "tracing", "exemplars"} & checked.off.keys()
-    assert checked.metrics_go_to == "http://127.0.0.1:9464/metrics, from kvobs's exporter"
+    by_itself = "" if kvobs else ", which starts by itself: --disable-log-stats"
+    assert checked.metrics_go_to == f"http://127.0.0.1:9464/metrics, from kvobs's exporter{by_itself}"
     assert checked.spans_go_to == "http://collector:4317, from kvobs's exporter"
 
 

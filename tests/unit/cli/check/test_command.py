@@ -130,7 +130,7 @@ def test_the_options_of_vllm_are_read() -> None:
     assert run(GOOD, *pair[:1]).exit_code == 0
     noted = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
     assert noted["tracing"] == "requests"
-    assert [warning["path"] for warning in noted["warnings"]] == ["--api-server-count"]
+    assert noted["metrics_go_to"].endswith(", from kvobs's exporter, which starts by itself: --api-server-count")
 
 
 def test_it_says_who_reads_from_whom() -> None:

@@ -17,6 +17,8 @@ from kvobs.cli.top.rows import Server, as_dict, ordered, server_row
 from kvobs.cli.top.scrapes import READ, Scrape, parse
 from kvobs.cli.top.screen import picture
 from kvobs.schema import signals
+from kvobs.schema.signals import slot
+from kvobs.telemetry.recording.taken import Taken
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
 
@@ -89,8 +91,8 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     engines.send()
     before = engines.scrape(at_s=0)
     for engine in (0, 1):
-        own = engines.front.metrics
-        own._observe_self(engine, {"apply": 30 * MS, "cut": 10 * MS})
+        spent = {slot(signals.SELF_SECONDS, where): ms * MS for where, ms in (("apply", 30), ("cut", 10))}
+        engines.front.metrics._totals[engine].add(Taken(spent, [], {}))
     faults._counts["merge"] += 3
     engines.send(engine=1)
     server = server_row("here", before, engines.scrape(at_s=2))

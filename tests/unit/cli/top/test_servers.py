@@ -52,7 +52,7 @@ def test_what_is_no_address_is_refused(given: str) -> None:
     ("status", "body", "says"),
     [
         (404, "", "answers 404 Not Found"),
-        (200, "vllm:x 1\n<html>", "no kvobs_. metrics here: .* the exporter's own port .9464 by default.; else check"),
+        (200, "vllm:x 1\n<html>", "no kvobs_. metrics here: .* at its own port .9464 by default.; else check"),
         (200, "kvobs_loads_total 1\nkvobs_engine_up 0\n", "its engine has ended"),
         (200, "kvobs_loads_total x\n", "its metrics can't be read: .*'x'"),
     ],
