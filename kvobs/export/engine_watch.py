@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Thread
@@ -24,7 +25,7 @@ SHOWN_NS = 10**9
 """Shorter calls are not shown: they come and go between scrapes."""
 HANGS_NS = 10 * 10**9
 """After this time in one call it is logged."""
-LOOK_S = 1.0
+LOOK_S, PAUSE_S = 1.0, 0.01
 RAISED_NS = 60 * 10**9
 """An exception that ends the engine is its end if it is not older."""
 NOT_SEEN = "not seen"
@@ -56,10 +57,9 @@ class EngineWatch:
         self._opened: dict[str, int | None] = {}  # file descriptors of their processes, as long as they run
         self._first: End | None = None
         self._has_first = Event()
-        self._is_over = False
         self.end: End | None = None
         """The end of the engine, once it is known that it did not end as it should."""
-        Thread(target=self._run, name="kvobs-watch", daemon=True).start()
+        Thread(target=_run, args=(weakref.ref(self),), name="kvobs-watch", daemon=True).start()
 
     def calls(self) -> list[Call]:
         """Return the calls that have been in progress for long, the oldest first."""
@@ -85,20 +85,14 @@ class EngineWatch:
         log.error("%s", _described(self.end))
         return self.end
 
-    def close(self) -> None:
-        self._is_over = True
-
     # The thread
 
-    def _run(self) -> None:
-        while not self._is_over:
-            try:
-                self._find()
-                self._log_hanging()
-                self._await(LOOK_S)
-            except Exception:
-                faults.contain("apply")
-                time.sleep(LOOK_S)
+    @faults.contained("apply")
+    def look(self) -> None:
+        """Look at the processes, once they have ended or after a second."""
+        self._find()
+        self._log_hanging()
+        self._await(LOOK_S)
 
     def _find(self) -> None:
         """Find the pages of processes that have begun since."""
@@ -159,6 +153,13 @@ class EngineWatch:
     @staticmethod
     def _of(raised: Raised | None) -> End | None:
         return None if raised is None else End(*raised[:4])
+
+
+def _run(watch: weakref.ref[EngineWatch]) -> None:
+    while (watched := watch()) is not None:
+        watched.look()
+        del watched
+        time.sleep(PAUSE_S)
 
 
 def _process(page: Page) -> int | None:

@@ -17,13 +17,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread, get_ident, get_native_id
+from threading import Thread, get_native_id
 from typing import TYPE_CHECKING
 
 import vllm
 
 from kvobs import faults
-from kvobs.export.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
@@ -33,6 +32,7 @@ from kvobs.telemetry.payload.payload import KvobsStats
 from kvobs.telemetry.recording.journal import Group
 from kvobs.telemetry.recording.taken import Taken, nothing
 from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.proc import cores_of_parent
 
@@ -48,8 +48,6 @@ WELL_AFTER_S = 120.0
 """An exporter that has run so long is started again without delay."""
 IDLE_S, BUSY_S = 1.0, 0.05
 """Between looks at the exporter: while there is nothing to send, and while it does not take what there is."""
-LONG_S = 1.0
-"""A call that has been in progress for longer is shown; also the time between looks."""
 CLOSING_S = 1.0
 START_S = 60.0
 READ = 1 << 16  # bytes
@@ -70,6 +68,8 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
         vllm_version=vllm.__version__,
+        pages=Identity.of(vllm_config).pages(),
+        ranks=int(vllm_config.parallel_config.world_size),
     )
 
 
@@ -105,9 +105,6 @@ class Feed:
         self._start_at = 0.0
         self._is_over = False
         self._ends_well = True
-        self._engines_thread = get_ident()
-        self._call: CurrentCall | None = None  # the last one sent
-        self._look_at = 0.0
         self._cores = cores_of_parent()
         self._thread = Thread(target=self._run, name="kvobs-feed", daemon=True)
         self._thread.start()
@@ -148,7 +145,6 @@ class Feed:
             try:
                 self._take_in()
                 self._keep_running()
-                self._look_at_call()
                 self._send()
             except Exception:
                 self._stop()
@@ -195,20 +191,6 @@ class Feed:
             self._stop()
             self._announce(f"kvobs's exporter{pid} has ended")
 
-    def _look_at_call(self) -> None:
-        """Send the call into a connector that the engine's thread has been in for long, and that it has ended."""
-        now = time.monotonic()
-        if self._exporter is None or now < self._look_at:
-            return
-        self._look_at = now + LONG_S
-        call = current_call(self._engines_thread)
-        if call is not None and time.time_ns() - call.began_ns < LONG_S * 1e9:
-            call = None
-        if call != self._call:
-            self._call = call
-            self._exporter.add(wire.to_line({"call": call}))
-            self._exporter.write()  # at once, so that payloads don't wait behind it
-
     def _announce(self, what: str) -> None:
         """Log the end of an exporter, while it is started again quickly."""
         if self._starts <= len(BACK_OFF_S):
@@ -222,7 +204,6 @@ class Feed:
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
-        self._call = None
         self._exporter.add(wire.to_line(self._engine.message()))
         self._exporter.add(wire.to_line({**wire.message(self._sent), "is_total": True}))
         self._hand_over(self._exporter)  # the exporter serves nothing before it has these three lines

@@ -45,6 +45,7 @@ FAULTS = {
     "exits": lambda: os._exit(3),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "returns": lambda: None,
+    "stays after it": lambda: None,
 }
 
 
@@ -108,5 +109,6 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
     begins()
     try:
         recorded(*arguments)
+        time.sleep(600 if fault == "stays after it" else 0)
     finally:
         box.ended_by(lambda: None)()

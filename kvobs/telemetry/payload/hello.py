@@ -32,6 +32,8 @@ class Engine:
         load_policy: kvobs's option.
         failure_policy: vLLM's ``kv_load_failure_policy``.
         vllm_version: the version of vLLM.
+        pages: the begin of the names of its processes' pages.
+        ranks: number of its workers.
         host: address to listen on.
         port: where /metrics is served; None: nowhere.
         otlp_metrics: whether the metrics are sent by OTLP, too.
@@ -48,6 +50,8 @@ class Engine:
     load_policy: str
     failure_policy: str
     vllm_version: str
+    pages: str = ""
+    ranks: int = 0
     host: str = ""
     port: int | None = None
     otlp_metrics: bool = False

@@ -85,10 +85,9 @@ class Identity(NamedTuple):
         """Return a hash for one use, which does not reveal the others."""
         return blake2b(self.secret, digest_size=16, person=use).digest()
 
-    @property
-    def pages(self) -> str:
-        """Return the begin of the names of its group's pages."""
-        return self.digest(b"pages").hex()
+    def pages(self, number: int | None = None) -> str:
+        """Return the begin of the names of its pages, or of those of another engine of its group."""
+        return f"{self.digest(b'pages').hex()}-{self.number if number is None else number}"
 
 
 def folder() -> Path:
@@ -228,7 +227,7 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
     """
     try:
         identity = Identity.of(vllm_config)
-        place = f"{identity.pages}-{identity.number}-{'scheduler' if rank is None else f'rank{rank}'}"
+        place = f"{identity.pages()}-{'scheduler' if rank is None else f'rank{rank}'}"
         memory, remove = ring_files.create_temporary(folder(), place, _size(_about(names, rank), names), SUFFIX)
         return BlackBox(names, rank, contained, memory, remove)
     except (OSError, ValueError) as error:

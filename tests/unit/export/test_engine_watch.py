@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from uuid import uuid4
 
 import pytest
@@ -24,15 +24,13 @@ def engine() -> str:
 
 
 def name(engine: str) -> str:
-    return f"{Identity.of(config(engine)).pages}-0"
+    return Identity.of(config(engine)).pages()
 
 
 @pytest.fixture
-def watch(engine: str) -> Iterator[EngineWatch]:
+def watch(engine: str) -> EngineWatch:
     forget()
-    watch = EngineWatch(name(engine), 2)
-    yield watch
-    watch.close()
+    return EngineWatch(name(engine), 2)
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> None:
@@ -92,7 +90,7 @@ def test_a_hang_is_logged_once(
     ("fault", "reason"), [("exits", "exit 3"), ("is killed", "SIGKILL"), ("raises", "RuntimeError")]
 )
 @pytest.mark.parametrize("rank", [None, 1])
-def test_the_call_that_the_engine_died_in_is_named(
+def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's columns, and fixtures
     fault: str, reason: str, rank: int | None, engine: str, watch: EngineWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with process(engine, 0 if rank else 1, "hangs", "wait_for_save"), process(engine, rank, fault) as dead:
@@ -105,9 +103,9 @@ def test_the_call_that_the_engine_died_in_is_named(
 
 
 def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) -> None:
-    with process(engine, None, "hangs", "save_kv_layer") as dead:
+    with process(engine, None, "stays after it", "save_kv_layer") as dead:
         until(lambda: watch._opened)
-        os.kill(dead.pid, signal.SIGKILL)  # before the thread has looked: the call may have returned
+        os.kill(dead.pid, signal.SIGKILL)
         assert watch.ended() == End("", "", None, "SIGKILL")
 
 
@@ -131,4 +129,3 @@ def test_the_end_is_logged_at_once_by_a_watch_that_nobody_asks(engine: str, capl
         until(lambda: watch.end)
     assert "the engine has ended in start_load_kv of connector 'remote' on rank 0: exit 3" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
-    watch.close()

@@ -416,17 +416,3 @@ def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
 
 def test_slots_of_the_feed_are_in_the_table() -> None:
     assert signals.locate(module._DROPPED)[0].values == ("queue",)
-
-
-def test_a_call_that_lasts_is_shown_while_it_is_in_progress(fed: Fed) -> None:
-    """The engine's thread is this one, which is in the call while another one scrapes."""
-    scraped: list[float] = []
-
-    def lookup() -> None:
-        labels = ("connector", CONNECTORS[1], "hook", "get_num_new_matched_tokens")
-        scraped.append(eventually(lambda: fed.value("kvobs_call_in_progress_timestamp_seconds", *labels)))
-
-    begin = time.time()
-    Recorder(2).timed(1, "get_num_new_matched_tokens", lookup)()
-    assert scraped == [pytest.approx(begin, abs=0.5)]
-    assert eventually(lambda: "kvobs_call_in_progress_timestamp_seconds{" not in fed.get("/metrics"))
