@@ -25,6 +25,7 @@ READ = (
     *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
     *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
     *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),
+    *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED),
 )
 _NAMES = {f"{signals.CALL_DURATION.name}_sum"} | {
     f"{signal.name}{part}"

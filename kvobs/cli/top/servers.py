@@ -61,8 +61,15 @@ def values_of(text: str) -> Values:
     if not values:
         raise NoAnswerError(NO_METRICS)
     if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
-        raise NoAnswerError("its engine has ended")  # its exporter shows it; vLLM's own server has no such metric
+        raise NoAnswerError(f"its engine has ended{_end(values)}")  # its exporter shows it; vLLM's server has no such metric
     return values
+
+
+def _end(values: Values) -> str:
+    """Return in which connector's call, and of what."""
+    end = next((dict(labels) for name, labels in values if name == signals.ENGINE_ENDED.name), {})
+    where = f" in {end['hook']} of connector {end['connector']}" if end.get("connector") else ""
+    return f"{where}: {end['reason']}" if end else ""
 
 
 @dataclass(frozen=True)
