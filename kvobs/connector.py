@@ -152,7 +152,7 @@ class MultiConnector(stock.MultiConnector):
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and versions.has_hook(name):
                 routed = getattr(self._side, name, None)
                 if routed is not None and noting.flight is not None and name in flight.ROUTED:
-                    routed = noting.flight.noted(flight.OWN, name, routed)
+                    routed = noting.flight.routed(name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
 

@@ -21,6 +21,7 @@ from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
 OPEN = "open"
 UNREPORTED = "not reported"
 """The outcome of a load or save of a rank that got the same order again without having reported an end."""
+RAISED = "raised"
 NOTHING: dict[str, Any] = {}  # one for all: there may be millions
 LAYERS = 1000  # the tracks of layer hooks are numbered from here: they overlap each other
 TRANSFERS = {
@@ -133,6 +134,11 @@ class Process:
         found = [one for one in newest.values() if one.end is None]
         return [one for one in found if one.track] or found
 
+    @property
+    def raised(self) -> list[Slice]:
+        """The calls into connectors that ended with an exception."""
+        return [one for one in self.slices if one.track and RAISED in one.args]
+
     def track_name(self, track: int) -> str:
         if track == 0:
             return "scheduler" if self.rank is None else "steps"
@@ -156,8 +162,10 @@ class Process:
                 self.slices.append(Slice(self._layer_track(hook, child), f"{hook} x{n}", start, end, args))
             else:
                 hook = self._hooks[position]
-                name = "step without a forward" if hook == STEP and not n else hook
-                args = {"raised": True} if more else NOTHING
+                name, args = hook, {RAISED: True} if more else NOTHING
+                if hook == STEP:
+                    name = STEP if n else "step without a forward" if more < 2 else f"{more:,} steps without a forward"
+                    args = NOTHING
                 self.slices.append(Slice(0 if child == OWN else child + 1, name, start, end, args))
 
     def _begin(self, one: Transfer) -> None:

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from kvobs.cli import table
 from kvobs.cli.timeline import names
-from kvobs.cli.timeline.recordings import Process
+from kvobs.cli.timeline.recordings import Process, Slice
 from kvobs.cli.timeline.transfers import Joined
 from kvobs.cli.units import NONE, clock, duration
 
 IN_PROGRESS_AT_MOST = 10
 SLOWEST_AT_MOST = 5
+RAISED_AT_MOST = 5
 
 
 def of_processes(processes: Sequence[Process]) -> list[str]:
     """Return a table of how much is recorded of each process."""
     rows = []
-    for name, one in zip(names.of_processes(processes), processes, strict=True):
+    for name, one in _named(processes):
         kinds = [transfer.kind for transfer in one.transfers if transfer.end is not None]
         counts = (len(one.slices), kinds.count("load"), kinds.count("save"))
         seconds = (one.last_ns - one.first_ns) / 1e9
@@ -29,13 +30,29 @@ def of_processes(processes: Sequence[Process]) -> list[str]:
 
 
 def of_calls(processes: Sequence[Process]) -> list[str]:
-    """Return a line for each call that was still running at the end of its process's recording."""
+    """Return a line for each call that was still running at the end of its process's recording, with its age.
+
+    And for the last calls that raised.
+    """
+    raised = [(slice_, name, one) for name, one in _named(processes) for slice_ in one.raised]
+    raised.sort(key=lambda entry: entry[0].start)
     return [
-        f"{name} was in {slice_.name}{of} since {clock(slice_.start)}"
-        for name, one in zip(names.of_processes(processes), processes, strict=True)
+        f"{name}: {_connector(one, slice_)} raised in {slice_.name} at {clock(slice_.end or slice_.start)}"
+        for slice_, name, one in raised[-RAISED_AT_MOST:]
+    ] + [
+        f"{name} was in {slice_.name}{of} since {clock(slice_.start)} ({duration((one.read_ns - slice_.start) / 1e9)})"
+        for name, one in _named(processes)
         for slice_ in one.open
-        for of in [f" of {one.track_name(slice_.track).partition(':')[0]}" if slice_.track else ""]
+        for of in [f" of {_connector(one, slice_)}" if slice_.track else ""]
     ]
+
+
+def _named(processes: Sequence[Process]) -> list[tuple[str, Process]]:
+    return list(zip(names.of_processes(processes), processes, strict=True))
+
+
+def _connector(process: Process, call: Slice) -> str:
+    return process.track_name(call.track).partition(":")[0]
 
 
 def in_progress(joined: Sequence[Joined]) -> list[str]:

@@ -61,7 +61,9 @@ def values_of(text: str) -> Values:
     if not values:
         raise NoAnswerError(NO_METRICS)
     if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
-        raise NoAnswerError(f"its engine has ended{_end(values)}")  # its exporter shows it; vLLM's server has no such metric
+        raise NoAnswerError(
+            f"its engine has ended{_end(values)}"
+        )  # its exporter shows it; vLLM's server has no such metric
     return values
 
 
