@@ -37,9 +37,9 @@ from kvobs.log import log
 from kvobs.routing.gains import StepLimits
 from kvobs.routing.scheduler import Ranks, SchedulerSide
 from kvobs.routing.worker import WorkerSide
+from kvobs.schema import __version__
 from kvobs.schema.config import STOCK_VARIABLE, Configuration
 from kvobs.schema.options import Options
-from kvobs.schema.version import __version__
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.telemetry import telemetry

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvobs import faults
 from kvobs.log import log, once
-from kvobs.telemetry.timeline.black_box import UNKNOWN, Call, Page, Raised, pages, place_of
+from kvobs.telemetry.timeline.black_box import UNKNOWN, Call, Page, pages, place_of
 from kvobs.vllm_api.proc import exit_status
 
 SHOWN_NS = 10**9
@@ -26,13 +26,11 @@ SHOWN_NS = 10**9
 HANGS_NS = 10 * 10**9
 """After this time in one call it is logged."""
 LOOK_S, PAUSE_S = 1.0, 0.01
-RAISED_NS = 60 * 10**9
-"""An exception that ends the engine is its end if it is not older."""
 NOT_SEEN = "not seen"
 
 
 class End(NamedTuple):
-    """The end of an engine: the call it died in, if any, and its reason: an exception's class, a signal, an exit code."""
+    """The end of an engine: the call it died in, if any, and an exception's class, a signal, or an exit code."""
 
     connector: str
     hook: str
@@ -57,9 +55,13 @@ class EngineWatch:
         self._opened: dict[str, int | None] = {}  # file descriptors of their processes, as long as they run
         self._first: End | None = None
         self._has_first = Event()
-        self.end: End | None = None
-        """The end of the engine, once it is known that it did not end as it should."""
+        self._end: End | None = None
         Thread(target=_run, args=(weakref.ref(self),), name="kvobs-watch", daemon=True).start()
+
+    @property
+    def end(self) -> End | None:
+        """The engine's unexpected end; from the exception on that ends it, though vLLM may wait for minutes then."""
+        return self._raised() or self._end
 
     def calls(self) -> list[Call]:
         """Return the calls that have been in progress for long, the oldest first."""
@@ -78,12 +80,11 @@ class EngineWatch:
     def ended(self, wait_s: float = 2.0) -> End:
         """Return and log what the engine died of, now that it is gone without having said goodbye."""
         self._find()
-        raised = self._raised()
-        if raised is None:
+        if self._raised() is None:
             self._has_first.wait(wait_s)
-        self.end = self._of(raised) or self._first or End("", "", None, UNKNOWN)
-        log.error("%s", _described(self.end))
-        return self.end
+        self._end = self._raised() or self._first or End("", "", None, UNKNOWN)
+        log.error("%s", _described(self._end))
+        return self._end
 
     # The thread
 
@@ -139,20 +140,16 @@ class EngineWatch:
         is_known = len({call.connector for call in calls}) == 1
         self._first = End(*calls[0][:3], reason) if is_known else End("", "", ended[0].rank, reason)
         self._has_first.set()
-        end = self._of(self._raised()) or self._first
+        end = self._raised() or self._first
         if self._logs_end and end.connector:
-            self.end = end
+            self._end = end
             log.error("%s", _described(end))
 
-    def _raised(self) -> Raised | None:
+    def _raised(self) -> End | None:
         """Return the exception that ends the engine, the first of those of several ranks."""
-        after = time.perf_counter_ns() - RAISED_NS
-        raised = [one for page in tuple(self._pages.values()) if (one := page.raised()) and one.at_ns > after]
-        return min(raised, key=lambda one: one.at_ns, default=None)
-
-    @staticmethod
-    def _of(raised: Raised | None) -> End | None:
-        return None if raised is None else End(*raised[:4])
+        raised = [one for page in tuple(self._pages.values()) if (one := page.raised())]
+        first = min(raised, key=lambda one: one.at_ns, default=None)
+        return None if first is None else End(*first[:4])
 
 
 def _run(watch: weakref.ref[EngineWatch]) -> None:

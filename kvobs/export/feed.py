@@ -100,7 +100,7 @@ class Feed:
         self._sent = nothing()
         self._waiting = nothing()
         self._spans: list[Group] = []  # that wait
-        self._exporter: _Process | None = None
+        self._exporter: _RunningExporter | None = None
         self._starts = 0  # since it last ran well
         self._start_at = 0.0
         self._is_over = False
@@ -200,7 +200,7 @@ class Feed:
         self._starts += 1
         self._start_at = now + self._back_off_s
         try:
-            self._exporter = _Process(now)
+            self._exporter = _RunningExporter(now)
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
@@ -225,7 +225,7 @@ class Feed:
             self._hand_over(self._exporter)
         self._exporter.write()
 
-    def _hand_over(self, exporter: _Process) -> None:
+    def _hand_over(self, exporter: _RunningExporter) -> None:
         """Pass on what waits; from now on it is part of the totals."""
         exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
         self._sent.add(self._waiting)
@@ -250,7 +250,7 @@ class Feed:
                 self._exporter.close()
 
 
-class _Process:
+class _RunningExporter:
     """A running exporter, and the socket to it."""
 
     def __init__(self, now: float) -> None:

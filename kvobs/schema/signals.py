@@ -296,8 +296,8 @@ CALL_IN_PROGRESS = Signal(
 )
 ENGINE_ENDED = Signal(
     "kvobs_engine_ended",
-    "1 after an engine that did not end as it should, as long as its last numbers are served: the call it died in (empty "
-    "labels: none) and an exception's class, a signal or an exit code.",
+    "1 after an exception that ends the engine, or its unexpected end, as long as its numbers are served: the call it "
+    "died in (empty labels: none), and an exception's class, a signal or an exit code.",
     {**_CALL, "reason": OPEN},
     Kind.GAUGE,
     scope=Scope.OUTSIDE,

@@ -46,6 +46,7 @@ FAULTS = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "returns": lambda: None,
     "stays after it": lambda: None,
+    "raises, and goes on": _raise,
 }
 
 
@@ -106,6 +107,10 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
     else:
         recorder.timed(0, hook, well)()
         recorded, arguments = recorder.timed(REMOTE, hook, call), ()
+    if fault == "raises, and goes on":
+        with suppress(RuntimeError):
+            recorded(*arguments)
+        recorded, arguments, fault = recorder.timed(0, "wait_for_save", well), (), "stays after it"
     begins()
     try:
         recorded(*arguments)

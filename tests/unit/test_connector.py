@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
-from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS
 from tests.support.rig import child_config
 from tests.support.scripted import Handshake
@@ -137,10 +136,6 @@ def test_inherited_code_sees_which_child_loads_a_request(rig: Rig) -> None:
     rig.connector._side.ledger.propose("r", (1, True))
     rig.connector._side.ledger.arrive("q")
     assert (dict(choices), len(choices)) == ({"r": 1}, 1)
-
-
-def test_this_vllm_has_no_hook_that_kvobs_does_not_know() -> None:
-    assert versions.unknown_hooks() == []
 
 
 def test_a_hook_of_a_newer_vllm_reaches_the_children_and_is_named_at_start(

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from kvobs.export.ports import holder, resolve
+from kvobs.export.http_server import holder, resolve
 from kvobs.schema.config import EXPORTER_VARIABLE, PATH
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions

@@ -164,8 +164,8 @@ class Process:
                 hook = self._hooks[position]
                 name, args = hook, {RAISED: True} if more else NOTHING
                 if hook == STEP:
-                    name = STEP if n else "step without a forward" if more < 2 else f"{more:,} steps without a forward"
-                    args = NOTHING
+                    steps = f"{more:,} steps" if more > 1 else STEP
+                    name, args = STEP if n else f"{steps} without a forward", NOTHING
                 self.slices.append(Slice(0 if child == OWN else child + 1, name, start, end, args))
 
     def _begin(self, one: Transfer) -> None:

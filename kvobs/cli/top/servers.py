@@ -60,7 +60,8 @@ def values_of(text: str) -> Values:
         raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
         raise NoAnswerError(NO_METRICS)
-    if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
+    ends = {signals.ENGINE_UP.name: 0, signals.ENGINE_ENDED.name: 1}
+    if any(ends.get(name) == value for (name, _), value in values.items()):
         raise NoAnswerError(
             f"its engine has ended{_end(values)}"
         )  # its exporter shows it; vLLM's server has no such metric

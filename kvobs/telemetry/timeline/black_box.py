@@ -92,7 +92,7 @@ class Identity(NamedTuple):
 
 def folder() -> Path:
     """Return the folder of this user's pages."""
-    memory = "/dev/shm"  # noqa: S108 - for a private folder
+    memory = "/dev/shm"
     return Path(memory if os.access(memory, os.W_OK) else tempfile.gettempdir()) / f"kvobs-{os.geteuid()}"
 
 
@@ -348,9 +348,11 @@ class Page:
         yield Call(name, _LAYER_HOOKS[(at - _MARKS) // 2], self.rank, since_ns)
 
     def raised(self) -> Raised | None:
-        """Return the last exception, if it ends the engine."""
+        """Return the last exception, if it ends the engine: no call has begun since."""
         words = self._words
-        if not words[RAISED] or not words[RAISED_IN] & 1:
+        begun = range(_PAIRS, len(words) - 1, 2)
+        later = (at for at in begun if words[at] > words[RAISED] and self._call(at)[1] not in SURVIVED)
+        if not words[RAISED] or not words[RAISED_IN] & 1 or any(later):
             return None
         name = words.cast("B")[RAISED_CLASS * _WORD :][:_NAME].tobytes().rstrip(b"\0").decode(errors="replace")
         return Raised(*self._call(words[RAISED_IN] >> 1), self.rank, name, words[RAISED])

@@ -43,9 +43,9 @@ class Ring:
         about: the writer's description of itself, as JSON.
         live: number of words that are written in place.
 
-    ``memory``, ``words``, ``first``, ``room`` and ``numbers`` are for callers that inline ``add``; ``numbers`` has the last
-    record's, and may be set back, to overwrite the last records. Word ``live`` + n of
-    ``words`` is the n-th live word, and of ``floats`` the same one as a float.
+    ``memory``, ``words``, ``first``, ``room`` and ``numbers`` are for callers that inline ``add``; ``numbers`` has the
+    last record's, and may be set back, to overwrite the last records. Word ``live`` + n of ``words`` is the n-th live
+    word, and of ``floats`` the same one as a float.
     """
 
     def __init__(self, memory: Any, about: Mapping[str, Any], live: int = 0) -> None:

@@ -109,6 +109,13 @@ def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) 
         assert watch.ended() == End("", "", None, "SIGKILL")
 
 
+def test_an_exception_that_the_engine_survives_is_not_its_end(engine: str, watch: EngineWatch) -> None:
+    """Whatever kvobs thinks of vLLM: a process that calls connectors goes on."""
+    with process(engine, 1, "raises, and goes on"):
+        until(lambda: watch._opened)
+        assert watch.end is None
+
+
 def test_pages_of_the_dead_are_removed_by_the_next_start(
     engine: str, monkeypatch: pytest.MonkeyPatch, watch: EngineWatch
 ) -> None:

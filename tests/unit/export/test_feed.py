@@ -20,10 +20,8 @@ import pytest
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
 from kvobs.export.feed import Feed
-from kvobs.schema import signals
 from kvobs.schema.signals import LOOKUPS, place, slot
 from kvobs.telemetry.payload.payload import KvobsStats
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.recording.taken import Taken
 from kvobs.testing import Rig, Script
 from tests.support.contexts import no_otel_variables, record
@@ -340,7 +338,7 @@ def test_why_it_can_not_start_is_said(monkeypatch: pytest.MonkeyPatch, caplog: p
     def failing(_now: float) -> Any:
         raise OSError("no more processes.")
 
-    monkeypatch.setattr(module, "_Process", failing)
+    monkeypatch.setattr(module, "_RunningExporter", failing)
     fed = Fed()
     fed.feed.put(payload())
     assert eventually(lambda: "exporter can't be started: no more processes. It is" in caplog.text)
@@ -412,7 +410,3 @@ def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
     """vLLM kills the children of an engine that it ends."""
     with open(f"/proc/{fed.pid}/stat") as file:
         assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid()
-
-
-def test_slots_of_the_feed_are_in_the_table() -> None:
-    assert signals.locate(module._DROPPED)[0].values == ("queue",)

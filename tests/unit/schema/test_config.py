@@ -5,9 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from pydantic import ValidationError
 
 from kvobs.schema.config import ConfigError, read
@@ -179,20 +177,6 @@ def test_what_is_found_what_is_allowed_and_the_fix_are_separate() -> None:
     fix = "use an allowed value, or remove the option"
     assert finding == Finding(path, "found 'best'", "'first', 'longest' or 'fastest'", fix)
     assert str(finding) == f"{path}: found 'best', allowed: 'first', 'longest' or 'fastest'. Fix: {fix}."
-
-
-def test_a_long_wrong_value_is_cut() -> None:
-    (mistake,) = mistakes(load_policy="x" * 500)
-    assert len(mistake) < 250
-
-
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
-def test_any_value_is_accepted_or_named(value: Any) -> None:
-    for option in Options.model_fields:
-        try:
-            read({"connectors": TWO, "kvobs": {option: value}})
-        except ConfigError as error:
-            assert all(m.path.startswith(f"kv_connector_extra_config.kvobs.{option}") for m in error.mistakes)
 
 
 # --- the environment

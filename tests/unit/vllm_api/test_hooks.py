@@ -42,10 +42,6 @@ def test_every_public_hook_of_this_vllm_is_in_the_table_or_inherited_for_a_reaso
     assert all(INHERITED.values())
 
 
-def test_no_name_is_in_both_tables() -> None:
-    assert not set(HOOKS) & set(INHERITED)
-
-
 class Empty:
     """Hooks that do nothing, each in its own way."""
 

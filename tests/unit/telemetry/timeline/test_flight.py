@@ -15,7 +15,7 @@ from kvobs.cli.timeline import names, recordings
 from kvobs.cli.timeline.recordings import Process, Slice, Transfer
 from kvobs.schema.options import TimelineOptions
 from kvobs.telemetry.timeline import flight, ring_files
-from kvobs.telemetry.timeline.flight import Flight, LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, Flight, What, pack, unpack
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
 from tests.support.recording_rigs import by_name, recording_rig, served
 from tests.support.rig import child_config
