@@ -58,6 +58,8 @@ NOT_HERE = {
     "children.layer_calls:LayerCalls._failed": "a child that raises in a layer's hook ends the engine",
     "telemetry.telemetry:_trace": "passed once, at start",
     "telemetry.timeline.flight:begin": "passed once, at start",
+    "telemetry.timeline.black_box:begin": "passed once, at start",
+    "telemetry.timeline.black_box:BlackBox.close": "passed once, at the end",
     "telemetry.telemetry:_report": "passed once, at start",
     "telemetry.requests.request_log:RequestLog.close": "passed once, at the end",
     "export.prometheus:MultiKVConnectorPromMetrics._define_own": "passed once, at start",
@@ -142,8 +144,8 @@ def test_faults_in_every_seam_of_the_telemetry_change_no_answer(
     written = set((folder / "written").read_text().splitlines())
     assert sorted(line.partition(" ")[0] for line in written) == [
         "kvobs.telemetry.requests.request_log",
-        *["kvobs.telemetry.timeline.ring_files"] * 3,
-    ], "of recordings the scheduler's and the ranks'"
+        *["kvobs.telemetry.timeline.ring_files"] * 6,
+    ], "of recordings and pages the scheduler's and the ranks'"
 
 
 def answers(server: Server, *, external: bool = False) -> dict[str, Any]:

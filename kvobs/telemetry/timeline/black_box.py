@@ -206,6 +206,7 @@ class BlackBox:
 
         return shut_down
 
+    @faults.contained("record")
     def close(self) -> None:
         """Note that the process ends as it should, and remove the page."""
         self.words[ENDED] = 1

@@ -141,15 +141,18 @@ class Flight(TransferListener):
             return noted
 
         def step(scheduler_output: Any) -> Any:
-            self._begin_run(is_empty=not scheduler_output.total_num_scheduled_tokens)
-            if self._run_steps > 1:
-                start = self._run_start
-                self._ring.add(start, perf_counter_ns() - start, pack(What.CALL, OWN, STEP), self._run_steps)
+            self._begin_scheduled(scheduler_output)
             return noted(scheduler_output)
 
         return step
 
     @contained("record")
+    def _begin_scheduled(self, scheduler_output: Any) -> None:
+        self._begin_run(is_empty=not scheduler_output.total_num_scheduled_tokens)
+        if self._run_steps > 1:
+            start = self._run_start
+            self._ring.add(start, perf_counter_ns() - start, pack(What.CALL, OWN, STEP), self._run_steps)
+
     def _begin_run(self, *, is_empty: bool) -> None:
         """Let the records of an empty step overwrite those of the empty step before it.
 
