@@ -71,7 +71,7 @@ def worst_engine(expr: str) -> str:
 
 def calls() -> str:
     """Return the ages of the calls that engines wait for."""
-    return SELECTION.gauge(signals.CALL_IN_PROGRESS, *by_engine, "hook", "rank", how="max")
+    return SELECTION.gauge(signals.CALL_IN_PROGRESS, "connector", "hook", "instance", "engine", "rank", how="max")
 
 
 def engines_failing() -> str:

@@ -78,14 +78,16 @@ def process(engine: str, rank: int | None, fault: str, hook: str = "start_load_k
             log_.handlers[:] = [logging.StreamHandler(os.fdopen(log_in, "w"))]
             _call(engine, rank, fault, hook, lambda: os.write(begun_in, b"."))
         os._exit(1 if fault == "raises" else 0)
-    os.close(log_in), os.close(begun_in)
+    for written in (log_in, begun_in):
+        os.close(written)
     forked = Forked(pid, log)
     try:
         assert os.read(begun, 1) == b"."
         yield forked
     finally:
         forked.kill()
-        os.close(log), os.close(begun)
+        for read in (log, begun):
+            os.close(read)
 
 
 def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable[[], object]) -> None:

@@ -190,7 +190,7 @@ def test_the_story_is_the_same_each_time_and_passes_every_seam(
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert passed == _of_story()
-    assert len(passed) == 96, "a module that moves keeps its seams"
+    assert len(passed) == 100, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
@@ -293,6 +293,7 @@ FRONT = "calls what is contained, and children"
 EXPOSED = {
     "telemetry.requests.trace_context:activated": BINDING,
     "telemetry.requests.trace_context:activated.<locals>.active": "sets what a seam has made",
+    "telemetry.timeline.black_box:BlackBox.pair": BINDING,
     "telemetry.timeline.black_box:BlackBox.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
     "telemetry.timeline.flight:Flight.routed.<locals>.step": FRONT,
     "telemetry.timeline.flight:pack": BINDING,

@@ -110,8 +110,8 @@ def _look_for_hangs(looked: Looked, url: str, numbers: Numbers) -> None:
     fix = "see KvobsCallHangs in the runbook"
     for call, age_s in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ()):
         if age_s > HANGS_S:
-            where = f"connector {call['connector']} has been in {call['hook']} ({call['rank']}) for {age_s:.0f} s"
-            looked.refuse(url, f"{where}: the engine waits for it", fix)
+            what = f"connector {call.get('connector')} has been in {call.get('hook')} ({call.get('rank')})"
+            looked.refuse(url, printable(f"{what} for {age_s:.0f} s: the engine waits for it"), fix)
 
 
 def _exemplars(url: str) -> int | None:

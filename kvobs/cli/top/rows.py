@@ -170,7 +170,7 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
         # The server's clock may be ahead of this machine's.
         oldest_s=max(0.0, now_s - min(began)) if began else None,
         quarantined=any(numbers.values(signals.QUARANTINED)),
-        call=None if call is None else f"{call['hook']} on {_place(call['rank'])}",
+        call=None if call is None else f"{call.get('hook')} on {_place(call.get('rank', '?'))}",
         call_s=call_s,
     )
 

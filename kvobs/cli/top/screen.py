@@ -206,7 +206,9 @@ class _Table:
         cells = [(column.words, column.show(row)) for column in self._left_out if column.words]
         parts = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
         lines = [line]
-        for text, style in [*((words, "bold red") for words in state), *parts]:
+        room = self._width - 5
+        said = [(words if cell_len(words) <= room else fit(words, room), "bold red") for words in state]
+        for text, style in [*said, *parts]:
             if len(lines) == 1 or len(lines[-1]) + len(text) + 2 > self._width:
                 lines.append(Text("     " if where else "  "))
             else:

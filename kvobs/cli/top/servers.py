@@ -71,8 +71,8 @@ def values_of(text: str) -> Values:
 def _end(values: Values) -> str:
     """Return in which connector's call, and of what."""
     end = next((dict(labels) for name, labels in values if name == signals.ENGINE_ENDED.name), {})
-    where = f" in {end['hook']} of connector {end['connector']}" if end.get("connector") else ""
-    return f"{where}: {end['reason']}" if end else ""
+    where = f" in {end.get('hook')} of connector {end['connector']}" if end.get("connector") else ""
+    return f"{where}: {end.get('reason')}" if end else ""
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ class Engine:
         load_policy: kvobs's option.
         failure_policy: vLLM's ``kv_load_failure_policy``.
         vllm_version: the version of vLLM.
-        pages: the begin of the names of its processes' pages.
-        ranks: number of its workers.
         host: address to listen on.
         port: where /metrics is served; None: nowhere.
         otlp_metrics: whether the metrics are sent by OTLP, too.
         linger_s: how long the last numbers are served after an engine that did not end by itself.
         has_spans: whether span records come.
         endpoint: vLLM's OTLP endpoint; None: the one of the environment.
+        pages: the begin of the names of its processes' pages.
+        ranks: number of its workers.
     """
 
     pid: int
@@ -50,14 +50,14 @@ class Engine:
     load_policy: str
     failure_policy: str
     vllm_version: str
-    pages: str = ""
-    ranks: int = 0
     host: str = ""
     port: int | None = None
     otlp_metrics: bool = False
     linger_s: float = 15.0
     has_spans: bool = False
     endpoint: str | None = None
+    pages: str = ""
+    ranks: int = 0
 
     @property
     def label_values(self) -> tuple[str, str]:

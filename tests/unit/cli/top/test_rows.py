@@ -171,7 +171,7 @@ def test_json_is_what_its_documentation_says(servers: list[Server]) -> None:
                 "load_p50_s", "load_p99_s", "scheduler_s_per_s", "load_stall_s_per_s",
                 "save_stall_s_per_s", "gain_s_per_s",
                 "failed_loads_per_s", "exceptions_per_s", "skew_p99_s", "slowest_rank", "slowest_rank_share",
-                "loads_open", "saves_held", "oldest_s", "quarantined",
+                "loads_open", "saves_held", "oldest_s", "quarantined", "call", "call_s",
             }  # fmt: skip
             assert list(of_child.values()) == [getattr(child, field.name) for field in fields(child)]
 

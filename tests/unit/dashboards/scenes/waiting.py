@@ -72,8 +72,8 @@ SCENES = {
             Fires(
                 {CALL: "0+30x100"},
                 "2m",
-                f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: all "
-                "requests of this engine wait.",
+                f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
+                "all requests of this engine wait.",
                 {"hook": "wait_for_save", "rank": "1"},
             ),
         ),
