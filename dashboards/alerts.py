@@ -92,6 +92,38 @@ def stuck_transfers(site: Site) -> Alert:
     )
 
 
+def call_hangs(site: Site) -> Alert:
+    calls, asks = signals.CALL_IN_PROGRESS, Asks(site.scope)
+    return _of_child(
+        site,
+        "CallHangs",
+        Severity.CRITICAL,
+        # What is called once, such as the registration of a large cache, may take long.
+        f"{asks.series(calls)} > {site.call_age_s} unless {asks.series(calls, hook=signals.OTHER)}",
+        "30s",
+        "A call into a KV connector does not return: the engine stands still.",
+        "{{ $labels.hook }} of " + OF_CHILD + " has been in progress for {{ $value | humanizeDuration }} (rank: "
+        "{{ $labels.rank }}). No step runs until it returns: all requests of this engine wait.",
+    )  # fmt: skip
+
+
+def engine_ended(site: Site) -> Alert:
+    ended = Asks(site.scope).series(signals.ENGINE_ENDED)
+    return Alert(
+        site,
+        "kvobs-overview",
+        ENGINE,
+        PREFIX + "EngineEnded",
+        Severity.CRITICAL,
+        f"max_over_time({ended}[{rules.LONG_WINDOW}]) > 0",
+        "0m",
+        "An engine has ended unexpectedly.",
+        "The last life of " + OF_ENGINE + " ended within the last fifteen minutes"
+        "{{ with $labels.connector }} in {{ $labels.hook }} of {{ . }}{{ else }}, in no connector's call{{ end }}: "
+        "{{ $labels.reason }}.",
+    )  # fmt: skip
+
+
 def load_unfinished(site: Site) -> Alert:
     return _of_child(
         site,
@@ -268,6 +300,8 @@ def unused_hit_tokens(site: Site) -> Alert:
 
 
 ALERTS: tuple[Callable[[Site], Alert], ...] = (
+    engine_ended,
+    call_hangs,
     fleet_alerts.engines_failing_requests,
     requests_failing,
     failed_sync_loads,

@@ -207,8 +207,8 @@ def _quarantine() -> Panel:
             "See its exceptions. It is enabled again automatically.",
             "A connector that is not in the option isolate has no band.",
         ),
-        Query(questions.quarantined("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
         {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
+        Query(questions.quarantined("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
     )
 
 
@@ -345,13 +345,17 @@ def _engines() -> Panel:
     return states(
         "Engines",
         About(
-            "Whether the engine of each exporter runs.",
+            "Whether the engine of each exporter runs, and the call that an engine ended in unexpectedly.",
             "Red: the exporter serves the last numbers of an engine that was killed or crashed.",
-            "See the log of that engine, and the runbook, KvobsTelemetryMissing.",
+            "See the log of that engine, and the runbook, KvobsEngineEnded.",
             "No data without the exporter. An exporter ends with its engine: a band that ends is a gone engine, too.",
         ),
+        {0: ("gone", looks.BAD), 1: ("running", looks.GOOD), 2: ("ended", looks.BAD)},
         Query(SELECTION.gauge(signals.ENGINE_UP, *_OF_ENGINE, how="min"), _ENGINE),
-        {0: ("gone", looks.BAD), 1: ("running", looks.GOOD)},
+        Query(
+            f"2 * {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
+            f"{_ENGINE}: {{{{connector}}}} {{{{hook}}}} {{{{reason}}}}",
+        ),
     )
 
 

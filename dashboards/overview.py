@@ -32,7 +32,7 @@ def overview() -> Board:
             Section(
                 "",
                 [
-                    (5, [(3, panel) for panel in _verdicts()]),
+                    (5, list(zip((3, 2, 3, 3, 3, 3, 3, 2, 2), _verdicts(), strict=True))),
                     (6, [(24, _children())]),
                     (8, [(14, engines()), (10, firing())]),
                 ],
@@ -123,10 +123,23 @@ def _verdicts() -> list[Panel]:
             empty="No waits",
         ),
         number(
+            "Hangs",
+            About(
+                "Is anything hanging? The call into a connector that an engine has been in for longest, and its age.",
+                "'No call hangs' is the normal state. Amber from 10 s, red from 60 s: the engine waits for that call.",
+                "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
+                "Calls below a second are not shown, and ranks on other machines are not seen.",
+            ),
+            Query(worst(questions.calls()), "{{connector}} {{hook}} {{instance}} {{rank}}"),
+            unit="s",
+            verdict=looks.AGE_SECONDS,
+            empty="No call hangs",
+        ),
+        number(
             "Oldest in progress",
             About(
                 "Age of the oldest unfinished load or promised save, or lookup that a request waits for.",
-                "Amber from 10 s, red from 60 s; it also grows while the engine hangs.",
+                "Amber from 10 s, red from 60 s.",
                 "Find the rank that has not reported: board Connector, row Ranks.",
                 "'None in progress' is the normal state between requests.",
             ),

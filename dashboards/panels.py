@@ -191,14 +191,15 @@ def distribution(title: str, about: About, expr: str) -> Panel:
     )
 
 
-def states(title: str, about: About, query: Query, words: dict[int, tuple[str, str]]) -> Panel:
+def states(title: str, about: About, words: dict[int, tuple[str, str]], *queries: Query) -> Panel:
     """Return a state timeline with a band for each series."""
+    panel = statetimeline.Panel()
+    for i, query in enumerate(queries):
+        panel = panel.with_target(_target(query, i).range())
     return (
-        statetimeline.Panel()
-        .title(title)
-        .description(about.text([query.expr]))
+        panel.title(title)
+        .description(about.text([query.expr for query in queries]))
         .datasource(PROMETHEUS)
-        .with_target(_target(query, 0).range())
         .unit("short")
         .no_value(looks.NO_DATA)
         .mappings([looks.named(words)])

@@ -69,6 +69,11 @@ def worst_engine(expr: str) -> str:
     return f"max by (connector) ({expr})"
 
 
+def calls() -> str:
+    """Return the ages of the calls that engines wait for."""
+    return SELECTION.gauge(signals.CALL_IN_PROGRESS, "connector", "hook", "instance", "engine", "rank", how="max")
+
+
 def engines_failing() -> str:
     """Return the engines on which a connector fails, among all."""
     by = ", ".join(by_engine[1:])

@@ -49,16 +49,15 @@ def _lookups() -> Panel:
 
 
 def _call() -> Panel:
-    since = SELECTION.gauge(signals.CALL_IN_PROGRESS, "connector", "hook", "instance", "engine", how="min")
     return lines(
         "Call in progress: age",
         About(
-            "Age of a call into a connector that the engine has been in for more than a second.",
+            "Age of a call into a connector that an engine's process has been in for more than a second.",
             "No data is normal. A line that rises: nothing else runs in that engine until the call ends.",
-            "Check the connector's server: the engine waits for it.",
-            "No data without the exporter.",
+            "Check the connector's server: the engine waits for it. See KvobsCallHangs in the runbook.",
+            "Ranks on other machines than the one that serves the metrics are not seen.",
         ),
-        Query(f"topk(10, time() - {since})", "{{connector}} {{hook}} {{instance}} engine {{engine}}"),
+        Query(f"topk(10, {questions.calls()})", "{{connector}} {{hook}} {{instance}} engine {{engine}} {{rank}}"),
         unit="s",
     )
 

@@ -40,6 +40,7 @@ class Site:
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )
     few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
+    call_age_s: int = threshold(45, "age of a call into a connector that an engine waits for, in seconds")
     lookup_age_s: int = threshold(60, "age of the oldest unanswered lookup, in seconds")
     scheduler_share: float = threshold(0.1, "share of the scheduler's time in one connector")
     blocked_share: float = threshold(

@@ -43,6 +43,8 @@ COMBINED = {
 }
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {
+    "EngineEnded": lambda _: "an engine ended without having been asked to; names the call that it died in, if any",
+    "CallHangs": lambda site: f"an engine has been in one call into a connector for more than {site.call_age_s} s",
     "EnginesFailingRequests": lambda site: (
         f"on more than {_percent(site.failing_engines)} of a cluster's engines that load from a connector, and on at "
         f"least {site.few_failing_engines}, more than {_percent(site.failed_share)} of these loads fail, and their "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.config import KVTransferConfig
@@ -44,6 +45,7 @@ from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.telemetry.timeline import flight
+from kvobs.telemetry.timeline.black_box import SINCE, STEPS
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Combine
 
@@ -82,6 +84,7 @@ class MultiConnector(stock.MultiConnector):
         tracing = TracingSettings.of(options, vllm_config)
         rank = None if is_scheduler else wiring.rank_of(vllm_config)
         records = recorders.build(configuration.names, options, vllm_config, tracing, rank)
+        self._box = records.recorder.box.words
         activated = records.traces.activated if records.traces is not None else None
         self._children = build(vllm_config, role, kv_cache_config, specs, records.recorder, activated=activated)
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
@@ -117,7 +120,7 @@ class MultiConnector(stock.MultiConnector):
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and versions.has_hook(name):
                 routed = getattr(self._side, name, None)
                 if routed is not None and records.flight is not None and name in flight.ROUTED:
-                    routed = records.flight.noted(flight.OWN, name, routed)
+                    routed = records.flight.routed(name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
         ended: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
@@ -125,12 +128,13 @@ class MultiConnector(stock.MultiConnector):
             ended = records.log.ended_by(ended)
         if self._feed is not None and isinstance(self._side, SchedulerSide):
             ended = self._feed.ended_by(ended, self._side.feed_last)
-        setattr(self, "shutdown", ended)  # noqa: B010
+        setattr(self, "shutdown", records.recorder.box.ended_by(ended))  # noqa: B010
 
     # The wrapper's own metadata must be bound too: vLLM asks has_connector_metadata() before every layer.
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(self._side, WorkerSide)
+        self._box[SINCE] = perf_counter_ns()
         self._side.bind_connector_metadata(connector_metadata)
         KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
 
@@ -138,6 +142,8 @@ class MultiConnector(stock.MultiConnector):
         assert isinstance(self._side, WorkerSide)
         self._side.clear_connector_metadata()
         KVConnectorBase_V1.clear_connector_metadata(self)
+        self._box[SINCE] = 0
+        self._box[STEPS] += 1
 
     # What the children can do
 

@@ -6,6 +6,7 @@ of a fan-out are stored together, in one piece of memory. They are counted in bu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from operator import itemgetter
 from struct import Struct
@@ -28,6 +29,7 @@ from kvobs.telemetry.timeline.flight import Flight
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
+_CALLS = re.compile(r" +c\d+\(")  # a line of a fan-out that calls a child
 NOTICED_AT_MOST = AT_MOST  # calls passed to the tracer at a time: as many spans as a flush takes
 
 
@@ -52,6 +54,7 @@ class LayerCalls:
         self._steps: list[int] = []  # number of rows of each ended step with calls
         self._subjects: list[Any] = []  # the tracer's place of each of them
         self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
+        self._box = telemetry.recorder.box
         self.fan_out = self._unrolled()
 
     @property
@@ -74,15 +77,17 @@ class LayerCalls:
         bound += ", times=times" if self._live else ""
         calls = "".join(f"        c{i}({names})\n        t{i + 1} = clock()\n{marks[i + 1]}" for i in numbers)
         row = ", ".join(f"t{i}" for i in range(self._width))
+        place = self._box.place_of_layers(self.hook)
         source = (
-            f"def {self.hook}({names}{bound}, clock=clock, buffer=buffer, pack=pack{keywords}):\n{general}"
-            f"    try:\n        t0 = clock()\n{marks[0]}{calls}        buffer += pack({row})\n"
+            f"def {self.hook}({names}{bound}, begun=begun, clock=clock, buffer=buffer, pack=pack{keywords}):\n{general}"
+            f"    try:\n        t0 = begun[{place}] = clock()\n{marks[0]}{calls}        buffer += pack({row})\n"
             f"    except BaseException as error:\n        failed(locals(), error)\n        raise\n"
         )
         if not self.children:
             source = f"def {self.hook}({names}{keywords}):\n    pass\n"
         scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
+            "begun": self._box.floats,
             "clock": perf_counter,
             "buffer": self._buffer,
             "pack": self._row.pack,
@@ -91,7 +96,10 @@ class LayerCalls:
             "times": self._flight.layer_times if self._flight is not None else None,
         }
         exec(compile(source, f"<kvobs: {self.hook}>", "exec"), scope)
-        fan_out: Call = scope[self.hook]
+        fan_out: Any = scope[self.hook]
+        called = (child.index for child in self.children)
+        lines = {number: next(called) for number, line in enumerate(source.splitlines(), 1) if _CALLS.match(line)}
+        self._box.watch(self.hook, fan_out.__code__, lines)
         return fan_out
 
     def _general(self, *args: Any, **kwargs: Any) -> None:

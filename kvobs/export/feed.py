@@ -17,9 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread, get_ident, get_native_id
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from threading import Thread, get_native_id
+from typing import TYPE_CHECKING
 
 import vllm
 
@@ -30,8 +29,8 @@ from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Group, Increments
-from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.proc import cores_of_parent
 
@@ -47,8 +46,6 @@ WELL_AFTER_S = 120.0
 """An exporter that has run so long is started again without delay."""
 IDLE_S, BUSY_S = 1.0, 0.05
 """Between looks at the exporter: while there is nothing to send, and while it does not take what there is."""
-LONG_S = 1.0
-"""A call that has been in progress for longer is shown; also the time between looks."""
 CLOSING_S = 1.0
 START_S = 60.0
 READ = 1 << 16  # bytes
@@ -69,6 +66,8 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
         vllm_version=vllm.__version__,
+        pages=Identity.of(vllm_config).pages(),
+        ranks=int(vllm_config.parallel_config.world_size),
     )
 
 
@@ -84,14 +83,6 @@ def exported(
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,
     )
-
-
-class CurrentCall(NamedTuple):
-    """A call in progress: the connector's position, the hook, and the beginning in ns since the epoch."""
-
-    child: int
-    hook: str
-    began_ns: int
 
 
 class Feed:
@@ -112,9 +103,6 @@ class Feed:
         self._start_at = 0.0
         self._is_over = False
         self._ends_well = True
-        self._engines_thread = get_ident()
-        self._call: CurrentCall | None = None  # the last one sent
-        self._look_at = 0.0
         self._cores = cores_of_parent()
         self._thread = Thread(target=self._run, name="kvobs-feed", daemon=True)
         self._thread.start()
@@ -155,7 +143,6 @@ class Feed:
             try:
                 self._take_in()
                 self._keep_running()
-                self._look_at_call()
                 self._send()
             except Exception:
                 self._stop()
@@ -202,20 +189,6 @@ class Feed:
             self._stop()
             self._announce(f"kvobs's exporter{pid} has ended")
 
-    def _look_at_call(self) -> None:
-        """Send the call into a connector that the engine's thread has been in for long, and that it has ended."""
-        now = time.monotonic()
-        if self._exporter is None or now < self._look_at:
-            return
-        self._look_at = now + LONG_S
-        call = current_call(self._engines_thread)
-        if call is not None and time.time_ns() - call.began_ns < LONG_S * 1e9:
-            call = None
-        if call != self._call:
-            self._call = call
-            self._exporter.add(wire.to_line({"call": call}))
-            self._exporter.write()  # at once, so that payloads don't wait behind it
-
     def _announce(self, what: str) -> None:
         """Log the end of an exporter, while it is started again quickly."""
         if self._starts <= len(BACK_OFF_S):
@@ -229,7 +202,6 @@ class Feed:
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
-        self._call = None
         self._exporter.add(wire.to_line(self._engine.message()))
         self._exporter.add(wire.to_line({**wire.message(self._sent), "is_total": True}))
         self._hand_over(self._exporter)  # the exporter serves nothing before it has these three lines
@@ -363,27 +335,3 @@ def _environment(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
         paths = [str(package.parent), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environ
-
-
-def current_call(thread: int) -> CurrentCall | None:
-    """Return the call into a connector that this thread is in, if any; of nested ones the outermost.
-
-    A recorded call has its connector, hook and beginning in local variables, and a blocked thread's stack can be read.
-    """
-    outermost = None
-    frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is _RECORDED:
-            names = frame.f_locals
-            if "start" in names:
-                outermost = CurrentCall(names["child"], names["hook"], names["start"] + WALL_OFFSET)
-        frame = frame.f_back
-    return outermost
-
-
-def _code_of(function: CodeType, name: str) -> CodeType:
-    """Return the code of a function that is defined within another one."""
-    return next(code for code in function.co_consts if isinstance(code, CodeType) and code.co_name == name)
-
-
-_RECORDED = _code_of(Recorder.timed.__code__, "recorded")

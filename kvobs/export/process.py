@@ -22,6 +22,7 @@ from typing import Any
 
 from kvobs import faults
 from kvobs.export import http_server
+from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.otlp_metrics import MetricsPush
 from kvobs.export.span_export import SpanCutter, make_exporter
 from kvobs.export.totals import Exposition, Totals
@@ -54,7 +55,8 @@ class Exporter:
         self._channel = channel
         self._engine = engine
         self._started = start_time(engine.pid)
-        self._totals = Totals(engine)
+        self._watch = EngineWatch(engine.pages, engine.ranks)
+        self._totals = Totals(engine, self._watch)
         self._exposition = Exposition(self._totals, self._refresh)
         self._own: dict[int, int] = {}  # slot -> what was counted here since it was sent to the engine
         self._dropped: dict[str, int] = {}
@@ -115,9 +117,6 @@ class Exporter:
     def _apply(self, message: dict[str, Any]) -> None:
         if message.get("bye"):
             self._said_goodbye = True
-            return
-        if "call" in message:
-            self._totals.set_call(message["call"])
             return
         begin = time.perf_counter_ns()
         if not wire.is_ours(message):
@@ -206,6 +205,7 @@ class Exporter:
         state = {
             "engine": "alive" if self._is_up else "gone",
             "engine_pid": self._engine.pid,
+            "processes": self._watch.states(),
             "seconds_since_last_payload": round(time.time() - self._last_payload_s, 3),
             "spans_queued": self._queued,
             "spans_dropped": self._dropped_sum,
@@ -217,6 +217,8 @@ class Exporter:
 
     def _close(self) -> None:
         """Send what waits, serve the last numbers for a while, and end."""
+        if not self._is_over():
+            self._watch.ended()
         ended = time.monotonic()
         self._exposition.forget()
         if self._cutter is not None:

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs import faults
+from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.feed import described
 from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.log import once
@@ -28,6 +29,7 @@ from kvobs.schema.signals import LABEL, SIGNALS, Scope
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
 from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -123,10 +125,11 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         """Begin the totals of each engine, and publish them if vLLM's own metrics are in the same registry."""
         self._names = tuple(spec.name for spec in of)
         try:
-            engine = described(vllm_config, of, options)
+            engine, identity = described(vllm_config, of, options), Identity.of(vllm_config)
             for index, values in self.per_engine_labelvalues.items():
                 model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
-                self._totals[index] = Totals(replace(engine, model=model, index=index))
+                watch = EngineWatch(identity.pages(index), engine.ranks, logs_end=True) if is_seen else None
+                self._totals[index] = Totals(replace(engine, model=model, index=index), watch)
             if is_seen:
                 self._registered.append(self.collector)
                 REGISTRY.register(self.collector)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from threading import Lock
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from prometheus_client.exposition import choose_encoder
@@ -18,9 +19,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
+from kvobs.export.engine_watch import EngineWatch
 from kvobs.schema import __version__, signals
 from kvobs.schema.signals import (
-    CALL_IN_PROGRESS,
     OTHER_VALUE,
     SERIES_AT_MOST,
     SIGNALS,
@@ -34,7 +35,7 @@ from kvobs.schema.signals import (
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.wire import EngineInfo, Increments
-from kvobs.vllm_api.hooks import HOOKS
+from kvobs.telemetry.timeline.black_box import SCHEDULER
 
 FRESH_S = 0.2
 """Scrapes within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""
@@ -71,10 +72,16 @@ class Point(NamedTuple):
 
 
 class Totals:
-    """The totals of one engine; threads may read them while payloads are added."""
+    """The totals of one engine; threads may read them while payloads are added.
 
-    def __init__(self, engine: EngineInfo) -> None:
+    Args:
+        engine: what its metrics say about it.
+        watch: sees the calls that it is in, and its end.
+    """
+
+    def __init__(self, engine: EngineInfo, watch: EngineWatch | None = None) -> None:
         self._engine = engine
+        self._watch = watch
         self._labels = (engine.model, str(engine.index))
         self._names = [connector.name for connector in engine.connectors]
         self._lock = Lock()
@@ -141,25 +148,8 @@ class Totals:
 
     def set_own(self, signal: Signal, value: float) -> None:
         """Set a gauge of the exporter."""
-        self._set(signal, Point(self._labels, value))
-
-    def set_call(self, call: Any) -> None:
-        """Set the call that the engine waits for: connector's position, hook, beginning in ns; None: there is none."""
-        match call:
-            case [int(child), str(hook), int(began_ns)] if (
-                0 <= child < len(self._names) and hook in HOOKS and began_ns >= 0
-            ):
-                values = (*self._labels, self._names[child], hook_label(hook))
-                self._set(CALL_IN_PROGRESS, Point(values, began_ns * CALL_IN_PROGRESS.unit))
-            case _:
-                self._set(CALL_IN_PROGRESS, None)
-
-    def _set(self, signal: Signal, point: Point | None) -> None:
         with self._lock:
-            if point is None:
-                self._own.pop(signal, None)
-            else:
-                self._own[signal] = point
+            self._own[signal] = Point(self._labels, value)
 
     def series(self) -> Iterator[tuple[Signal, list[Point]]]:
         """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
@@ -176,7 +166,20 @@ class Totals:
             for signal, point in self._own.items():
                 points[signal].append(point)
         self._introduce(points)
+        if self._watch is not None:
+            points[signals.CALL_IN_PROGRESS] = self._calls(self._watch)
+            if (end := self._watch.end) is not None:
+                values = (end.connector, hook_label(end.hook) if end.hook else "", end.reason)
+                points[signals.ENGINE_ENDED] = [Point((*self._labels, *values), 1)]
         yield from points.items()
+
+    def _calls(self, watch: EngineWatch) -> list[Point]:
+        now_ns, ages = perf_counter_ns(), dict[tuple[str, ...], float]()
+        for call in watch.calls():  # the oldest first
+            rank = SCHEDULER if call.rank is None else str(call.rank)
+            values = (*self._labels, call.connector, hook_label(call.hook), rank)
+            ages.setdefault(values, (now_ns - call.since_ns) * signals.CALL_IN_PROGRESS.unit)
+        return [Point(values, age) for values, age in ages.items()]
 
     def _point(self, series: Series, child: int, totals: list[int]) -> Point:
         labels, unit = self._values(child, series.values), series.signal.unit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -34,6 +35,7 @@ from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.telemetry.timeline.black_box import SINCE, STEPS
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -56,6 +58,7 @@ class SchedulerSide:
         listener: receives the events of requests and transfers.
         gains: learns from the steps what computing costs.
         feed: takes kvobs's own numbers to the exporter, if there is one.
+        box: the words of this process's black box.
         reporting: how many workers report to this scheduler, unless a child states its own number.
         all_support_hma: whether every child supports several KV cache groups.
         may_hide: whether children may not see some requests: otherwise a step need not look for these.
@@ -76,6 +79,7 @@ class SchedulerSide:
     reports: Reports | None
     collector: Collector
     feed: Sink | None
+    box: memoryview[int]
     layout: CacheLayout
     reporting: int
     all_support_hma: bool
@@ -161,6 +165,7 @@ class SchedulerSide:
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        self.box[SINCE] = perf_counter_ns()
         if self.may_hide:
             self.isolation.begin_step()
             self.open_lookups.poll(self.isolation.is_slow)
@@ -312,6 +317,7 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload, if there is one; kvobs's own numbers are sent together with the workers'."""
+        self.box[STEPS] += 1
         self.gains.step_ended()
         if self._flush_is_due:
             self.open_transfers.measure(self.offers.waited_for)

@@ -100,6 +100,7 @@ def scheduler_side(
         reports=telemetry.reports,
         collector=Collector(children, recorder, feed),
         feed=feed,
+        box=recorder.box.words,
         layout=layout,
         reporting=reporting,
         all_support_hma=all_support_hma(specs),

@@ -18,6 +18,7 @@ class Scope(Enum):
 
     CHILD = "child"
     PROCESS = "process"  # kvobs itself: no ``connector`` label
+    OUTSIDE = "outside"  # a process, read from outside of it by whoever serves the metrics: not in payloads
     EXPORTER = "exporter"  # the exporter, which sets them itself: not in payloads, nor in vLLM's API server
 
 

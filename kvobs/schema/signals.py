@@ -285,12 +285,22 @@ LAST_PAYLOAD = Signal(
     kind=Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
+_CALL = {"connector": OPEN, "hook": OPEN}
 CALL_IN_PROGRESS = Signal(
-    "kvobs_call_in_progress_timestamp_seconds",
-    "Start of a call into a connector that has lasted over a second in EngineCore, as Unix time. Of the exporter only.",
-    {"connector": OPEN, "hook": OPEN},
+    "kvobs_call_in_progress_seconds",
+    "Age of a call into a connector that has lasted over a second, also while the GIL is held; rank: of the worker, or "
+    "scheduler. Of processes on the machine that serves it.",
+    {**_CALL, "rank": OPEN},
     Kind.GAUGE,
-    scope=Scope.EXPORTER,
+    scope=Scope.OUTSIDE,
+)
+ENGINE_ENDED = Signal(
+    "kvobs_engine_ended",
+    "1 after an exception that ends the engine, or its unexpected end, as long as its numbers are served: the call it "
+    "died in (empty labels: none), and an exception's class, a signal or an exit code.",
+    {**_CALL, "reason": OPEN},
+    Kind.GAUGE,
+    scope=Scope.OUTSIDE,
 )
 SPANS_QUEUED = Signal(
     "kvobs_spans_queued",

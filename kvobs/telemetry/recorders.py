@@ -1,4 +1,4 @@
-"""Everything that records in one process, built together: numbers, span records, traces, and the flight recorder."""
+"""Everything that records in one process, built together: numbers, spans, traces, flight recorder, black box."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, St
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.timeline import flight
+from kvobs.telemetry.timeline import black_box, flight
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions
 
@@ -25,7 +25,8 @@ from kvobs.vllm_api import versions
 class Telemetry:
     """The recorders of one process.
 
-    ``recorder`` sends the records of ``journal`` with its numbers, and passes calls on to ``tracer`` and ``flight``.
+    ``recorder`` sends the records of ``journal`` with its numbers, passes calls on to ``tracer`` and ``flight``, and
+    shows the one in progress in its black box.
     ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.
     """
 
@@ -47,7 +48,9 @@ def build(
     recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
     traces, tracer = (_trace(names, journal, tracing, rank) if tracing is not None else None) or (None, None)
     slow_ns = int(options.slow_call_ms * 1e6)
-    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording)
+    contained = [i for i, name in enumerate(names) if name in options.isolate]
+    box = black_box.begin(vllm_config, names, rank, contained)
+    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording, box=box)
     if rank is not None:
         return Telemetry(recorder, journal, tracer, recording)
     reports, log = _report(names, options, vllm_config, recorder) or (None, None)

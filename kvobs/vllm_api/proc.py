@@ -26,3 +26,12 @@ def cores_of_parent() -> set[int]:
         return os.sched_getaffinity(os.getppid())
     except OSError:
         return os.sched_getaffinity(0)
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the status of a process that has ended, as from ``wait``; None if its parent has read it already."""
+    try:
+        _, (state, *fields) = stat(pid)
+    except OSError:
+        return None
+    return int(fields[48]) if state in ("Z", "X") else None

@@ -31,7 +31,9 @@ SECONDS = 75
 HOST_LABELS = {"job", "instance", "model_name", "engine"}
 
 BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
+NO_HANG = "no call of this run hangs, and its engine does not end"
 WITHOUT_DATA: dict[str, str] = {
+    **{signal.name: NO_HANG for signal in SIGNALS if signal.scope is Scope.OUTSIDE},
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
     "kvobs_load_decisions_total": "this run's load policy is not fastest",
     "kvobs_request_log_dropped_total": "this run has no request log",
@@ -41,8 +43,11 @@ WITHOUT_DATA: dict[str, str] = {
 EMPTY: dict[str, str] = {
     **{
         f"kvobs-connector: {panel} (A)": BY_THE_API_SERVER
-        for panel in ("Engines", "Time since the engine's last numbers", "Spans queued", "Call in progress: age")
+        for panel in ("Engines", "Time since the engine's last numbers", "Spans queued")
     },
+    "kvobs-connector: Engines (B)": NO_HANG,
+    "kvobs-connector: Call in progress: age (A)": NO_HANG,
+    "kvobs-overview: Hangs (A)": NO_HANG,
     **{
         f"kvobs-slow-loads: Spans lost in the collector (spans/s) ({ref})": "this run has no OpenTelemetry collector"
         for ref in "AB"

@@ -19,7 +19,7 @@ NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 ROWS = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 4, MAYBE, MAYBE,
     st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE, st.none() | st.sampled_from(("0", "127")),
-    SHARES, COUNTS, COUNTS, MAYBE, st.booleans(),
+    SHARES, COUNTS, COUNTS, MAYBE, st.booleans(), st.none() | NAMES, MAYBE,
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("in_production")
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
     "connector:_feed",
+    "telemetry.timeline.black_box:begin",
     "telemetry.timeline.flight:begin",
     "telemetry.recorders:_trace",
     "telemetry.recorders:_report",
@@ -189,13 +190,13 @@ def test_the_story_is_the_same_each_time_and_passes_every_seam(
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert passed == _of_story()
-    assert len(passed) == 96, "a module that moves keeps its seams"
+    assert len(passed) == 100, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
 
-OF_EXPORTER = tuple(f"export.{name}:" for name in ("http_server", "otlp_metrics", "process", "totals"))
-"""The modules of the exporter's process."""
+OF_EXPORTER = tuple(f"export.{name}:" for name in ("engine_watch", "http_server", "otlp_metrics", "process", "totals"))
+"""The modules of the exporter's process, or of threads that serve metrics."""
 
 
 def _of_story() -> set[str]:
@@ -306,6 +307,9 @@ FRONT = "calls what is contained, and children"
 EXPOSED = {
     "telemetry.requests.trace_context:activated": BINDING,
     "telemetry.requests.trace_context:activated.<locals>.active": "sets what a seam has made",
+    "telemetry.timeline.black_box:BlackBox.pair": BINDING,
+    "telemetry.timeline.black_box:BlackBox.ended_by.<locals>.shut_down": "calls vLLM's hook and what is contained",
+    "telemetry.timeline.flight:Flight.routed.<locals>.step": FRONT,
     "telemetry.timeline.flight:pack": BINDING,
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
     "telemetry.recording.recorder:Recorder.tally": BINDING,

@@ -293,8 +293,8 @@ def test_what_is_running_and_configured(monkeypatch: pytest.MonkeyPatch, a: Scri
 
 @pytest.mark.parametrize("signal", SIGNALS, ids=[signal.name for signal in SIGNALS])
 def test_every_metric_is_caused_here_or_with_the_spans_or_by_the_exporter(signal: Signal) -> None:
-    is_of_exporter = signal.scope is Scope.EXPORTER
-    patterns = ("export/test_feed.py",) if is_of_exporter else ("test_observed*.py", "test_traced*.py")
+    elsewhere = {Scope.EXPORTER: ("export/test_feed.py",), Scope.OUTSIDE: ("export/test_totals.py",)}
+    patterns = elsewhere.get(signal.scope, ("test_observed*.py", "test_traced*.py"))
     files = [file for pattern in patterns for file in Path(__file__).parent.glob(pattern)]
     assert any(signal.name in file.read_text() for file in files)
 

@@ -101,6 +101,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
         ("process.py", "json.loads(error.read(READ))"),  # /healthz of an exporter that has the port
         ("ring.py", "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))"),  # for the command kvobs timeline
+        ("black_box.py", "json.loads(about)"),  # the description of an engine's process, of this user
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
     }
 
@@ -116,6 +117,7 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     found = [one for one in found if ast.unparse(one[1]) not in spans]
     of_timeline = {
         "process.py": 1,  # /dev/null in the place of the engine's stderr
+        "black_box.py": 1,  # to read the page of an engine's process
         "ring_files.py": 4,  # the folder and files of kvobs.timeline.dir; to look whether one is still written
         "recordings.py": 2,  # to read them
         "chrome_trace.py": 2,  # what the command kvobs timeline writes
@@ -286,8 +288,8 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
     """A new label or attribute is looked at by someone before it is in here."""
     labels = {label for signal in SIGNALS for label, values in signal.labels.items() if values is OPEN}
     assert labels == {
-        "class", "connector", "error_type", "failure_policy", "hook", "index", "load_policy", "rank", "role", "version",
-        "vllm_version",
+        "class", "connector", "error_type", "failure_policy", "hook", "index", "load_policy", "rank", "reason", "role",
+        "version", "vllm_version",
     }  # fmt: skip
     assert not {"prompt", "token_ids", "params", "headers", "message", "config"} & {
         part for attribute in ATTRIBUTES for part in attribute.split(".")

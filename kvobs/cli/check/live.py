@@ -24,6 +24,7 @@ from kvobs.telemetry.payload.scrapes import Numbers
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
+HANGS_S = 10.0
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
 _COUNTS = {
@@ -95,11 +96,21 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
         looked.refuse(url, found, "report it: Prometheus refuses such an answer")
+    _look_for_hangs(looked, url, numbers)
     for signal, (meaning, fix) in _COUNTS.items():
         if total := numbers.total(signal):
             looked.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
     builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
     return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in builds}
+
+
+def _look_for_hangs(looked: Looked, url: str, numbers: Numbers) -> None:
+    """Note each call that the engine waits for."""
+    fix = "see KvobsCallHangs in the runbook"
+    for call, age_s in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ()):
+        if age_s > HANGS_S:
+            what = f"connector {call.get('connector')} has been in {call.get('hook')} ({call.get('rank')})"
+            looked.refuse(url, printable(f"{what} for {age_s:.0f} s: the engine waits for it"), fix)
 
 
 def _exemplars(url: str) -> int | None:

@@ -20,6 +20,7 @@ from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
 OPEN = "open"
 UNREPORTED = "not reported"
 """The outcome of a load or save of a rank that got the same order again without having reported an end."""
+RAISED = "raised"
 NOTHING: dict[str, Any] = {}  # one for all: there may be millions
 LAYERS = 1000  # the tracks of layer hooks are numbered from here: they overlap each other
 TRANSFERS = {
@@ -119,8 +120,10 @@ class Process:
                 self.slices.append(Slice(self._layer_track(hook, connector), f"{hook} x{n}", start, end, args))
             else:
                 hook = self._hooks[position]
-                name = "step without a forward" if hook == STEP and not n else hook
-                args = {"raised": True} if more else NOTHING
+                name, args = hook, {RAISED: True} if more else NOTHING
+                if hook == STEP:
+                    steps = f"{more:,} steps" if more > 1 else STEP
+                    name, args = STEP if n else f"{steps} without a forward", NOTHING
                 self.slices.append(Slice(0 if connector == OWN else connector + 1, name, start, end, args))
 
     def _begin(self, begun: Transfer) -> None:
@@ -181,6 +184,11 @@ class Process:
         newest = {call.track: call for call in self.slices}
         calls = [call for call in newest.values() if call.end is None]
         return [call for call in calls if call.track] or calls
+
+    @property
+    def raised(self) -> list[Slice]:
+        """The calls into connectors that ended with an exception."""
+        return [call for call in self.slices if call.track and RAISED in call.args]
 
     def track_name(self, track: int) -> str:
         if track == 0:

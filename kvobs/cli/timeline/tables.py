@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvobs.cli.output import NONE, clock, duration, table
-from kvobs.cli.timeline.recordings import Process, engine_names, process_names, request_name
+from kvobs.cli.timeline.recordings import Process, Slice, engine_names, process_names, request_name
 from kvobs.cli.timeline.transfers import Joined
 
 IN_PROGRESS_AT_MOST = 10
 SLOWEST_AT_MOST = 5
+RAISED_AT_MOST = 5
 _LEFT = ("in progress", "slowest loads", "request", "waits for", "last rank", "connector")
 
 
@@ -30,13 +31,21 @@ def of_processes(processes: Sequence[Process]) -> list[str]:
 
 
 def of_calls(processes: Sequence[Process]) -> list[str]:
-    """Return a line for each call that was still running at the end of its process's recording."""
-    lines = []
+    """Return a line for each of the last calls that raised, and for each that was running when its recording ended."""
+    raised, running = [], []
     for name, process in zip(process_names(processes), processes, strict=True):
+        for call in process.raised:
+            where = f"{name}: {_connector(process, call)} raised in {call.name}"
+            raised.append((call.start, f"{where} at {clock(call.end or call.start)}"))
         for call in process.open:
-            of = f" of {process.track_name(call.track).partition(':')[0]}" if call.track else ""
-            lines.append(f"{name} was in {call.name}{of} since {clock(call.start)}")
-    return lines
+            of = f" of {_connector(process, call)}" if call.track else ""
+            age = duration((process.read_ns - call.start) / 1e9)
+            running.append(f"{name} was in {call.name}{of} since {clock(call.start)} ({age})")
+    return [line for _, line in sorted(raised)[-RAISED_AT_MOST:]] + running
+
+
+def _connector(process: Process, call: Slice) -> str:
+    return process.track_name(call.track).partition(":")[0]
 
 
 def in_progress(joined: Sequence[Joined]) -> list[str]:

@@ -56,6 +56,9 @@ class ConnectorRow:
     oldest_s: float | None
     """Age of the oldest lookup, load or promised save in progress."""
     quarantined: bool
+    call: str | None
+    """The call into it that is in progress for longest."""
+    call_s: float | None
 
     @property
     def stall_s(self) -> float:
@@ -139,6 +142,8 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
     began = numbers.values(signals.OLDEST_IN_FLIGHT)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
+    calls = [(age, where) for where, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
+    call_s, call = max(calls, key=lambda entry: entry[0], default=(None, None))
     return ConnectorRow(
         engine,
         connector,
@@ -165,7 +170,13 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
         # The server's clock may be ahead of this machine's.
         oldest_s=max(0.0, now_s - min(began)) if began else None,
         quarantined=any(numbers.values(signals.QUARANTINED)),
+        call=None if call is None else f"{call.get('hook')} on {_place(call.get('rank', '?'))}",
+        call_s=call_s,
     )
+
+
+def _place(rank: str) -> str:
+    return f"rank {rank}" if rank.isdecimal() else rank
 
 
 Placed = tuple[int, ConnectorRow]  # with the position of its server

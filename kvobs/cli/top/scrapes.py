@@ -33,6 +33,7 @@ READ = (
     *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
     *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
     *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),
+    *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED),
 )
 _NAMES = {f"{signals.CALL_DURATION.name}_sum"} | {
     f"{signal.name}{part}"
@@ -67,9 +68,18 @@ def values_of(text: str) -> Values:
         raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
         raise NoAnswerError(NO_METRICS)
-    if any(name == signals.ENGINE_UP.name and not value for (name, _), value in values.items()):
-        raise NoAnswerError("its engine has ended")  # its exporter shows it; vLLM's own server has no such metric
+    ends = {signals.ENGINE_UP.name: 0, signals.ENGINE_ENDED.name: 1}
+    if any(ends.get(name) == value for (name, _), value in values.items()):
+        # Its exporter shows it; vLLM's own server has no such metric.
+        raise NoAnswerError(f"its engine has ended{_end(values)}")
     return values
+
+
+def _end(values: Values) -> str:
+    """Return in which connector's call an engine ended, and of what."""
+    end = next((dict(labels) for name, labels in values if name == signals.ENGINE_ENDED.name), {})
+    where = f" in {end.get('hook')} of connector {end['connector']}" if end.get("connector") else ""
+    return f"{where}: {end.get('reason')}" if end else ""
 
 
 def parse(text: str) -> dict[Series, float]:

@@ -185,7 +185,9 @@ class _Table:
     def entry(self, i: int, row: ConnectorRow) -> list[Text]:
         """Return a connector's line, and further ones for what has no column."""
         where = (f"{i + 1:>2} " if self._several else "") + (f"{row.engine:>6.6} " if self._has_engines else "")
-        is_bad = row.quarantined or bool(row.errors)
+        state = [f"in {row.call} for {duration(row.call_s)}"] * bool(row.call)
+        state += ["in quarantine"] * row.quarantined
+        is_bad = bool(state or row.errors)
         line = Text.assemble((where, "dim"), (fit(row.connector, self._names), "bold red" if is_bad else "bold"))
         for column in self._shown:
             cell = column.show(row)
@@ -194,7 +196,9 @@ class _Table:
         cells = [(column.words, column.show(row)) for column in self._left_out if column.words]
         parts = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
         lines = [line]
-        for text, style in [("in quarantine", "bold red")] * row.quarantined + parts:
+        room = self._width - 5
+        said = [(words if cell_len(words) <= room else fit(words, room), "bold red") for words in state]
+        for text, style in [*said, *parts]:
             if len(lines) == 1 or len(lines[-1]) + len(text) + 2 > self._width:
                 lines.append(Text("     " if where else "  "))
             else:

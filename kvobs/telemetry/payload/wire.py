@@ -231,6 +231,8 @@ class EngineInfo:
     linger_s: float = 15.0  # how long the last numbers are served after an engine that did not end by itself
     has_spans: bool = False  # whether span records come
     endpoint: str | None = None  # vLLM's OTLP endpoint; None: the one of the environment
+    pages: str = ""  # the begin of the names of its processes' pages
+    ranks: int = 0  # number of its workers
 
     def message(self) -> dict[str, Any]:
         """Return the first message, plain builtins."""

@@ -25,6 +25,7 @@ from kvobs.schema.signals import CALL_DURATION, Signal, place
 from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -56,7 +57,7 @@ class Recorder:
 
     A call longer than ``slow_ns`` is counted as slow; hooks called once or on demand are exempt. ``journal`` holds the
     span records that are sent with the numbers; ``tracer`` receives slow and failed calls, or all of them; ``flight``
-    records the calls as they begin and end.
+    records the calls as they begin and end; ``box`` shows the call in progress.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Recorder:
         journal: Journal | None = None,
         tracer: CallSpans | None = None,
         flight: Flight | None = None,
+        box: BlackBox | None = None,
     ) -> None:
         self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
         self._opened: dict[tuple[str | int, ...], int] = {}
@@ -80,6 +82,7 @@ class Recorder:
         self._tracer = tracer
         self._flight = flight
         self._names = names or tuple(map(str, range(children)))
+        self.box = box if box is not None else BlackBox(self._names)
 
     # Counting
 
@@ -154,14 +157,18 @@ class Recorder:
         tally = self.tally(child, hook)
         traces_all = self._tracer is not None and self._tracer.traces_all
         noticed_ns = -1 if traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
+        words, begun = self.box.words, self.box.pair(child, hook)
+        ended = begun + 1
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter_ns()
+            start = words[begun] = perf_counter_ns()
             try:
                 answer = call(*args, **kwargs)
             except BaseException as error:
                 self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
+                words[ended] = start
                 raise
+            words[ended] = start
             try:
                 spent = perf_counter_ns() - start
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
@@ -217,6 +224,7 @@ class Recorder:
     @contained("record")
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
+        self.box.raised(child, hook, error)
         self.add_call(child, hook, spent)
         self.count_error(child, hook, start, spent, error, *subject)
 

@@ -9,7 +9,6 @@ records. A request is identified by a keyed hash only.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -27,6 +26,7 @@ from kvobs.schema.options import TimelineOptions
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
 from kvobs.telemetry.timeline import open_table, ring_files
+from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.telemetry.timeline.open_table import OpenTable
 from kvobs.telemetry.timeline.ring import MORE, OPEN, RECORD, SPENT, WIDTH, Ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -35,7 +35,7 @@ from kvobs.vllm_api.hooks import HOOKS, Cadence
 class What(IntEnum):
     """Kinds of records. The meaning of ``n`` and of the word MORE depends on the kind."""
 
-    CALL = 1  # more: whether it raised. For a step, n: whether it has a forward
+    CALL = 1  # more: whether it raised. For a step, n: whether it has a forward; more: the number of empty steps
     LAYERS = 2  # n: number of calls; more: their total time in ns
     LOAD_BEGUN = 3  # more: the request; n: tokens, on the scheduler's side
     LOAD_ENDED = 4  # more: the request; n: the outcome, as a position in OUTCOMES
@@ -51,7 +51,8 @@ BYTES = 16 << 20  # of each process's file; the oldest records are overwritten
 STEP = "step"  # a worker's, from bind_connector_metadata to clear_connector_metadata
 NAMES = (*HOOKS, STEP)
 LAYER_HOOKS = tuple(hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER)
-ROUTED = ("build_connector_meta", "update_connector_output")  # shown as steps of the scheduler, over all children
+STEP_HOOK = "build_connector_meta"
+ROUTED = (STEP_HOOK, "update_connector_output")  # shown as steps of the scheduler, over all children
 OWN = 0xFFFF  # instead of a child: the process itself
 N_AT_MOST = (1 << 23) - 1
 
@@ -68,7 +69,6 @@ _BEGINNING = {
     What.LOOKUP_ENDED: What.LOOKUP_BEGUN,
 }
 _INDEX = {name: i for i, name in enumerate(NAMES)}
-_DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
 
 def pack(what: What, child: int, hook: str = "", n: int = 0) -> int:
@@ -103,6 +103,7 @@ class Flight(TransferListener):
         self._key = key
         self._wall_offset = wall_offset
         self._step: int | None = None  # place of the running step's record
+        self._run_steps = self._run_number = self._run_start = 0  # of a run of empty steps
         self._in_progress = OpenTable(ring.words, ring.live + layer_words(children))
         self._asked: dict[str, int] = {}  # request that has no blocks yet -> its first lookup
         self._loaded: dict[str, tuple[int, int]] = {}  # request that vLLM may resume -> child, end of its load
@@ -115,7 +116,7 @@ class Flight(TransferListener):
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             try:
-                number = next(numbers)
+                number = numbers[0] = numbers[0] + 1
                 at = first + number % room * WIDTH
                 start = clock()
                 put(memory, at * 8, number, start, OPEN, about, 0, number)
@@ -132,6 +133,39 @@ class Flight(TransferListener):
             return answer
 
         return noted
+
+    def routed(self, hook: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the router's call of a hook of the scheduler, noted as a step of it; an empty one joins a run."""
+        noted = self.noted(OWN, hook, call)
+        if hook != STEP_HOOK:
+            return noted
+
+        def step(scheduler_output: Any) -> Any:
+            self._begin_scheduled(scheduler_output)
+            return noted(scheduler_output)
+
+        return step
+
+    @contained("record")
+    def _begin_scheduled(self, scheduler_output: Any) -> None:
+        self._begin_run(is_empty=not scheduler_output.total_num_scheduled_tokens)
+        if self._run_steps > 1:
+            start = self._run_start
+            self._ring.add(start, perf_counter_ns() - start, pack(What.CALL, OWN, STEP), self._run_steps)
+
+    def _begin_run(self, *, is_empty: bool) -> None:
+        """Let the records of an empty step overwrite those of the empty step before it.
+
+        An engine that waits for a transfer makes hundreds of them a second. A run of them ends with a step that has a
+        forward, or with any record of a lookup, load or save.
+        """
+        if not is_empty:
+            self._run_steps = 0
+        elif self._run_steps:
+            self._ring.numbers[0] = self._run_number
+            self._run_steps += 1
+        else:
+            self._run_number, self._run_start, self._run_steps = self._ring.numbers[0], perf_counter_ns(), 1
 
     # Layers
 
@@ -154,7 +188,10 @@ class Flight(TransferListener):
     @contained("record")
     def begin_step(self, *, has_forward: bool) -> None:
         """Begin the record of a step; a step that never ended stays open."""
-        self._step = self._ring.add(perf_counter_ns(), OPEN, pack(What.CALL, OWN, STEP, has_forward))
+        self._begin_run(is_empty=not has_forward)
+        steps, start = self._run_steps, perf_counter_ns()
+        start = self._run_start if steps > 1 else start
+        self._step = self._ring.add(start, OPEN, pack(What.CALL, OWN, STEP, has_forward), steps)
 
     @contained("record")
     def end_step(self) -> None:
@@ -244,12 +281,14 @@ class Flight(TransferListener):
 
     def _begun(self, what: What, child: int, request: str, start: int, n: int = 0) -> None:
         """Record a begin; ``start`` is the monotonic time."""
+        self._run_steps = 0
         word, hashed = pack(what, child, n=n), self._hashed(request)
         self._ring.add(start, 0, word, hashed)
         self._in_progress.begin((what, child, hashed), word, start)
 
     def _ended(self, what: What, child: int, request: str, began_ns: int, ended_ns: int, *, outcome: str) -> None:
         """Record an end; times are ns since the epoch."""
+        self._run_steps = 0
         word, hashed = pack(what, child, n=OUTCOMES.index(outcome)), self._hashed(request)
         self._ring.add(began_ns - self._wall_offset, max(0, ended_ns - began_ns), word, hashed)
         if (begun := _BEGINNING.get(what)) is not None:
@@ -293,13 +332,8 @@ def _begin(
     options: TimelineOptions, vllm_config: Any, rank: int | None, names: Sequence[str], wall_offset: int
 ) -> Flight:
     path, size = Path(str(options.dir)), BYTES
-    # For dense models vLLM has it only there.
-    engine_id = vllm_config.kv_transfer_config.engine_id or ""
-    suffix = _DATA_PARALLEL.search(engine_id)
-    engine_id, engine = (engine_id[: suffix.start()], int(suffix[1])) if suffix else (engine_id, 0)
-    # Both are the same in all processes of one start of an engine. The hashes do not reveal the key.
-    secret = f"{engine_id}/{vllm_config.instance_id}".encode()
-    key, run = (blake2b(secret, digest_size=16, person=use).digest() for use in (b"request", b"run"))
+    identity = Identity.of(vllm_config)
+    key, run, engine = identity.digest(b"request"), identity.digest(b"run"), identity.number
     place = "scheduler" if rank is None else f"rank{rank}"
     about = {
         "run": run.hex(),

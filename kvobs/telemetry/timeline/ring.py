@@ -11,7 +11,6 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,15 +36,16 @@ class RingError(ValueError):
 
 
 class Ring:
-    """Writes records into ``memory`` and overwrites the oldest; threads may share it.
+    """Writes records into ``memory`` and overwrites the oldest; of threads that write at once a record may be lost.
 
     Args:
         memory: zeros, with room for at least one record.
         about: the writer's description of itself, as JSON.
         live: number of words that are written in place.
 
-    ``memory``, ``words``, ``first``, ``room`` and ``numbers`` are for callers that inline ``add``. Word ``live`` + n of
-    ``words`` is the n-th live word, and of ``floats`` the same one as a float.
+    ``memory``, ``words``, ``first``, ``room`` and ``numbers`` are for callers that inline ``add``; ``numbers`` has the
+    last record's, and may be set back, to overwrite the last records. Word ``live`` + n of ``words`` is the n-th live
+    word, and of ``floats`` the same one as a float.
     """
 
     def __init__(self, memory: Any, about: Mapping[str, Any], live: int = 0) -> None:
@@ -58,7 +58,7 @@ class Ring:
         self.room = (len(self.words) - self.first) // WIDTH
         if self.room < 1:
             raise ValueError(f"a ring of {len(memory)} bytes has no room for a record")
-        self.numbers = count(1)
+        self.numbers = [0]
         memory[_HEAD.size : _HEAD.size + len(text)] = text
         # The magic is written last: before it nothing can be read.
         head = _HEAD.pack(MAGIC, VERSION, len(text), live, self.room)
@@ -67,7 +67,7 @@ class Ring:
 
     def add(self, start: int, spent: int, what: int, more: int = 0) -> int:
         """Write a record; return its position, for ``close``."""
-        number = next(self.numbers)
+        number = self.numbers[0] = self.numbers[0] + 1
         at = self.first + number % self.room * WIDTH
         RECORD.pack_into(self.memory, at * _WORD, number, start, spent, what, more, number)
         return at

@@ -11,12 +11,13 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SUFFIX = ".ring"
 EARLIER = 3  # files of ended processes to keep, for each position in an engine
+NEW_NS = 10 * 10**9
 
 
 @contextmanager
@@ -50,36 +51,65 @@ def create(path: Path, place: str, size: int) -> mmap.mmap:
         OSError: no disk space, or no permission.
         ValueError: the folder is not private.
     """
-    name = f"{place}-{time.time_ns()}-{os.getpid()}{SUFFIX}"
     with _folder(path) as folder:
-        _remove_earlier(folder, place)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        opened = os.open(
-            name, flags, 0o400, dir_fd=folder
-        )  # writable for the owner only, so that nobody truncates it by accident
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            os.posix_fallocate(opened, 0, size)
-            return mmap.mmap(opened, size)  # the map has its own descriptor, and with it the lock
-        except BaseException:
-            os.unlink(name, dir_fd=folder)
-            raise
-        finally:
-            os.close(opened)
+        ended = [name for name in _names(folder, SUFFIX) if name.startswith(f"{place}-")]
+        _remove_ended(folder, sorted(ended, key=_started, reverse=True), but=EARLIER)
+        return _map(folder, f"{place}-{time.time_ns()}-{os.getpid()}{SUFFIX}", size)
 
 
-def _remove_earlier(folder: int, place: str) -> None:
-    """Remove the files of ended processes at this position, except the newest."""
-    names = (name for name in os.listdir(folder) if name.endswith(SUFFIX) and name.startswith(f"{place}-"))
-    ended = [name for name in names if not is_written(name, folder)]
-    for name in sorted(ended, key=_started, reverse=True)[EARLIER:]:
+def create_temporary(path: Path, place: str, size: int, suffix: str) -> tuple[mmap.mmap, Callable[[], None]]:
+    """Do the same for a file that does not outlive its process; remove the others that did.
+
+    Return the map, and what removes the file.
+
+    Raises:
+        OSError: no disk space, or no permission.
+        ValueError: the folder is not private.
+    """
+    name, owner = f"{place}-{time.time_ns()}-{os.getpid()}{suffix}", os.getpid()
+    with _folder(path) as folder:
+        # A file that has only just begun may not be locked yet.
+        before = time.time_ns() - NEW_NS
+        _remove_ended(folder, [other for other in _names(folder, suffix) if _started(other) < before])
+        memory = _map(folder, name, size)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # else a fork of it
+            with suppress(OSError, ValueError), _folder(path) as folder:
+                os.unlink(name, dir_fd=folder)
+
+    return memory, remove
+
+
+def _map(folder: int, name: str, size: int) -> mmap.mmap:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Writable for nobody, so that nobody truncates it by accident.
+    opened = os.open(name, flags, 0o400, dir_fd=folder)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        os.posix_fallocate(opened, 0, size)
+        return mmap.mmap(opened, size)  # the map has its own descriptor, and with it the lock
+    except BaseException:
+        os.unlink(name, dir_fd=folder)
+        raise
+    finally:
+        os.close(opened)
+
+
+def _names(folder: int, suffix: str) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(suffix)]
+
+
+def _remove_ended(folder: int, names: Sequence[str], but: int = 0) -> None:
+    """Remove the files of ended processes, except the first few."""
+    for name in [name for name in names if not is_written(name, folder)][but:]:
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
 
 
 def _started(name: str) -> int:
     """Return the start time of a file's process, from its name."""
-    parts = name.removesuffix(SUFFIX).rsplit("-", 2)
+    parts = name.rpartition(".")[0].rsplit("-", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else 0  # noqa: PLR2004 - place, time, process
 
 

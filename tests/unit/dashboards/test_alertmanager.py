@@ -66,6 +66,7 @@ def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
         "KvobsRequestsFailing": {"KvobsConnectorErrors"},
         "KvobsStuckTransfers": {"KvobsLoadUnfinished", "KvobsSaveBacklog"},
         "KvobsSlowestRank": {"KvobsLoadsSlow"},
+        "KvobsCallHangs": {"KvobsLoadUnfinished", "KvobsLookupUnanswered", "KvobsSaveBacklog", "KvobsLoadsSlow"},
     }
     for rule in ALERTMANAGER["inhibit_rules"]:
         for name in re.findall(r"Kvobs\w+", str(rule)):

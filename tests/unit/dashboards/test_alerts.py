@@ -170,7 +170,7 @@ def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
     for name, values in series.items():
         metric, _, own = name.partition("{")
         scope = SCOPES.get(re.sub("_(bucket|sum|count)$", "", metric))
-        has = {None: TARGET, Scope.CHILD: CHILD, Scope.PROCESS: ENGINE, Scope.EXPORTER: ENGINE}[scope]
+        has = {None: TARGET, Scope.CHILD: CHILD, Scope.OUTSIDE: CHILD}.get(scope, ENGINE)
         shown = [
             f'{label}="{labels[label]}"' for label in (*has, "cluster") if label in labels and f'{label}="' not in own
         ]

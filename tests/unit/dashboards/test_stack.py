@@ -156,7 +156,7 @@ def test_prometheus_takes_its_settings_as_they_are_mounted(tmp_path: Path) -> No
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert said.returncode == 0, said.stderr
     assert "1 rule files found" in said.stdout
-    assert "38 rules found" in said.stdout
+    assert "40 rules found" in said.stdout
 
 
 def jobs_in(page: str) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
+from kvobs.export.engine_watch import End
 from kvobs.export.totals import FRESH_S, Exposition, Point, Totals
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import (
@@ -30,6 +33,7 @@ from kvobs.schema.signals import (
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
+from kvobs.telemetry.timeline.black_box import Call
 from tests.support.contexts import record
 from tests.support.payloads import CONNECTORS, engine, numbers
 
@@ -95,7 +99,7 @@ ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
         {"opened": [["unknown", 0, 1]]},
         {"opened": [["kvobs_lookups_total", 0, "hit", 1]]},
         {"opened": [["kvobs_connector_info", 0, *"abcde", 1]]},
-        {"opened": [["kvobs_call_in_progress_timestamp_seconds", 0, "one", "wait_for_save", 1]]},
+        {"opened": [["kvobs_engine_ended", 0, "one", "wait_for_save", "SIGKILL", 1]]},
     ],
     ids=str,
 )
@@ -171,28 +175,30 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        None,
-        [0, "no_hook", 5],
-        [99, "wait_for_save", 5],
-        [-1, "wait_for_save", 5],
-        [0, "wait_for_save", -5],
-        ["0", "wait_for_save"],
-        7,
-        {},
-    ],
-)
-def test_a_call_in_progress_is_shown_until_it_is_over(call: Any) -> None:
-    """Whatever else comes is no call."""
-    totals = Totals(engine())
-    totals.set_call([1, "get_num_new_matched_tokens", 5_000_000_000])
-    (point,) = points(totals, signals.CALL_IN_PROGRESS)
-    assert point.labels == ("tiny", "0", CONNECTORS[1], "get_num_new_matched_tokens")
-    assert point.value == pytest.approx(5)
-    totals.set_call(call)
+def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
+    """kvobs_call_in_progress_seconds has the oldest of those with the same labels, kvobs_engine_ended no rank."""
+    now, hook = perf_counter_ns(), "get_num_new_matched_tokens"
+    calls = [
+        Call("remote", "wait_for_save", 1, now - 9 * 10**9),
+        Call("remote", hook, None, now - 7 * 10**9),
+        Call("remote", hook, None, now - 5 * 10**9),
+        Call("cpu", "register_kv_caches", 0, now - 3 * 10**9),
+    ]
+    watch: Any = SimpleNamespace(calls=lambda: calls, end=None)
+    totals = Totals(engine(), watch)
+    ages = {point.labels: point.value for point in points(totals, signals.CALL_IN_PROGRESS)}
+    assert ages == {
+        ("tiny", "0", "remote", "wait_for_save", "1"): pytest.approx(9, abs=1),
+        ("tiny", "0", "remote", hook, "scheduler"): pytest.approx(7, abs=1),
+        ("tiny", "0", "cpu", signals.OTHER, "0"): pytest.approx(3, abs=1),
+    }
+    assert points(totals, signals.ENGINE_ENDED) == []
+    calls.clear()
+    watch.end = End("remote", "wait_for_save", 1, "SIGKILL")
     assert points(totals, signals.CALL_IN_PROGRESS) == []
+    assert points(totals, signals.ENGINE_ENDED) == [Point(("tiny", "0", "remote", "wait_for_save", "SIGKILL"), 1)]
+    watch.end = End("", "", None, "exit 1")
+    assert points(totals, signals.ENGINE_ENDED) == [Point(("tiny", "0", "", "", "exit 1"), 1)]
 
 
 # --- /metrics

@@ -47,7 +47,9 @@ def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkey
 
     monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
     recording_rig(tmp_path / "t", a).step()
-    assert re.search(r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3}$", printed[0], re.MULTILINE)
+    assert re.search(
+        r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3} \(\S+ \w+\)$", printed[0], re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(

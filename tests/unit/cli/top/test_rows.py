@@ -158,7 +158,7 @@ def test_json_has_the_documented_fields(servers: list[Server]) -> None:
                 "engine connector connector_class lookups_per_s hit_share loads_per_s load_tokens_per_s "
                 "load_bytes_per_s unused_tokens_per_s load_p50_s load_p99_s scheduler_s_per_s load_stall_s_per_s "
                 "save_stall_s_per_s gain_s_per_s failed_loads_per_s exceptions_per_s skew_p99_s slowest_rank "
-                "slowest_rank_share loads_open saves_held oldest_s quarantined"
+                "slowest_rank_share loads_open saves_held oldest_s quarantined call call_s"
             )
             assert list(fields_of.values()) == [getattr(row, field.name) for field in fields(row)]
 

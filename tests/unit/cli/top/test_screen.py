@@ -66,6 +66,7 @@ CPU = ConnectorRow(
     load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, gain_s=0.52, failed_loads=0,
     exceptions=0, skew_p99_s=0.12,
     slowest_rank="3", slowest_rank_share=0.92, loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False,
+    call=None, call_s=None,
 )  # fmt: skip
 DISK = replace(
     CPU, connector="disk", exceptions=2, quarantined=True, skew_p99_s=None, slowest_rank=None, slowest_rank_share=None,

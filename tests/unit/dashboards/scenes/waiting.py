@@ -1,6 +1,6 @@
 """Scenes of what is in progress for long: transfers, lookups, calls, and ranks that are waited for."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import OF_CHILD, OF_ENGINE, Fires, Scenes, Series, rare
 
 OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
@@ -61,7 +61,48 @@ def unfinished(kind: str, says: str, restart: str, *quiet: Series) -> Scenes:
     )
 
 
+CALL = 'kvobs_call_in_progress_seconds{hook="wait_for_save",rank="1"}'
+ENDED = 'kvobs_engine_ended{hook="wait_for_save",reason="SIGKILL"}'
+ENDED_SAYS = f"The last life of {OF_ENGINE} ended within the last fifteen minutes"
+
 SCENES = {
+    "KvobsCallHangs": Scenes(
+        healthy={CALL: "5+0x400"},
+        fires=(
+            Fires(
+                {CALL: "0+30x100"},
+                "2m",
+                f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
+                "all requests of this engine wait.",
+                {"hook": "wait_for_save", "rank": "1"},
+            ),
+        ),
+        ended={CALL: "_x40 0+30x58 stale _x300"},
+        idle={},
+        restart={CALL: "1+0x100 stale _x300"},
+        quiet=({'kvobs_call_in_progress_seconds{hook="other",rank="1"}': "0+30x400"},),
+    ),
+    "KvobsEngineEnded": Scenes(
+        healthy={},
+        fires=(
+            Fires(
+                {ENDED: "_x40 1 stale _x300"},  # seen by one scrape only
+                "20m",
+                f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL.",
+                {"connector": "disk", "hook": "wait_for_save", "reason": "SIGKILL"},
+                until=("34m", f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL."),
+            ),
+            Fires(
+                {'kvobs_engine_ended{connector="",hook="",reason="exit 1"}': "_x40 1+0x1 stale _x300"},
+                "21m",
+                f"{ENDED_SAYS}, in no connector's call: exit 1.",
+                {"reason": "exit 1"},
+            ),
+        ),
+        ended={ENDED: "_x80 1+0x18 stale _x300"},
+        idle={},
+        restart={},
+    ),
     "KvobsStuckTransfers": Scenes(
         healthy={},
         fires=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process, Slice, Transfer
 from kvobs.schema.options import TimelineOptions
 from kvobs.telemetry.timeline import flight, ring_files
-from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, Flight, What, pack, unpack
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
 from tests.support.recording_rigs import by_name, recording_rig, served
 from tests.support.rig import child_config
@@ -47,6 +48,13 @@ def test_the_kind_of_a_record_is_one_word(what: What) -> None:
     assert unpack(pack(what, 0, n=N_AT_MOST + 1))[3] == N_AT_MOST
 
 
+@pytest.fixture
+def _without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep every empty step."""
+    monkeypatch.setattr(Flight, "_begin_run", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("_without_runs")
 def test_every_call_into_a_child_is_in_its_processs_file(folder: Path, a: Script, b: Script) -> None:
     served(folder, a, b)
     processes = by_name(folder)
@@ -62,6 +70,7 @@ def test_every_call_into_a_child_is_in_its_processs_file(folder: Path, a: Script
     assert all(one.end is not None for process in processes.values() for one in process.slices)
 
 
+@pytest.mark.usefixtures("_without_runs")
 def test_steps_are_on_a_track_of_their_own(folder: Path, a: Script, b: Script) -> None:
     served(folder, a, b)
     processes = by_name(folder)
@@ -75,6 +84,27 @@ def test_steps_are_on_a_track_of_their_own(folder: Path, a: Script, b: Script) -
         inside = [one for one in processes[f"rank {rank}"].slices if one.track and one.name == "start_load_kv"]
         for one in inside:
             assert any(step.start <= one.start and ends(one) <= ends(step) for step in steps)
+
+
+def test_a_run_of_empty_steps_is_one_record_and_its_last_calls(folder: Path, a: Script) -> None:
+    """What led to it is still there, and whatever ends it is a record."""
+    rig = recording_rig(folder, a)
+    a.offers["load"] = (2 * BLOCK, True)
+    rig.add("load")
+    rig.run(100)
+    waiting = by_name(folder)
+    for process in waiting.values():
+        assert len(process.slices) < 30
+        (run,) = [one for one in process.slices if "steps" in one.name]
+        assert re.fullmatch(r"(99|100) steps without a forward", run.name)
+        inside = [one for one in process.slices if run.start <= one.start and one is not run and one.name != "step"]
+        assert "build_connector_meta" in {one.name for one in inside} or "start_load_kv" in {one.name for one in inside}
+        assert len([one for one in transfers(process) if one.end is None]) == 1
+    a.say(0, received="load")
+    rig.run(30)
+    for process in by_name(folder).values():
+        assert len([one for one in process.slices if "steps" in one.name]) == 2
+        assert [one.outcome for one in transfers(process)] == ["ok"]
 
 
 def transfers(process: Process) -> list[Transfer]:

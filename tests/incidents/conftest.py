@@ -1,0 +1,5 @@
+"""The model of the incidents' servers."""
+
+from tests.engine.conftest import model
+
+__all__ = ["model"]

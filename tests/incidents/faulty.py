@@ -1,0 +1,37 @@
+"""A connector with one fault, in the hook and on the rank that its options name, once the file ``trigger`` is there."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.engine.children_stats import IdleChild
+from tests.support.watched import FAULTS
+
+
+class FaultyChild(IdleChild):
+    """Takes part in everything and does nothing but its fault."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        option = self._kv_transfer_config.get_from_extra_config
+        self._hook, self._fault, self._trigger = option("hook", ""), option("fault", ""), Path(option("trigger", ""))
+        self._is_here = vllm_config.parallel_config.rank == option("rank", 0)
+
+    def _pass(self, hook: str) -> None:
+        if hook == self._hook and self._is_here and self._trigger.exists():
+            FAULTS[self._fault]()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._pass("get_num_new_matched_tokens")
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._pass("update_state_after_alloc")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._pass("start_load_kv")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._pass("save_kv_layer")
+
+    def wait_for_save(self) -> None:
+        self._pass("wait_for_save")

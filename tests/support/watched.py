@@ -1,0 +1,121 @@
+"""A process that has a black box, and whose connector 'remote' hangs, raises, or ends it in a call."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from kvobs.children.child import Child
+from kvobs.children.layer_calls import ARGUMENTS, LayerCalls
+from kvobs.log import log as log_
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.timeline import black_box
+
+NAMES = ("cpu", "remote")
+REMOTE = 1
+
+
+def config(engine: str) -> Any:
+    """Return as much of vLLM's configuration as identifies an engine."""
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
+
+
+def _hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(600)
+
+
+def _raise() -> None:
+    raise RuntimeError("the disk is gone")
+
+
+FAULTS = {
+    "hangs": lambda: time.sleep(600),
+    "holds the GIL": _hold_the_gil,
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+    "exits": lambda: os._exit(3),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "returns": lambda: None,
+    "stays after it": lambda: None,
+    "raises, and goes on": _raise,
+}
+
+
+class Forked:
+    """A fork of the test that has begun the call."""
+
+    def __init__(self, pid: int, log: int) -> None:
+        self.pid, self._log = pid, log
+
+    def last_words(self) -> str:
+        """Return what it has logged; it must have ended."""
+        return os.read(self._log, 1 << 16).decode()
+
+    def kill(self) -> None:
+        """Let the kernel end it, and wait for that as its parent."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+@contextmanager
+def process(engine: str, rank: int | None, fault: str, hook: str = "start_load_kv") -> Iterator[Forked]:
+    """Run one until it has begun the call of this hook; forked, since to import vLLM takes long."""
+    (log, log_in), (begun, begun_in) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            log_.handlers[:] = [logging.StreamHandler(os.fdopen(log_in, "w"))]
+            _call(engine, rank, fault, hook, lambda: os.write(begun_in, b"."))
+        os._exit(1 if fault == "raises" else 0)
+    for written in (log_in, begun_in):
+        os.close(written)
+    forked = Forked(pid, log)
+    try:
+        assert os.read(begun, 1) == b"."
+        yield forked
+    finally:
+        forked.kill()
+        for read in (log, begun):
+            os.close(read)
+
+
+def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable[[], object]) -> None:
+    box = black_box.begin(config(engine), NAMES, rank, ())
+    recorder = Recorder(len(NAMES), names=NAMES, box=box)
+    box.words[black_box.SINCE] = time.perf_counter_ns()
+
+    def call(*_: Any) -> None:
+        FAULTS[fault]()
+
+    def well(*_: Any) -> None:
+        time.sleep(0)
+
+    if hook in ARGUMENTS:
+        connectors = [SimpleNamespace(**{hook: well}), SimpleNamespace(**{hook: call})]
+        children = [Child(i, NAMES[i], one, recorder) for i, one in enumerate(connectors)]
+        recorded: Any = LayerCalls(hook, children, Telemetry(recorder, Journal())).fan_out
+        arguments: tuple[Any, ...] = (None,) * len(ARGUMENTS[hook].split(","))
+    else:
+        recorder.timed(0, hook, well)()
+        recorded, arguments = recorder.timed(REMOTE, hook, call), ()
+    if fault == "raises, and goes on":
+        with suppress(RuntimeError):
+            recorded(*arguments)
+        recorded, arguments, fault = recorder.timed(0, "wait_for_save", well), (), "stays after it"
+    begins()
+    try:
+        recorded(*arguments)
+        time.sleep(600 if fault == "stays after it" else 0)
+    finally:
+        box.ended_by(lambda: None)()

@@ -1,0 +1,105 @@
+"""The page of a process: where it is, who may read it, when it goes. What is seen in it: ``test_engine_watch``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvobs.log import forget
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.timeline import black_box
+from kvobs.telemetry.timeline.black_box import BlackBox, Identity, Page, pages
+from tests.support.watched import NAMES, REMOTE, config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    forget()
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    return tmp_path / "pages"
+
+
+def begin(engine: str = "e", rank: int | None = 1) -> BlackBox:
+    return black_box.begin(config(engine), NAMES, rank, ())
+
+
+def read(engine: str = "e") -> list[Page]:
+    return [page for _, page in pages(Identity.of(config(engine)).pages())]
+
+
+def test_it_is_private_and_goes_with_the_hook_shutdown(folder: Path) -> None:
+    box = begin()
+    (path,) = folder.iterdir()
+    assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o400)
+    (page,) = read()
+    assert (page.pid, page.rank, page.is_alive, page.has_ended_well) == (os.getpid(), 1, True, False)
+    box.ended_by(lambda: None)()
+    assert (page.has_ended_well, list(folder.iterdir())) == (True, [])
+
+
+def test_an_error_that_ends_the_process_leaves_it(folder: Path) -> None:
+    shut_down = begin().ended_by(lambda: None)
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        shut_down()
+    assert not read()[0].has_ended_well
+
+
+def test_a_fork_does_not_remove_it(folder: Path) -> None:
+    box = begin()
+    pid = os.fork()
+    if not pid:
+        box.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_engines_of_a_group_are_one_start_and_several_pages() -> None:
+    """As vLLM names them for dense models; the group's name is the same without the suffix."""
+    boxes = [begin("e_dp0", None), begin("e_dp3", None), begin("other", None)]
+    assert [Identity.of(config(name)).number for name in ("e", "e_dp0", "e_dp3")] == [0, 0, 3]
+    group = Identity.of(config("e"))
+    assert [len(list(pages(group.pages(number)))) for number in (0, 1, 3)] == [1, 0, 1]
+    assert len(boxes) == 3
+
+
+def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    box = black_box.begin(config("e"), NAMES, 0, {REMOTE})
+    for child, hook, error in ((REMOTE, "wait_for_save", OSError()), (0, "reset_cache", OSError()),
+                               (0, "wait_for_save", SystemExit())):  # fmt: skip
+        box.raised(child, hook, error)
+        assert read()[0].raised() is None
+    assert "ends the engine" not in caplog.text
+    box.raised(0, "wait_for_save", OSError())
+    assert read()[0].raised() is not None
+    assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this ends the engine" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o777, None])
+def test_without_a_private_folder_calls_are_made_and_not_shown(
+    mode: int | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if mode is None:
+        folder.symlink_to("/nowhere")
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    box = begin()
+    assert Recorder(2, box=box).timed(REMOTE, "wait_for_save", lambda: "done")() == "done"
+    assert read() == []
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()[:34]) == (logging.WARNING, "calls in progress can't be shown: ")
+    box.close()
+
+
+def test_what_is_no_page_is_not_read(folder: Path) -> None:
+    folder.mkdir()
+    for name, content in (("empty", b""), ("short", b"x"), ("zeros", bytes(4096)), ("other", b"KVOBSBOX" + bytes(64))):
+        (folder / f"{Identity.of(config('e')).pages()}-{name}.page").write_bytes(content)
+    assert read() == []
