@@ -22,24 +22,22 @@ from tests.bench import (
     growth,
     payload,
     policies,
-    recording,
     steps,
     tracing,
-    yardstick,
 )
-from tests.bench.report import Part, markdown, table
+from tests.bench.report import Part, Verdict, markdown, table
 
 
 def main() -> int:
     logging.disable(logging.WARNING)
     console, progress = Console(width=120, highlight=False), Console(stderr=True, highlight=False, style="dim")
     measures: dict[str, Callable[[], Part]] = {
-        "yardstick": yardstick.measure,
+        "yardstick": calls.measure_machine,
         "calls": calls.measure,
         "steps": steps.measure,
         "cold": cold.measure,
         "growth": lambda: growth.measure(progress.print),
-        "recording": recording.measure,
+        "recording": calls.measure_timeline,
         "payload": payload.measure,
         "aggregating": aggregating.measure,
         "copying": copying.measure,
@@ -74,7 +72,7 @@ def main() -> int:
     if is_whole(options):
         pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
         console.print("The table is in docs/performance.md, too.")
-    return 1 if any(line.missed for part in parts for line in part.lines) else 0
+    return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0
 
 
 def is_whole(options: argparse.Namespace) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,27 +222,13 @@ def compare(
         values: each server's, round by round; one of them is "stock", and one the same "again".
         limits: which servers have a budget, and by which factor they may be worse; more if the noise is more.
     """
-    others = values["stock"]
-    ratios = {
-        name: tuple(mine / other for mine, other in zip(values[name], others, strict=True))
-        for name in values
-        if name != "stock"
+    compared = {
+        name: Line(f"{title}, {name}", unit, each, values["stock"]) for name, each in values.items() if name != "stock"
     }
-    apart = noise(ratios["stock again"])
-    allowed = {name: max(limit, apart) for name, limit in limits.items()}
+    allowed = {name: max(limit, noise(compared["stock again"].samples)) for name, limit in limits.items()}
     more_is_better = unit == MORE_IS_BETTER
     budgets = {name: Budget(1 / by if more_is_better else by, at_least=more_is_better) for name, by in allowed.items()}
-    return [
-        Line(
-            f"{title}, {name}",
-            unit,
-            statistics.median(values[name]),
-            ratios[name],
-            baseline=statistics.median(others),
-            budget=budgets.get(name),
-        )
-        for name in ratios
-    ]
+    return [replace(line, budget=budgets.get(name)) for name, line in compared.items()]
 
 
 def noise(ratios: Sequence[float]) -> float:

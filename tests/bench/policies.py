@@ -118,7 +118,10 @@ def measure(rounds: int, say: Say) -> Part:
     say("decisions: " + ", ".join(f"{reason} {count:.0f}" for reason, count in decided.items()))
     return Part(
         "Load policies on a real server, time to first token; baseline: the better of first and longest",
-        [*lines(seconds), _recovery(slow_until)],
+        [
+            *lines(seconds),
+            Line("requests until a connector that turned slow is left", "", [slow_until], (), Budget(20)),
+        ],
     )
 
 
@@ -208,27 +211,14 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def lines(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> list[Line]:
     """Compare, workload by workload, with the better of the other policies and with the best fixed choice."""
-    found = []
+    compared = []
     for name in WORKLOADS:
-        for what, of in STATISTICS.items():
-            values = {policy: [1000 * of(taken) for taken in seconds[name, policy]] for policy in POLICIES}
+        for title, of in STATISTICS.items():
+            values = {policy: [1000 * of(times) for times in seconds[name, policy]] for policy in POLICIES}
             better = [min(pair) for pair in zip(values["first"], values["longest"], strict=True)]
-            ratios = tuple(mine / other for mine, other in zip(values["fastest"], better, strict=True))
-            line = Line(
-                f"{what}, {name}",
-                "ms",
-                statistics.median(values["fastest"]),
-                ratios,
-                statistics.median(better),
-                Budget(NOISE),
-            )
-            found.append(line)
-        found.append(_regret(name, seconds))
-    return found
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    return statistics.mean(seconds)
+            compared.append(Line(f"{title}, {name}", "ms", values["fastest"], better, Budget(NOISE)))
+        compared.append(_regret(name, seconds))
+    return compared
 
 
 def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
@@ -236,7 +226,7 @@ def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
     choices = list(dict.fromkeys(choice for _, choice in seconds))
     rows = []
     for name in WORKLOADS:
-        for what, of in {**STATISTICS, "mean": _mean}.items():
+        for what, of in {**STATISTICS, "mean": statistics.fmean}.items():
             values = [1000 * statistics.median(map(of, seconds[name, choice])) for choice in choices]
             rows.append([name, what, *(f"{value:.0f}" for value in values)])
     return pages.table(["workload", "ms", *(TITLES.get(choice, choice) for choice in choices)], rows)
@@ -247,11 +237,4 @@ def _regret(name: str, seconds: Mapping[tuple[str, str], Sequence[Sequence[float
     mine = [1000 * statistics.mean(taken) for taken in seconds[name, "fastest"]]
     fixed = {choice: [1000 * statistics.mean(taken) for taken in seconds[name, choice]] for choice in ("first", *FIXED)}
     best = min(fixed, key=lambda choice: statistics.median(fixed[choice]))
-    ratios = tuple(one / other for one, other in zip(mine, fixed[best], strict=True))
-    title = f"mean, {name}; baseline: {best}"
-    return Line(title, "ms", statistics.median(mine), ratios, statistics.median(fixed[best]))
-
-
-def _recovery(slow_until: float) -> Line:
-    title = "requests until a connector that turned slow is left"
-    return Line(title, "", slow_until, (slow_until,), None, Budget(20))
+    return Line(f"mean, {name}; baseline: {best}", "ms", mine, fixed[best])
