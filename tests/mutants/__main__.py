@@ -20,8 +20,7 @@ from pathlib import Path
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import draw
 from tests.mutants.forked import run_alone, warm
-from tests.mutants.hunt import FIRST_S, Found, baseline, hunt
-from tests.mutants.tree import ROOT, all_modules, all_tests, copy_tree
+from tests.mutants.hunt import FIRST_S, ROOT, Found, all_modules, all_tests, baseline, copy_tree, hunt
 
 GOAL = 0.95
 
