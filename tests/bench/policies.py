@@ -22,7 +22,7 @@ from docs import pages
 from kvobs.demo.model import make_model
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
-from tests.bench.endtoend import Say, check_end, completing, in_turn
+from tests.bench.endtoend import Say, ask, in_turn
 from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests, of_tests, total
 
@@ -138,14 +138,14 @@ def prime(server: Server) -> None:
     """Have every prompt computed, and kept by all connectors; and a few of other lengths, so that costs are known."""
     for workload in WORKLOADS.values():
         for text in workload.prompts() if workload.at_once == 1 else ():
-            ask(server, text, {})
+            first_token(server, text, {})
     for i in range(40):
-        ask(server, "".join(random.Random(i).choices("abcdef", k=20 + 47 * i)), {})
+        first_token(server, "".join(random.Random(i).choices("abcdef", k=20 + 47 * i)), {})
 
 
 def time_of_computing(server: Server) -> float:
     return statistics.median(
-        ask(server, "".join(random.Random(i).choices("ghijkl", k=REFERENCE_TOKENS)), {}) for i in range(8)
+        first_token(server, "".join(random.Random(i).choices("ghijkl", k=REFERENCE_TOKENS)), {}) for i in range(8)
     )
 
 
@@ -163,7 +163,7 @@ def serve_in_turns(server: Server, workload: Workload, reference_s: float) -> di
                     orders = {name: order for name, order in orders.items() if name == FIXED[choice]}
                 if workload.at_once == 1:
                     server.reset_prefix_cache()
-                return ask(server, text, orders, "first" if choice in FIXED else choice)
+                return first_token(server, text, orders, "first" if choice in FIXED else choice)
 
             with ThreadPoolExecutor(workload.at_once) as pool:
                 taken[choice] += pool.map(serve, range(begin, begin + TURN))
@@ -180,7 +180,7 @@ def turn_slow(server: Server, reference_s: float) -> float:
         if number >= TURNS_SLOW_AT:
             orders["quick"]["load_ms"] = SLOWER * reference_s * 1000
         server.reset_prefix_cache()
-        taken.append(ask(server, text, orders))
+        taken.append(first_token(server, text, orders))
     slow = [i + 1 for i, s in enumerate(taken[TURNS_SLOW_AT:]) if s > SLOWER / 2 * reference_s]
     return float(next((n for n in slow if n + 1 not in slow and n + 2 not in slow), 0))
 
@@ -190,14 +190,9 @@ def decisions(server: Server) -> dict[str, float]:
     return {reason: total(server, "kvobs_load_decisions_total", reason=reason) for reason in reasons}
 
 
-def ask(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
+def first_token(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
     """Have a prompt completed by one token; return the seconds to it."""
-    begin = time.perf_counter()
-    with completing(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy}) as answer:
-        first = answer.readline()
-        seconds = time.perf_counter() - begin
-        check_end(first + answer.read())
-    return seconds
+    return ask(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy})
 
 
 # --- results

@@ -1,4 +1,4 @@
-"""The connector that a soak runs three of: it does what each request's plan says, and remembers live requests only."""
+"""The connectors of a soak: each does what a request's plan says, and remembers live requests only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs.testing import BLOCK, Script
+from tests.engine.children_steered import SteeredChild
 from tests.engine.steering import Agenda, Due
 from tests.soak.ledger import Ledger, Report
 from tests.soak.plans import Plan
@@ -177,3 +178,10 @@ class SoakChild(MeteredConnector):
             return None
         self._ledger.told_stats(self._index, odd=self._index == 1)
         return OddStats(data={"n": 1}) if self._index == 1 else Stats(data={"n": 1})
+
+
+class ForgetfulChild(SteeredChild):
+    """Does what each request's plan says on a server, and keeps no copies of blocks, so that its memory stays flat."""
+
+    def _blocks_to_save(self, tracked: Any) -> list[tuple[int, str]]:
+        return []
