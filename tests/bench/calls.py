@@ -145,7 +145,7 @@ def _naive() -> Line:
     return Line(title, "ns", costs, baselines, Budget(80, at_least=True))
 
 
-def busy_rig(router: str = "kvobs", **options: Any) -> Rig:
+def busy_rig(router: str = "kvobs", /, **options: Any) -> Rig:
     return rig_of(router, *[BusyChild] * CHILDREN, kvobs=options or None)
 
 
