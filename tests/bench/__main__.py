@@ -53,10 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
-    on_engines = (gain, endtoend, policies, exporter)
-    usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
-    rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
+    usual = ", ".join(
+        f"{part.ROUNDS} of {part.__name__.rpartition('.')[2]}" for part in (gain, endtoend, policies, exporter)
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of the parts on real engines ({usual})")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures | on_request):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
