@@ -22,24 +22,22 @@ from tests.bench import (
     growth,
     payload,
     policies,
-    recording,
     steps,
     tracing,
-    yardstick,
 )
-from tests.bench.report import Part, markdown, table
+from tests.bench.report import Part, Verdict, markdown, table
 
 
 def main() -> int:
     logging.disable(logging.WARNING)
     console, progress = Console(width=120, highlight=False), Console(stderr=True, highlight=False, style="dim")
     measures: dict[str, Callable[[], Part]] = {
-        "yardstick": yardstick.measure,
+        "yardstick": calls.measure_machine,
         "calls": calls.measure,
         "steps": steps.measure,
         "cold": cold.measure,
         "growth": lambda: growth.measure(progress.print),
-        "recording": recording.measure,
+        "recording": calls.measure_timeline,
         "payload": payload.measure,
         "aggregating": aggregating.measure,
         "copying": copying.measure,
@@ -55,10 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
-    on_engines = (gain, endtoend, policies, exporter)
-    usual = {part.__name__.rpartition(".")[2]: part.ROUNDS for part in on_engines}
-    rounds = f"of the parts on real engines ({', '.join(f'{n} of {name}' for name, n in usual.items())})"
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds {rounds}")
+    usual = ", ".join(
+        f"{part.ROUNDS} of {part.__name__.rpartition('.')[2]}" for part in (gain, endtoend, policies, exporter)
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of the parts on real engines ({usual})")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures | on_request):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -74,7 +72,7 @@ def main() -> int:
     if is_whole(options):
         pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
         console.print("The table is in docs/performance.md, too.")
-    return 1 if any(line.missed for part in parts for line in part.lines) else 0
+    return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0
 
 
 def is_whole(options: argparse.Namespace) -> bool:

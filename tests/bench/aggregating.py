@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector import utils as stock
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs.aggregation.aggregator import KVOutputAggregator
-from tests.bench.report import Budget, Line, Part
+from tests.bench.report import Budget, Line, Part, against_stock
 
 AGGREGATORS: dict[str, type[Any]] = {"stock": stock.KVOutputAggregator, "kvobs": KVOutputAggregator}
 
@@ -42,20 +42,20 @@ def measure() -> Part:
 
 
 def _compare(title: str, case: Case) -> Line:
-    aggregators = {name: cls(case.ranks) for name, cls in AGGREGATORS.items()}
     steps = _pickled(case)
-    times: dict[str, list[float]] = {name: [] for name in aggregators}
-    for turn in range(case.rounds):
-        order = list(aggregators.items())
-        for name, aggregator in order if turn % 2 else reversed(order):
-            outputs = [[pickle.loads(said) for said in step] for _ in range(case.repeats) for step in steps]
+
+    def timed(aggregator: Any) -> Callable[[], float]:
+        def us() -> float:
+            outputs = [[pickle.loads(output) for output in step] for _ in range(case.repeats) for step in steps]
             begin = time.thread_time_ns()
             for step in outputs:
                 aggregator.aggregate(step)
-            times[name].append((time.thread_time_ns() - begin) / 1e3 / case.repeats)
-    ratios = tuple(ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True))
-    baseline = statistics.median(times["stock"])
-    return Line(title, "us", statistics.median(times["kvobs"]), ratios, baseline, case.budget)
+            return (time.thread_time_ns() - begin) / 1e3 / case.repeats
+
+        return us
+
+    routers = {name: timed(cls(case.ranks)) for name, cls in AGGREGATORS.items()}
+    return against_stock(title, "us", routers, case.rounds, case.budget)
 
 
 def _pickled(case: Case) -> list[list[bytes]]:

@@ -1,11 +1,13 @@
-"""What a fan-out over children costs, kvobs's against vLLM's own: the same calls, in turns, in one process."""
+"""What a call into connectors costs: kvobs's fan-out against vLLM's own, and what a timeline adds."""
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,21 +16,19 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvobs.testing import Rig
-from tests.bench.report import Budget, Line, Part
+from tests.bench.report import Budget, Line, Part, against_stock
 from tests.engine.children_stats import IdleChild
 
 CHILDREN = 3
 ROUNDS = 41
 CALLS = 2000
 NAIVE_CALLS = 100
+CALLS_NOW = 300
 
+REFERENCE_NS = 135
+"""What stock's `wait_for_layer_load` over three children took on the machine on which budgets in us were set."""
 
-BUDGETS = {
-    "wait_for_layer_load": Budget(2.5),
-    "save_kv_layer": Budget(2.5),
-    "wait_for_layer_load, empty in all": Budget(0.25),
-    "save_kv_layer, empty in all": Budget(0.25),
-}
+LAYER = "model.layers.0.self_attn.attn"
 
 
 class BusyChild(IdleChild):
@@ -51,42 +51,72 @@ class BusyChild(IdleChild):
 
 def rig_of(router: str, *children: type[IdleChild], kvobs: dict[str, Any] | None = None, **more: Any) -> Rig:
     """Build a rig with children of these classes."""
-    connectors = [
+    return Rig(router, connectors=entries(children), kvobs=kvobs, **more)
+
+
+def entries(children: Iterable[type[IdleChild]]) -> list[dict[str, Any]]:
+    return [
         {"kv_connector": child.__name__, "kv_connector_module_path": child.__module__, "kv_role": "kv_both"}
         for child in children
     ]
-    return Rig(router, connectors=connectors, kvobs=kvobs, **more)
 
 
 def layer_load(rig: Rig) -> timeit.Timer:
-    return timer("wait('model.layers.0.self_attn.attn')", wait=rig.workers[0].wait_for_layer_load)
+    return timer(f"call('{LAYER}')", rig.workers[0].wait_for_layer_load)
 
 
 def layer_save(rig: Rig) -> timeit.Timer:
-    return timer("save('model.layers.0.self_attn.attn', None, None)", save=rig.workers[0].save_kv_layer)
+    return timer(f"call('{LAYER}', None, None)", rig.workers[0].save_kv_layer)
 
 
-def timer(statement: str, **names: Any) -> timeit.Timer:
+def step_load(rig: Rig) -> timeit.Timer:
+    return timer("call(None)", rig.workers[0].start_load_kv)
+
+
+def timer(statement: str, call: Callable[..., object]) -> timeit.Timer:
     """Count CPU time: neighbours on the machine can't get into it."""
-    return timeit.Timer(statement, timer=time.thread_time_ns, globals=names)
+    return timeit.Timer(statement, timer=time.thread_time_ns, globals={"call": call})
 
 
-CASES: dict[str, tuple[type[IdleChild], Callable[[Rig], timeit.Timer]]] = {
-    "wait_for_layer_load": (BusyChild, layer_load),
-    "save_kv_layer": (BusyChild, layer_save),
-    "wait_for_layer_load, empty in all": (IdleChild, layer_load),
-    "save_kv_layer, empty in all": (IdleChild, layer_save),
+def flush(rig: Rig) -> None:
+    """Count what was stamped, as a worker does every 100 ms."""
+    stalls = rig.workers[0]._side.stalls
+    stalls.close_step(has_forward=True, has_sync_loads=False)
+    stalls.flush()
+
+
+def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = True) -> Callable[[], float]:
+    """Return a function that measures a call's nanoseconds."""
+    call = case(rig)
+
+    def measured() -> float:
+        ns = call.timeit(CALLS) / CALLS
+        if is_kvobs:
+            flush(rig)
+        return ns
+
+    return measured
+
+
+# --- the fan-out
+
+CASES: dict[str, tuple[type[IdleChild], Callable[[Rig], timeit.Timer], Budget]] = {
+    "wait_for_layer_load": (BusyChild, layer_load, Budget(2.5)),
+    "save_kv_layer": (BusyChild, layer_save, Budget(2.5)),
+    "wait_for_layer_load, empty in all": (IdleChild, layer_load, Budget(0.25)),
+    "save_kv_layer, empty in all": (IdleChild, layer_save, Budget(0.25)),
 }
 
 
 def measure() -> Part:
     lines = []
-    for name, (child, case) in CASES.items():
-        rigs = {router: rig_of(router, *[child] * CHILDREN) for router in ("stock", "kvobs")}
-        timers = {router: case(rig) for router, rig in rigs.items()}
-        lines.append(_compare(name, timers, rigs["kvobs"]))
-    lines.append(_naive())
-    return Part(f"A fan-out over {CHILDREN} connectors, CPU time of a call; baseline: vLLM's own", lines)
+    for name, (child, case, budget) in CASES.items():
+        routers = {
+            router: timed(rig_of(router, *[child] * CHILDREN), case, is_kvobs=router == "kvobs")
+            for router in ("stock", "kvobs")
+        }
+        lines.append(against_stock(name, "ns", routers, ROUNDS, budget))
+    return Part(f"A fan-out over {CHILDREN} connectors, CPU time of a call; baseline: vLLM's own", [*lines, _naive()])
 
 
 def _naive() -> Line:
@@ -105,38 +135,67 @@ def _naive() -> Line:
                 call(layer_name)
             histogram.labels(name, "wait_for_layer_load").observe(time.perf_counter() - begin)
 
-    naive = timer("wait('model.layers.0.self_attn.attn')", wait=wait_for_layer_load)
-    ours_rig = rig_of("kvobs", *[BusyChild] * CHILDREN)
-    ours = layer_load(ours_rig)
-    ratios, costs = [], []
+    naive, ours = timer(f"call('{LAYER}')", wait_for_layer_load), timed(busy_rig(), layer_load)
+    costs, baselines = [], []
     for _ in range(ROUNDS):
-        ours_s = ours.timeit(CALLS) / CALLS
-        flush(ours_rig)
+        baselines.append(ours())
         costs.append(naive.timeit(NAIVE_CALLS) / NAIVE_CALLS)
-        ratios.append(costs[-1] / ours_s)
     provider.shutdown()
-    naive_ns, times = statistics.median(costs), tuple(ratios)
     title = "a span and an observation per call, against kvobs"
-    return Line(
-        title, "ns", naive_ns, times, statistics.median(costs) / statistics.median(ratios), Budget(80, at_least=True)
-    )
+    return Line(title, "ns", costs, baselines, Budget(80, at_least=True))
 
 
-def flush(rig: Rig) -> None:
-    """Count what was stamped, as a worker does every 100 ms."""
-    stalls = rig.workers[0]._side.stalls
-    stalls.close_step(has_forward=True, has_sync_loads=False)
-    stalls.flush()
+def busy_rig(router: str = "kvobs", /, **options: Any) -> Rig:
+    return rig_of(router, *[BusyChild] * CHILDREN, kvobs=options or None)
 
 
-def _compare(name: str, timers: dict[str, timeit.Timer], ours: Rig) -> Line:
-    """Time both in turns: what disturbs the machine disturbs both, and a ratio within a round keeps its meaning."""
-    times: dict[str, list[float]] = {router: [] for router in timers}
-    for turn in range(ROUNDS):
-        order = list(timers.items())
-        for router, timed in order if turn % 2 else reversed(order):
-            times[router].append(timed.timeit(CALLS) / CALLS)
-        flush(ours)
-    stock, kvobs = statistics.median(times["stock"]), statistics.median(times["kvobs"])
-    ratios = tuple(ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True))
-    return Line(name, "ns", kvobs, ratios, baseline=stock, budget=BUDGETS[name])
+# --- a timeline
+
+TIMELINE: dict[str, tuple[Callable[[Rig], timeit.Timer], float]] = {
+    "start_load_kv, and any hook of steps and requests": (step_load, 550),
+    "wait_for_layer_load, and save_kv_layer": (layer_load, 60),
+}
+"""What to call, and the budget in ns."""
+
+
+def measure_timeline() -> Part:
+    """Measure what a timeline adds to each call into a child: kvobs with and without one, in turns."""
+    lines = []
+    for title, (case, budget) in TIMELINE.items():
+        with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
+            plain, recording = (timed(busy_rig(**on), case) for on in ({}, {"timeline": {"dir": f"{folder}/timeline"}}))
+            added = [(recording() - plain()) / CHILDREN / slowness() for _ in range(ROUNDS)]
+        lines.append(Line(title, "ns", added, budget=Budget(budget)))
+    return Part("What a timeline adds to a call into a connector, CPU time", lines)
+
+
+# --- this machine
+
+
+def measure_machine() -> Part:
+    """Compare the speed of this machine with that of the reference."""
+    line = Line("vLLM's own fan-out over 3 connectors", "ns", _stock_ns(), [REFERENCE_NS] * len(_stock_ns()))
+    return Part("This machine; times with a budget are given as on the reference machine", [line])
+
+
+def slowness() -> float:
+    """Return by what factor this machine is slower than the reference right now: that may change within a second.
+
+    A time divided by it can be held against a budget in microseconds.
+    """
+    return _stock().timeit(CALLS_NOW) / CALLS_NOW / REFERENCE_NS
+
+
+def scaled(limit: float) -> Budget:
+    """Return a budget set on the reference machine, as it is on this one."""
+    return Budget(limit * statistics.median(_stock_ns()) / REFERENCE_NS)
+
+
+@cache
+def _stock() -> timeit.Timer:
+    return layer_load(busy_rig("stock"))
+
+
+@cache
+def _stock_ns() -> tuple[float, ...]:
+    return tuple(_stock().timeit(CALLS) / CALLS for _ in range(21))

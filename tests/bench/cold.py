@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import time
 
 from kvobs.testing import BLOCK, Rig
-from tests.bench.calls import CHILDREN, BusyChild, rig_of
+from tests.bench.calls import CHILDREN, busy_rig, slowness
 from tests.bench.report import Budget, Line, Part
-from tests.bench.yardstick import slowness
 
 STEPS = 20
 ROUNDS = 30
@@ -37,16 +35,16 @@ def measure(rounds: int = ROUNDS) -> Part:
     return Part(
         "A decode step, scheduler and worker, cold caches, as on the reference machine",
         [
-            Line("the same with vLLM's own", "us", statistics.median(steps), tuple(steps)),
-            Line(title, "us", statistics.median(added[False]), tuple(added[False]), None, Budget(50)),
-            Line("the same with a flush, ten times a second", "us", statistics.median(added[True]), tuple(added[True])),
+            Line("the same with vLLM's own", "us", steps),
+            Line(title, "us", added[False], budget=Budget(50)),
+            Line("the same with a flush, ten times a second", "us", added[True]),
         ],
     )
 
 
 def started(router: str) -> Rig:
     """Return an engine with one request, past its prompt."""
-    rig = rig_of(router, *[BusyChild] * CHILDREN)
+    rig = busy_rig(router)
     rig.add("r", tokens=BLOCK, max_tokens=STEPS + 5)
     rig.run(3)
     return rig

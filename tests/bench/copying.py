@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import statistics
 import sys
 import time
 import types
@@ -30,10 +29,7 @@ CASES = {  # blocks, in runs of so many, whether keys and values come first, rou
     "512 blocks, keys and values first": (512, 1, True, 5),
 }
 MEMCPY_BUDGETS = {"512 blocks": Budget(1.3), "512 blocks in runs of 8": Budget(1.1)}
-STOCK_BUDGETS = {
-    "512 blocks": Budget(5, at_least=True),
-    "512 blocks in runs of 8": Budget(10, at_least=True),
-}
+STOCK_BUDGETS = {"512 blocks": Budget(5, at_least=True), "512 blocks in runs of 8": Budget(10, at_least=True)}
 
 Caches = dict[str, torch.Tensor]
 
@@ -103,14 +99,9 @@ def _lines(case: str, src: torch.Tensor, dst: torch.Tensor, stock: Callable[...,
             times[way].append((time.perf_counter() - begin) * 1e3)
     memcpy = [min(pair) for pair in zip(times[by_torch], times[by_memmove], strict=True)]
     return [
-        _line(f"{case}, against memcpy", times[by_kvobs], memcpy, MEMCPY_BUDGETS.get(case)),
-        _line(f"{case}: stock, against kvobs", times[by_stock], times[by_kvobs], STOCK_BUDGETS.get(case)),
+        Line(f"{case}, against memcpy", "ms", times[by_kvobs], memcpy, MEMCPY_BUDGETS.get(case)),
+        Line(f"{case}: stock, against kvobs", "ms", times[by_stock], times[by_kvobs], STOCK_BUDGETS.get(case)),
     ]
-
-
-def _line(title: str, measured: list[float], baseline: list[float], budget: Budget | None) -> Line:
-    ratios = tuple(some / other for some, other in zip(measured, baseline, strict=True))
-    return Line(title, "ms", statistics.median(measured), ratios, statistics.median(baseline), budget)
 
 
 def _ids(rng: random.Random, blocks: int, run: int) -> list[int]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,9 +56,6 @@ METRICS = {
     "first_p95": ("first token, p95", "ms"),
 }
 """What a turn measures: title and unit."""
-
-LIMITS = {"kvobs": 1.0}
-"""Nothing but the noise."""
 
 Say = Callable[[str], None]
 
@@ -105,12 +103,10 @@ def running(
 ) -> Iterator[dict[str, Server]]:
     """Run all servers, started at once; the workers share one core, all other processes and we have the others."""
     model = make_model(folder / "model")
-    servers = {
-        name: Server(
-            model, folder / f"{name}.log", config, args=args, env={**importing_tests(), "OTEL_SERVICE_NAME": name}
-        )
-        for name, config in configs.items()
-    }
+    servers = {}
+    for name, config in configs.items():
+        env = {**importing_tests(), "OTEL_SERVICE_NAME": name}
+        servers[name] = Server(model, folder / f"{name}.log", config, args=args, env=env)
     say(f"{len(servers)} servers start, a minute or two")
     # A server ends with the thread that started it: the pool outlives the servers.
     with ThreadPoolExecutor(len(servers)) as starters, ExitStack() as stack:
@@ -170,10 +166,10 @@ def prompt(*parts: object) -> str:
     return "".join(random.Random(repr(parts)).choices("abcdefghijklmnopqrstuvwxyz ", k=PROMPT_TOKENS))
 
 
-def ask(server: Server, text: str, tokens: int) -> float:
+def ask(server: Server, text: str, tokens: int, **more: Any) -> float:
     """Have a prompt completed; return the seconds to the first token."""
     begin = time.perf_counter()
-    with completing(server, text, tokens) as answer:
+    with completing(server, text, tokens, **more) as answer:
         first = answer.readline()
         seconds = time.perf_counter() - begin
         check_end(first + answer.read())
@@ -186,11 +182,9 @@ def completing(
 ) -> Iterator[HTTPResponse]:
     """Have a prompt completed, as a stream."""
     body = {"model": NAME, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body |= more
+    headers = {"content-type": "application/json", **(headers or {})}
     with closing(HTTPConnection(HOST, server.port, timeout=120)) as connection:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json", **(headers or {})}
-        )
+        connection.request("POST", "/v1/completions", json.dumps(body | more), headers)
         yield connection.getresponse()
 
 
@@ -203,45 +197,26 @@ def check_end(answer: bytes) -> None:
 
 
 def lines(turns: dict[str, list[Turn]]) -> list[Line]:
-    return [
-        line
-        for metric, (title, unit) in METRICS.items()
-        for line in compare(title, unit, {name: [getattr(turn, metric) for turn in turns[name]] for name in turns})
-    ]
+    compared = []
+    for metric, (title, unit) in METRICS.items():
+        values = {name: [getattr(turn, metric) for turn in turns[name]] for name in turns}
+        compared += compare(title, unit, values, {"kvobs": 1.0})  # it may differ by nothing but the noise
+    return compared
 
 
-def compare(
-    title: str, unit: str, values: dict[str, list[float]], *, limits: Mapping[str, float] = LIMITS
-) -> list[Line]:
-    """Compare each server's values with those of vLLM's own router, round by round.
+def compare(title: str, unit: str, values: dict[str, list[float]], limits: Mapping[str, float]) -> list[Line]:
+    """Compare each server's values of a metric with those of vLLM's own router, round by round.
 
-    Args:
-        title: the metric's.
-        unit: and its unit.
-        values: each server's, round by round; one of them is "stock", and one the same "again".
-        limits: which servers have a budget, and by which factor they may be worse; more if the noise is more.
+    One server is "stock", and one the same "again". The limits say which servers have a budget, and by which factor
+    they may be worse; more if the noise is more.
     """
-    others = values["stock"]
-    ratios = {
-        name: tuple(mine / other for mine, other in zip(values[name], others, strict=True))
-        for name in values
-        if name != "stock"
+    compared = {
+        name: Line(f"{title}, {name}", unit, each, values["stock"]) for name, each in values.items() if name != "stock"
     }
-    apart = noise(ratios["stock again"])
-    allowed = {name: max(limit, apart) for name, limit in limits.items()}
+    allowed = {name: max(limit, noise(compared["stock again"].samples)) for name, limit in limits.items()}
     more_is_better = unit == MORE_IS_BETTER
     budgets = {name: Budget(1 / by if more_is_better else by, at_least=more_is_better) for name, by in allowed.items()}
-    return [
-        Line(
-            f"{title}, {name}",
-            unit,
-            statistics.median(values[name]),
-            ratios[name],
-            baseline=statistics.median(others),
-            budget=budgets.get(name),
-        )
-        for name in ratios
-    ]
+    return [replace(line, budget=budgets.get(name)) for name, line in compared.items()]
 
 
 def noise(ratios: Sequence[float]) -> float:

@@ -7,7 +7,6 @@ implement all hooks that are called, and do next to nothing in them.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import CHILDREN, BusyChild, rig_of
-from tests.bench.report import Budget, Line, Part
+from tests.bench.report import Budget, Part, against_stock
 
 ROUNDS = 21
 STEPS = 50
@@ -237,18 +236,6 @@ def measure(say: Callable[[str], None], rounds: int = ROUNDS) -> Part:
     lines = []
     for case in CASES:
         say(f"  {case.title}")
-        lines.append(_compare(case, rounds))
+        routers = {router: case.prepare(router) for router in ("stock", "kvobs")}
+        lines.append(against_stock(case.title, "us", routers, rounds, case.budget))
     return Part(f"What grows with the engine, {CHILDREN} connectors unless said, CPU time; baseline: vLLM's own", lines)
-
-
-def _compare(case: Case, rounds: int) -> Line:
-    timed = {router: case.prepare(router) for router in ("stock", "kvobs")}
-    times: dict[str, list[float]] = {router: [] for router in timed}
-    for turn in range(-1, rounds):
-        for router in sorted(timed, reverse=bool(turn % 2)):
-            us = timed[router]()
-            if turn >= 0:
-                times[router].append(us)
-    ratios = tuple(ours / theirs for ours, theirs in zip(times["kvobs"], times["stock"], strict=True))
-    baseline = statistics.median(times["stock"])
-    return Line(case.title, "us", statistics.median(times["kvobs"]), ratios, baseline, case.budget)

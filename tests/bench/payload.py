@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import statistics
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,9 +19,8 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script
-from tests.bench.calls import CHILDREN
+from tests.bench.calls import CHILDREN, slowness
 from tests.bench.report import Budget, Line, Part
-from tests.bench.yardstick import slowness
 from tests.support.front import Front
 from tests.support.rig import child_config
 
@@ -63,7 +61,7 @@ def payload(seed: int) -> MultiKVConnectorStats:
 def measure(rounds: int = ROUNDS) -> Part:
     """Measure all of it; CPU time, medians over the rounds."""
     ranks = [payload(seed) for seed in range(RANKS)]
-    sizes = tuple(float(len(pickle.dumps(stats))) for stats in ranks)
+    sizes = [len(pickle.dumps(stats)) for stats in ranks]
     merged = copy.deepcopy(ranks[0])
     for other in ranks[1:]:
         merged.aggregate(other)
@@ -78,7 +76,7 @@ def measure(rounds: int = ROUNDS) -> Part:
     return Part(
         "Shipping 100 ms of numbers: 3 connectors x 12 hooks",
         [
-            Line("one worker's payload, pickled", "bytes", statistics.median(sizes), sizes, None, Budget(1024)),
+            Line("one worker's payload, pickled", "bytes", sizes, budget=Budget(1024)),
             _timed("taking it in a worker", rounds, lambda recorder: recorder.take(), lambda: recorded(1), None),
             _timed(f"merging {RANKS} ranks", rounds, merge, lambda: copy.deepcopy(ranks), Budget(60)),
             _timed("applying it in the API server", rounds, front.metrics.observe,
@@ -96,4 +94,4 @@ def _timed(
         begin = time.thread_time_ns()
         call(argument)
         times.append((time.thread_time_ns() - begin) / 1e3 / slowness())
-    return Line(title, "us", statistics.median(times), tuple(times), None, budget)
+    return Line(title, "us", times, budget=budget)

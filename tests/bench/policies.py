@@ -22,7 +22,7 @@ from docs import pages
 from kvobs.demo.model import make_model
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
-from tests.bench.endtoend import Say, check_end, completing, in_turn
+from tests.bench.endtoend import Say, ask, in_turn
 from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests, of_tests, total
 
@@ -118,7 +118,10 @@ def measure(rounds: int, say: Say) -> Part:
     say("decisions: " + ", ".join(f"{reason} {count:.0f}" for reason, count in decided.items()))
     return Part(
         "Load policies on a real server, time to first token; baseline: the better of first and longest",
-        [*lines(seconds), _recovery(slow_until)],
+        [
+            *lines(seconds),
+            Line("requests until a connector that turned slow is left", "", [slow_until], (), Budget(20)),
+        ],
     )
 
 
@@ -135,14 +138,14 @@ def prime(server: Server) -> None:
     """Have every prompt computed, and kept by all connectors; and a few of other lengths, so that costs are known."""
     for workload in WORKLOADS.values():
         for text in workload.prompts() if workload.at_once == 1 else ():
-            ask(server, text, {})
+            first_token(server, text, {})
     for i in range(40):
-        ask(server, "".join(random.Random(i).choices("abcdef", k=20 + 47 * i)), {})
+        first_token(server, "".join(random.Random(i).choices("abcdef", k=20 + 47 * i)), {})
 
 
 def time_of_computing(server: Server) -> float:
     return statistics.median(
-        ask(server, "".join(random.Random(i).choices("ghijkl", k=REFERENCE_TOKENS)), {}) for i in range(8)
+        first_token(server, "".join(random.Random(i).choices("ghijkl", k=REFERENCE_TOKENS)), {}) for i in range(8)
     )
 
 
@@ -160,7 +163,7 @@ def serve_in_turns(server: Server, workload: Workload, reference_s: float) -> di
                     orders = {name: order for name, order in orders.items() if name == FIXED[choice]}
                 if workload.at_once == 1:
                     server.reset_prefix_cache()
-                return ask(server, text, orders, "first" if choice in FIXED else choice)
+                return first_token(server, text, orders, "first" if choice in FIXED else choice)
 
             with ThreadPoolExecutor(workload.at_once) as pool:
                 taken[choice] += pool.map(serve, range(begin, begin + TURN))
@@ -177,7 +180,7 @@ def turn_slow(server: Server, reference_s: float) -> float:
         if number >= TURNS_SLOW_AT:
             orders["quick"]["load_ms"] = SLOWER * reference_s * 1000
         server.reset_prefix_cache()
-        taken.append(ask(server, text, orders))
+        taken.append(first_token(server, text, orders))
     slow = [i + 1 for i, s in enumerate(taken[TURNS_SLOW_AT:]) if s > SLOWER / 2 * reference_s]
     return float(next((n for n in slow if n + 1 not in slow and n + 2 not in slow), 0))
 
@@ -187,14 +190,9 @@ def decisions(server: Server) -> dict[str, float]:
     return {reason: total(server, "kvobs_load_decisions_total", reason=reason) for reason in reasons}
 
 
-def ask(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
+def first_token(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
     """Have a prompt completed by one token; return the seconds to it."""
-    begin = time.perf_counter()
-    with completing(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy}) as answer:
-        first = answer.readline()
-        seconds = time.perf_counter() - begin
-        check_end(first + answer.read())
-    return seconds
+    return ask(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy})
 
 
 # --- results
@@ -208,27 +206,14 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def lines(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> list[Line]:
     """Compare, workload by workload, with the better of the other policies and with the best fixed choice."""
-    found = []
+    compared = []
     for name in WORKLOADS:
-        for what, of in STATISTICS.items():
-            values = {policy: [1000 * of(taken) for taken in seconds[name, policy]] for policy in POLICIES}
+        for title, of in STATISTICS.items():
+            values = {policy: [1000 * of(times) for times in seconds[name, policy]] for policy in POLICIES}
             better = [min(pair) for pair in zip(values["first"], values["longest"], strict=True)]
-            ratios = tuple(mine / other for mine, other in zip(values["fastest"], better, strict=True))
-            line = Line(
-                f"{what}, {name}",
-                "ms",
-                statistics.median(values["fastest"]),
-                ratios,
-                statistics.median(better),
-                Budget(NOISE),
-            )
-            found.append(line)
-        found.append(_regret(name, seconds))
-    return found
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    return statistics.mean(seconds)
+            compared.append(Line(f"{title}, {name}", "ms", values["fastest"], better, Budget(NOISE)))
+        compared.append(_regret(name, seconds))
+    return compared
 
 
 def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
@@ -236,7 +221,7 @@ def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
     choices = list(dict.fromkeys(choice for _, choice in seconds))
     rows = []
     for name in WORKLOADS:
-        for what, of in {**STATISTICS, "mean": _mean}.items():
+        for what, of in {**STATISTICS, "mean": statistics.fmean}.items():
             values = [1000 * statistics.median(map(of, seconds[name, choice])) for choice in choices]
             rows.append([name, what, *(f"{value:.0f}" for value in values)])
     return pages.table(["workload", "ms", *(TITLES.get(choice, choice) for choice in choices)], rows)
@@ -247,11 +232,4 @@ def _regret(name: str, seconds: Mapping[tuple[str, str], Sequence[Sequence[float
     mine = [1000 * statistics.mean(taken) for taken in seconds[name, "fastest"]]
     fixed = {choice: [1000 * statistics.mean(taken) for taken in seconds[name, choice]] for choice in ("first", *FIXED)}
     best = min(fixed, key=lambda choice: statistics.median(fixed[choice]))
-    ratios = tuple(one / other for one, other in zip(mine, fixed[best], strict=True))
-    title = f"mean, {name}; baseline: {best}"
-    return Line(title, "ms", statistics.median(mine), ratios, statistics.median(fixed[best]))
-
-
-def _recovery(slow_until: float) -> Line:
-    title = "requests until a connector that turned slow is left"
-    return Line(title, "", slow_until, (slow_until,), None, Budget(20))
+    return Line(f"mean, {name}; baseline: {best}", "ms", mine, fixed[best])

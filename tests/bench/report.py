@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,29 +36,28 @@ class Budget:
     def keeps(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
 
-    def favourable(self, low: float, high: float) -> float:
-        """Return the one of two values that is better."""
-        return high if self.at_least else low
-
     def __str__(self) -> str:
         return f"{'≥' if self.at_least else '≤'} {number(self.limit)}"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing measured, many times over.
-
-    With a baseline the samples are ratios, each of the measured value to the baseline's in the same round; without one
-    they are measured values. The budget is about the samples.
-    """
+    """One thing measured, many times over; the budget is about the samples."""
 
     title: str
     unit: str
-    """Of `baseline` and `measured`."""
-    measured: float
-    samples: tuple[float, ...]
-    baseline: float | None = None
+    """Of values and baselines."""
+    values: Sequence[float]
+    baselines: Sequence[float] = ()
+    """Of the same rounds."""
     budget: Budget | None = None
+
+    @property
+    def samples(self) -> Sequence[float]:
+        """Return each round's ratio of the value to the baseline; the values themselves where there is no baseline."""
+        if not self.baselines:
+            return self.values
+        return [value / baseline for value, baseline in zip(self.values, self.baselines, strict=True)]
 
     @property
     def median(self) -> float:
@@ -79,12 +78,21 @@ class Line:
             return Verdict.NONE
         if self.budget.keeps(self.median):
             return Verdict.MET
-        best = self.budget.favourable(*self.quartiles)
-        return Verdict.IN_NOISE if self.budget.keeps(best) else Verdict.MISSED
+        favourable = self.quartiles[self.budget.at_least]
+        return Verdict.IN_NOISE if self.budget.keeps(favourable) else Verdict.MISSED
 
-    @property
-    def missed(self) -> bool:
-        return self.verdict is Verdict.MISSED
+
+def against_stock(
+    title: str, unit: str, timed: Mapping[str, Callable[[], float]], rounds: int, budget: Budget | None = None
+) -> Line:
+    """Time "kvobs" and "stock" in turns: what disturbs the machine disturbs both. The first round is for warming up."""
+    times: dict[str, list[float]] = {router: [] for router in timed}
+    for turn in range(-1, rounds):
+        for router in sorted(timed, reverse=bool(turn % 2)):
+            spent = timed[router]()
+            if turn >= 0:
+                times[router].append(spent)
+    return Line(title, unit, times["kvobs"], times["stock"], budget)
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ def row(line: Line) -> tuple[str | Text, ...]:
     low, high = line.quartiles
     return (
         f"  {line.title}",
-        "" if line.baseline is None else quantity(line.baseline, line.unit),
-        quantity(line.measured, line.unit),
+        quantity(line.baselines, line.unit) if line.baselines else "",
+        quantity(line.values, line.unit),
         number(line.median),
         f"{number(low)} to {number(high)}",
         "" if line.budget is None else str(line.budget),
@@ -134,8 +142,8 @@ def row(line: Line) -> tuple[str | Text, ...]:
     )
 
 
-def quantity(value: float, unit: str) -> str:
-    return f"{number(value)} {unit}".rstrip()
+def quantity(values: Sequence[float], unit: str) -> str:
+    return f"{number(statistics.median(values))} {unit}".rstrip()
 
 
 def number(value: float) -> str:

@@ -13,9 +13,8 @@ import statistics
 import time
 from typing import Any
 
-from tests.bench.calls import CHILDREN, BusyChild, rig_of
+from tests.bench.calls import CHILDREN, BusyChild, rig_of, slowness
 from tests.bench.report import Budget, Line, Part
-from tests.bench.yardstick import slowness
 from tests.engine.children_stats import IdleChild
 
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(80)]
@@ -83,11 +82,4 @@ def _measure(title: str, children: Any, budget: float, rounds: int) -> Line:
         usual = statistics.median(plain)
         shares.append(100 * (usual + (flushing - usual) / STEPS_PER_FLUSH) / STEP_NS)
     added_us = statistics.median(shares) / 100 * STEP_NS / 1e3
-    return Line(
-        f"added: {title} ({added_us:+.1f} us)",
-        "% of 5 ms",
-        statistics.median(shares),
-        tuple(shares),
-        None,
-        Budget(budget),
-    )
+    return Line(f"added: {title} ({added_us:+.1f} us)", "% of 5 ms", shares, budget=Budget(budget))

@@ -35,10 +35,9 @@ from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
-from tests.bench.calls import BusyChild
+from tests.bench.calls import BusyChild, entries, scaled
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import LAYERS, STEP_NS
-from tests.bench.yardstick import scaled
 from tests.support.contexts import no_otel_variables
 
 if TYPE_CHECKING:
@@ -117,15 +116,11 @@ class Engine(Rig):
     """An engine with kvobs, its clients, and how much CPU time its steps take."""
 
     def __init__(self, level: Level) -> None:
-        connectors = [
-            {"kv_connector": cls.__name__, "kv_connector_module_path": cls.__module__, "kv_role": "kv_both"}
-            for cls in CHILDREN
-        ]
         endpoint = {} if level == "off" else {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
         with pytest.MonkeyPatch.context() as patch:
             no_otel_variables(patch, **endpoint)
             options = {"names": list(NAMES), "tracing": {"level": level}}
-            super().__init__("kvobs", connectors=connectors, kvobs=options, ranks=RANKS)
+            super().__init__("kvobs", connectors=entries(CHILDREN), kvobs=options, ranks=RANKS)
         self.connector._side._flush_rule = OfTheEngine()
         for worker in self.workers:
             worker.wait_for_layer_load = forward(worker)
@@ -194,10 +189,7 @@ def forward(worker: Any) -> Callable[[str], None]:
 
 
 def measure(rounds: int = ROUNDS) -> Part:
-    return Part(
-        "Tracing: a step of 5 ms, 50 loads/s; a span's CPU time",
-        [*_steps(rounds), *_spans()],
-    )
+    return Part("Tracing: a step of 5 ms, 50 loads/s; a span's CPU time", [*_steps(rounds), *_spans()])
 
 
 def _steps(rounds: int) -> list[Line]:
@@ -245,8 +237,7 @@ def compared(
 ) -> Line:
     """Compare a percentile of the steps, round by round: the forward's 5 ms, and what was measured around it."""
     ours, theirs = ([(STEP_NS + percentile(spent, percent)) / 1e6 for spent in rounds] for rounds in (steps, baseline))
-    ratios = tuple(mine / other for mine, other in zip(ours, theirs, strict=True))
-    return Line(name, "ms", statistics.median(ours), ratios, statistics.median(theirs), budget)
+    return Line(name, "ms", ours, theirs, budget)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -270,13 +261,12 @@ def _spans() -> list[Line]:
     write_request, write_call = _writing()
     cut, encoded = _cutting()
     both = [one + other for one, other in zip(cut, encoded, strict=True)]
-    values = {
-        "writing a record of a request": write_request,
-        "writing a record of a call": write_call,
-        "cutting a span": cut,
-        "cutting and encoding a span": both,
-    }
-    return [Line(name, "us a span", statistics.median(costs), tuple(costs)) for name, costs in values.items()]
+    return [
+        Line("writing a record of a request", "us a span", write_request),
+        Line("writing a record of a call", "us a span", write_call),
+        Line("cutting a span", "us a span", cut),
+        Line("cutting and encoding a span", "us a span", both),
+    ]
 
 
 def _writing() -> tuple[list[float], list[float]]:

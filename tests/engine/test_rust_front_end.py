@@ -16,8 +16,7 @@ from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import PORT, Exported, by_itself, with_exporter
 from tests.engine.serving import ROOT, eventually, prompt, serve
-from tests.versions.engines import overlay
-from tests.versions.rust import VERSION, rust_front_end
+from tests.versions.engines import RUST_VERSION, overlay, rust_front_end
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]  # the front end is fetched within it
 
@@ -36,9 +35,9 @@ def ask(server: Server, text: str, **headers: str) -> list[int]:
 @pytest.fixture
 def rust() -> dict[str, Any]:
     """Return what lets a server run the version's engine with its Rust front end."""
-    prepare([VERSION])
+    prepare([RUST_VERSION])
     env = {
-        "PYTHONPATH": os.pathsep.join([str(overlay(VERSION)), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(overlay(RUST_VERSION)), str(ROOT)]),
         "VLLM_USE_RUST_FRONTEND": "1",
         "VLLM_RUST_FRONTEND_PATH": str(rust_front_end()),
     }

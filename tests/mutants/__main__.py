@@ -20,8 +20,7 @@ from pathlib import Path
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import draw
 from tests.mutants.forked import run_alone, warm
-from tests.mutants.hunt import FIRST_S, Found, baseline, hunt
-from tests.mutants.tree import ROOT, all_modules, all_tests, copy_tree
+from tests.mutants.hunt import FIRST_S, ROOT, Found, all_modules, all_tests, baseline, copy_tree, hunt
 
 GOAL = 0.95
 
@@ -71,24 +70,23 @@ def main(arguments: Sequence[str]) -> int:
 def report(results: Sequence[Found], equivalents: Collection[Equivalent]) -> tuple[str, float]:
     """Return a table of the modules and each fault that was not found, and the share of those that a test can find."""
     reasons = {entry.key: entry.reason for entry in equivalents}
-    survivors = [found for found in results if found.how == "survived" and found.fault.key not in reasons]
-    equivalent = [found for found in results if found.how == "survived" and found.fault.key in reasons]
-    killed = [found for found in results if found.how != "survived"]
+    became: dict[str, list[Found]] = {"killed": [], "equivalent": [], "survived": []}
+    for found in results:
+        how = "equivalent" if found.fault.key in reasons else "survived"
+        became[how if found.how == "survived" else "killed"].append(found)
     lines = [f"{'module':<42}{'faults':>8}{'killed':>8}{'equivalent':>12}{'survived':>10}"]
     for name in [*sorted({found.fault.module for found in results}), "all"]:
         every, dead, same, left = (
-            sum(name in ("all", found.fault.module) for found in part)
-            for part in (results, killed, equivalent, survivors)
+            sum(name in ("all", found.fault.module) for found in part) for part in (results, *became.values())
         )
         lines.append(f"{name:<42}{every:>8}{dead:>8}{same:>12}{left:>10}")
-    for found in (*equivalent, *survivors):
-        fault, reason = found.fault, reasons.get(found.fault.key)
-        lines += ["", f"{'equivalent' if reason else 'survived'}: {fault.module}:{fault.line} {fault.function}"]
-        lines += [f"  - {fault.before}", f"  + {fault.after}", *([f"  {reason}"] if reason else [])]
-    possible = len(killed) + len(survivors)
-    share = len(killed) / possible if possible else 1.0
-    of_all = len(killed) / max(1, len(results))
-    lines += ["", f"killed: {share:.1%} of those that a test can find, {of_all:.1%} of all"]
+    for how in ("equivalent", "survived"):
+        for fault in (found.fault for found in became[how]):
+            lines += ["", f"{how}: {fault.module}:{fault.line} {fault.function}", f"  - {fault.before}"]
+            lines += [f"  + {fault.after}", *(f"  {reasons[key]}" for key in [fault.key] if key in reasons)]
+    killed = len(became["killed"])
+    share = killed / max(1, len(results) - len(became["equivalent"])) if results else 1.0
+    lines += ["", f"killed: {share:.1%} of those that a test can find, {killed / max(1, len(results)):.1%} of all"]
     return "\n".join(lines), share
 
 

@@ -10,6 +10,7 @@ messages of errors.
 from __future__ import annotations
 
 import difflib
+import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,17 +157,10 @@ def draw(root: Path, modules: Sequence[str], number: int, seed: int) -> list[Fau
 
     The first faults of a module are the same, whatever the other modules and the number are.
     """
-    faults = {module: faults_of(root, module, seed) for module in random.Random(seed).sample(modules, len(modules))}
-    drawn: dict[str, list[Fault]] = {module: [] for module in modules}
-    left = number
-    while left and faults:
-        for module in [*faults][:left]:
-            if (fault := next(faults[module], None)) is None:
-                del faults[module]
-            else:
-                drawn[module].append(fault)
-                left -= 1
-    return [fault for module in modules for fault in drawn[module]]
+    shuffled = random.Random(seed).sample(modules, len(modules))
+    turns = itertools.zip_longest(*(faults_of(root, module, seed) for module in shuffled))
+    drawn = itertools.islice((fault for turn in turns for fault in turn if fault is not None), number)
+    return sorted(drawn, key=lambda fault: modules.index(fault.module))
 
 
 def _compiles(source: str, name: str) -> bool:

@@ -14,14 +14,14 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import coverage
 import pytest
 
-_FORK = multiprocessing.get_context("fork")
+FORK = multiprocessing.get_context("fork")
 _OURS = ("kvobs", "tests", "dashboards", "docs", "conftest")
 _OPTIONS = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
 _OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins: this process has imported them
@@ -43,8 +43,8 @@ class Result:
     log: str = ""
 
 
-class Run:
-    """A run of pytest in a fork, in a tree of its own.
+def run_alone(tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Result:
+    """Run pytest in a fork, and wait for its end.
 
     Args:
         tree: the copy of the project.
@@ -52,43 +52,20 @@ class Run:
         limit_s: how long it may take.
         watched: the modules whose lines are watched.
     """
-
-    def __init__(self, tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> None:
-        self.tree = tree
-        self.deadline = time.monotonic() + limit_s
-        self._began = time.monotonic()
-        self.pipe, theirs = _FORK.Pipe(duplex=False)
-        self._process = _FORK.Process(target=_in_fork, args=(tree, arguments, watched, theirs))
-        self._process.start()
-        theirs.close()
-
-    def end(self) -> Result:
-        """Return the result of a run that has ended, or whose time is over."""
-        answer: dict[str, Any] = {"status": "timeout" if time.monotonic() >= self.deadline else "died"}
-        with suppress(EOFError):
-            answer = self.pipe.recv() if self.pipe.poll() else answer
-        assert self._process.pid is not None
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with what its tests have started
-        self._process.join()
-        self.pipe.close()
-        log = (self.tree / "mutants.log").read_text(errors="replace")[-6_000:]
-        return Result(**answer, seconds=time.monotonic() - self._began, log=log)
-
-
-def ended(runs: Sequence[Run]) -> list[Run]:
-    """Wait until one of the runs ends, or its time is over; return those that did."""
-    while True:
-        ready = wait([run.pipe for run in runs], max(0.0, min(run.deadline for run in runs) - time.monotonic()))
-        if over := [run for run in runs if run.pipe in ready or time.monotonic() >= run.deadline]:
-            return over
-
-
-def run_alone(tree: Path, arguments: Sequence[str], limit_s: float, watched: Sequence[str] = ()) -> Result:
-    """Run tests, and wait for their end."""
-    run = Run(tree, arguments, limit_s, watched)
-    ended([run])
-    return run.end()
+    begin = time.monotonic()
+    pipe, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_in_fork, args=(tree, arguments, watched, theirs))
+    process.start()
+    theirs.close()
+    answer: dict[str, Any] = {"status": "died"}
+    with pipe, suppress(EOFError):
+        answer = pipe.recv() if pipe.poll(limit_s) else {"status": "timeout"}
+    assert process.pid is not None
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # with what its tests have started
+    process.join()
+    log = (tree / "mutants.log").read_text(errors="replace")[-6_000:]
+    return Result(**answer, seconds=time.monotonic() - begin, log=log)
 
 
 def warm(modules: Iterable[str]) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import py_compile
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tests.mutants.faults import Fault
-from tests.mutants.forked import Run, ended, run_alone
-from tests.mutants.tree import all_tests, own_tests
+from tests.mutants.forked import FORK, run_alone
+
+ROOT = Path(__file__).parents[2]
+
+NOT_IN_AN_ENGINE = {"cli", "demo", "testing", "deviations"}
+"""Packages and modules that run neither in an engine nor in the exporter: no faults are made in them."""
+
+ELSEWHERE = {"demo", "dashboards"}
+"""Folders of unit tests that find nothing in these modules."""
 
 FIRST_S = 1_800.0
 """How long all tests may take without a fault."""
@@ -75,52 +87,75 @@ def baseline(tree: Path, modules: Sequence[str]) -> CoverageMap:
     return CoverageMap(result.tests, result.took, result.by_line)
 
 
-@dataclass
-class _Hunt:
-    """The run of a fault's current stage, and its later stages."""
-
-    fault: Fault
-    right: str  # the module's source without it
-    run: Run
-    later: list[list[str]]
-    seconds: float = 0.0
-
-
 def hunt(
     trees: Sequence[Path], faults: Iterable[Fault], covered: CoverageMap, note: Callable[[Found], None]
 ) -> list[Found]:
-    """Run the tests against each fault, in as many forks as there are trees; return what came of each."""
-    waiting, free = iter(faults), [*trees]
-    hunts: list[_Hunt] = []
-    results: list[Found] = []
+    """Run the tests against each fault, in as many processes as there are trees; return what came of each."""
+    free = FORK.SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+    results = []
+    with ProcessPoolExecutor(len(trees), FORK, _hold, (free, covered)) as pool:
+        for done in as_completed([pool.submit(_hunt, fault) for fault in faults]):
+            results.append(done.result())
+            note(results[-1])
+    return results
 
-    def start(tree: Path, stage: list[str]) -> Run:
-        return Run(tree, stage, covered.limit_s(stage))
 
-    def end(found: Found) -> None:
-        results.append(found)
-        note(found)
+_held: list[Any] = []
+"""Of a process of the pool: its tree, and the map of all tests."""
 
-    while True:
-        while free and (fault := next(waiting, None)) is not None:
-            if not (stages := covered.stages(fault)):
-                end(Found(fault, "survived", "executed by no test"))
-                continue
-            tree = free.pop()
-            right = (tree / fault.module).read_text()
-            (tree / fault.module).write_text(fault.source)
-            hunts.append(_Hunt(fault, right, start(tree, stages[0]), stages[1:]))
-        if not hunts:
-            return results
-        over = ended([each.run for each in hunts])
-        for each in [each for each in hunts if each.run in over]:
-            tree, result = each.run.tree, each.run.end()
-            each.seconds += result.seconds
-            if result.status == "passed" and each.later:
-                each.run = start(tree, each.later.pop(0))
-                continue
-            hunts.remove(each)
-            (tree / each.fault.module).write_text(each.right)
-            free.append(tree)
-            how = {"passed": "survived", "timeout": "timeout"}.get(result.status, "killed")
-            end(Found(each.fault, how, next(iter(result.failed), result.status), each.seconds))
+
+def _hold(free: Any, covered: CoverageMap) -> None:
+    _held[:] = free.get(), covered
+
+
+def _hunt(fault: Fault) -> Found:
+    """Put a fault into this process's tree for as long as its tests run."""
+    tree, covered = _held
+    how, by, seconds = "passed", "executed by no test", 0.0
+    right = (tree / fault.module).read_text()
+    (tree / fault.module).write_text(fault.source)
+    for stage in covered.stages(fault):
+        result = run_alone(tree, stage, covered.limit_s(stage))
+        how, by, seconds = result.status, next(iter(result.failed), result.status), seconds + result.seconds
+        if how != "passed":
+            break
+    (tree / fault.module).write_text(right)
+    return Found(fault, {"passed": "survived", "timeout": "timeout"}.get(how, "killed"), by, seconds)
+
+
+# --- the modules, their tests, and copies of the tree
+
+
+def copy_tree(to: Path, root: Path = ROOT) -> None:
+    """Copy the files of the working tree that git does not ignore, and compile the modules."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    for name in subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (root / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, to / name)
+    for module in (to / "kvobs").rglob("*.py"):
+        # By its content: a changed module may have the size and, within a second, the time of the one before.
+        py_compile.compile(str(module), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+
+
+def all_modules(root: Path) -> list[str]:
+    """Return the paths of all modules that run in an engine or in the exporter."""
+    return _files(root, "kvobs", "*.py", NOT_IN_AN_ENGINE)
+
+
+def all_tests(root: Path) -> list[str]:
+    """Return all files of tests that are run."""
+    return _files(root, "tests/unit", "test_*.py", ELSEWHERE)
+
+
+def own_tests(module: str) -> str:
+    """Return the file of a module's own tests, found from its name."""
+    path = PurePosixPath(module)
+    return str(PurePosixPath("tests/unit") / path.parent.relative_to("kvobs") / f"test_{path.name}")
+
+
+def _files(root: Path, folder: str, pattern: str, without: set[str]) -> list[str]:
+    paths = [path.relative_to(root) for path in sorted((root / folder).rglob(pattern))]
+    return [path.as_posix() for path in paths if not without & set(path.with_suffix("").parts)]

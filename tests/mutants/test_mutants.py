@@ -15,8 +15,7 @@ import pytest
 from tests.mutants.__main__ import parsed, report
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import Fault, draw, faults_of
-from tests.mutants.hunt import MOST_S, CoverageMap, Found
-from tests.mutants.tree import ROOT, all_modules, all_tests, own_tests
+from tests.mutants.hunt import MOST_S, ROOT, CoverageMap, Found, all_modules, all_tests, own_tests
 
 MODULE = "kvobs/state/limits.py"
 SOURCE = '''"""Limits."""

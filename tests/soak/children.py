@@ -1,11 +1,12 @@
-"""The connector that a soak runs three of: it does what each request's plan says, and remembers live requests only."""
+"""The connectors of a soak: each does what a request's plan says, and remembers live requests only."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -14,11 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.testing import BLOCK, Script, ScriptedConnector
+from kvobs.testing import BLOCK, Script
+from tests.engine.children_steered import SteeredChild
 from tests.engine.steering import Agenda, Due
 from tests.soak.ledger import Ledger, Report
 from tests.soak.plans import Plan
-from tests.support.scripted import Stats, Things
+from tests.support.scripted import MeteredConnector, Stats
 
 STATS_EVERY = 8
 """Steps in which a worker has stats of its own once."""
@@ -26,27 +28,18 @@ STATS_EVERY = 8
 
 @dataclass
 class Part(Script):
-    """Which of its life's children a connector is, and the books of the life."""
+    """Which of its life's children a connector is, the books of the life, and what each rank reports at which step."""
 
     ledger: Ledger = field(kw_only=True)
     index: int = field(kw_only=True)
-
-
-class Order(NamedTuple):
-    """What a child's scheduler side sends its workers."""
-
-    kind: str  # "load", "save" or "stray"
-    request: str
-    plan: Plan
-    blocks: tuple[int, ...] = ()  # that a load fills
+    agendas: defaultdict[int, Agenda] = field(default_factory=lambda: defaultdict(Agenda))
 
 
 @dataclass
 class SoakMetadata(KVConnectorMetadata):
-    """One step's orders."""
+    """The number of a step: a worker reports what is due in those that it has been told of."""
 
     step: int
-    orders: list[Order] = field(default_factory=list)
 
 
 @dataclass
@@ -57,7 +50,6 @@ class Tracked:
     lookups: int = 0
     loads: int = 0
     local: int = 0
-    told_stray: bool = False
 
 
 class OddStats(KVConnectorStats):
@@ -72,7 +64,7 @@ class OddStats(KVConnectorStats):
         return not self.data
 
 
-class SoakChild(ScriptedConnector):
+class SoakChild(MeteredConnector):
     """Follows the plans of its life's requests."""
 
     script: Part
@@ -80,16 +72,9 @@ class SoakChild(ScriptedConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._ledger, self._index = self.script.ledger, self.script.index
-        # Scheduler's side
         self._live: dict[str, Tracked] = {}
-        self._orders: list[Order] = []
         self._step = 0
-        # Worker's side
-        self._agenda = Agenda()
         self._holes: dict[str, frozenset[int]] = {}
-
-    def _called(self, hook: str) -> None:
-        self._ledger.called(self._index, hook)
 
     def _note(self, hook: str, detail: Any = None) -> Any:
         """Keep no calls: memory must stay flat."""
@@ -97,11 +82,10 @@ class SoakChild(ScriptedConnector):
     # Scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._called("on_new_request")
+        self._ledger.called(self._index, "on_new_request")
         self._live[request.request_id] = Tracked(Plan(*request.kv_transfer_params["soak"][self._index]))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._called("get_num_new_matched_tokens")
         tracked = self._live[request.request_id]
         tracked.lookups += 1
         tracked.local = num_computed_tokens
@@ -113,33 +97,46 @@ class SoakChild(ScriptedConnector):
         return tokens, bool(tokens and tracked.plan.is_async)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._called("update_state_after_alloc")
         request_id, tracked = request.request_id, self._live[request.request_id]
         plan = tracked.plan
         self._ledger.allocated(request_id, self._index, num_external_tokens, plan.is_async, self._step)
         if num_external_tokens:
             tracked.loads += 1
             first, end = (n // BLOCK for n in (tracked.local, tracked.local + num_external_tokens))
-            ids = tuple(blocks.get_block_ids()[0][first:end])
-            self._orders.append(Order("load", request_id, plan, ids))
-        if plan.stray and not tracked.told_stray:
-            tracked.told_stray = True
-            self._orders.append(Order("stray", f"stranger-{request_id}" if plan.stranger else request_id, plan))
+            self._load(request_id, plan, blocks.get_block_ids()[0][first:end])
+        if plan.stray:
+            tracked.plan = plan._replace(stray="")  # once
+            name = f"stranger-{request_id}" if plan.stranger else request_id
+            for rank in range(self._ledger.ranks):
+                self._plan(Due(plan.stray, name), rank, 0)
+
+    def _load(self, request: str, plan: Plan, blocks: Sequence[int]) -> None:
+        """Let each rank report the load, unless it ends within its step, and how it has failed there."""
+        bad = frozenset(blocks[min(plan.good_blocks, len(blocks) - 1) :]) if plan.fails == "blocks" else frozenset()
+        for rank, after in enumerate(plan.received):
+            fails = plan.fails if rank in plan.fails_on else ""
+            kind = "holes" if not plan.is_async else "failure" if fails == "whole" else "load"
+            self._plan(Due(kind, request, bad if fails else frozenset()), rank, after if plan.is_async else 0)
+            if after is not None and plan.again and plan.is_async:
+                self._plan(Due(kind, request), rank, after + plan.again)
 
     def build_connector_meta(self, scheduler_output: Any) -> SoakMetadata:
-        meta, self._orders = SoakMetadata(self._step, self._orders), []
         if self._index == 0:
             self._ledger.scheduled(self._step)
         self._step += 1
-        return meta
+        return SoakMetadata(self._step - 1)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._called("request_finished_all_groups")
         plan = self._live.pop(request.request_id).plan
         self._ledger.finished(request.request_id, self._index, promises=plan.promises)
-        if plan.promises:
-            self._orders.append(Order("save", request.request_id, plan))
+        for rank, after in enumerate(plan.saved):
+            self._plan(Due("save", request.request_id), rank, after)
         return plan.promises, None
+
+    def _plan(self, due: Due, rank: int, after: int | None) -> None:
+        """Let a rank report this after so many steps, if at all."""
+        if after is not None:
+            self.script.agendas[rank].add(self._step + after, due)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._index == 0:
@@ -150,40 +147,17 @@ class SoakChild(ScriptedConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta: Any = self._get_connector_metadata()
         self._step = meta.step
-        for order in meta.orders:
-            self._take(order)
-
-    def _take(self, order: Order) -> None:
-        plan, request = order.plan, order.request
-        if order.kind == "stray":
-            self._agenda.add(self._step, Due(plan.stray, request))
-            return
-        fails = plan.fails if order.kind == "load" and self.rank in plan.fails_on else ""
-        first_bad = min(plan.good_blocks, len(order.blocks) - 1)
-        bad = frozenset(order.blocks[first_bad:]) if fails == "blocks" else frozenset()
-        if order.kind == "load" and not plan.is_async:
-            self._spoil(request, bad)
-            return
-        after = (plan.received if order.kind == "load" else plan.saved)[self.rank]
-        if after is None:
-            return
-        kind = "failure" if fails == "whole" else order.kind
-        self._agenda.add(self._step + after, Due(kind, request, bad))
-        if plan.again and order.kind == "load":
-            self._agenda.add(self._step + after + plan.again, Due(kind, request))
-
-    def _spoil(self, request: str, bad: frozenset[int]) -> None:
-        if bad:
-            self._holes[request] = bad
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
-        for due in self._agenda.take(math.inf if self._ledger.is_over else self._step):
+        for due in self.script.agendas[self.rank].take(math.inf if self._ledger.is_over else self._step):
             if due.kind == "save":
                 results.finished_sending.add(due.request)
                 continue
-            results.finished_recving.add(due.request)
-            self._spoil(due.request, due.bad_blocks)
+            if due.bad_blocks:
+                self._holes[due.request] = due.bad_blocks
+            if due.kind != "holes":
+                results.finished_recving.add(due.request)
             if due.kind == "failure":
                 results.failed_recving.add(due.request)
         self._tell("failure", results.failed_recving)
@@ -205,6 +179,9 @@ class SoakChild(ScriptedConnector):
         self._ledger.told_stats(self._index, odd=self._index == 1)
         return OddStats(data={"n": 1}) if self._index == 1 else Stats(data={"n": 1})
 
-    @classmethod
-    def build_prom_metrics(cls, *args: Any) -> Things:
-        return Things(*args)
+
+class ForgetfulChild(SteeredChild):
+    """Does what each request's plan says on a server, and keeps no copies of blocks, so that its memory stays flat."""
+
+    def _blocks_to_save(self, tracked: Any) -> list[tuple[int, str]]:
+        return []

@@ -30,6 +30,9 @@ EVERY = 2_000
 MOODS = ("down", "hanging", "up")
 """Of the collector, in turns of as many requests."""
 
+DROPPED = ("rate", "queue", "export", "malformed")
+"""Where spans are dropped between an engine and the collector."""
+
 RANKS = 4
 NAMES = ("one", "two", "three")
 REPORTERS = (RANKS, RANKS, 1)  # ranks on which each child reports
@@ -181,10 +184,10 @@ class Engine(Traced):
     def export_spans(self) -> None:
         """Let the collector come up and take what waits for it; every span must be accounted for then."""
         self.turn_collector("up")
-        cutter = self.front.metrics._cutter
-        if cutter is not None:
+        if (cutter := self.front.metrics._cutter) is not None:
             cutter._processor.force_flush()
-            assert self.shipped_spans == self.exporter.taken + self.lost_spans
+            lost = (self.front.value("kvobs_spans_dropped_total", None, where=place) for place in DROPPED)
+            assert self.shipped_spans == self.exporter.taken + sum(map(int, filter(None, lost)))
 
     def _abort(self, request_id: str) -> None:
         states = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "gone": ""}
@@ -230,10 +233,9 @@ class Engine(Traced):
         """Compare the metrics with the ledger, and the books with each other; the engine must be idle."""
         counted, expected = self.counted(), self.ledger.expected + self.ledger.in_flight()
         wrong = [
-            f"{metric} of {NAMES[child]} {labels}: {counted[metric, child, labels]} instead of "
-            f"{expected[metric, child, labels]}"
-            for metric, child, labels in sorted(counted.keys() | expected.keys())
-            if counted[metric, child, labels] != expected[metric, child, labels]
+            f"{series[0]} of {NAMES[series[1]]} {series[2]}: {counted[series]} instead of {expected[series]}"
+            for series in sorted(counted.keys() | expected.keys())
+            if counted[series] != expected[series]
         ]
         samples = [sample for family in self.front.registry.collect() for sample in family.samples]
         faults = [s for s in samples if s.name == "kvobs_internal_errors_total"]
@@ -247,16 +249,10 @@ class Engine(Traced):
         assert_nothing_is_left(self.rig)
         self._deliver()
         self.export_spans()
-        cutter = self.front.metrics._cutter
-        if cutter is not None:
+        if (cutter := self.front.metrics._cutter) is not None:
             cutter.close()
         for connector in (self.rig.connector, *self.rig.workers):
             connector.shutdown()
-
-    @property
-    def lost_spans(self) -> int:
-        places = ("rate", "queue", "export", "malformed")
-        return int(sum(self.front.value("kvobs_spans_dropped_total", None, where=p) or 0 for p in places))
 
 
 def run(

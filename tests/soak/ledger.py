@@ -113,6 +113,7 @@ class Ledger:
 
     def answered(self, request: str, child: int, tokens: int | None) -> None:
         """Note a child's answer to a lookup; it is always the first child that is asked first."""
+        self.called(child, "get_num_new_matched_tokens")
         life = self.lives[request]
         if child == 0:
             life.answers = {}
@@ -135,6 +136,7 @@ class Ledger:
 
     def allocated(self, request: str, child: int, tokens: int, is_async: bool, step: int) -> None:
         """Note what vLLM allocated for a child's load; after the last child's call all know."""
+        self.called(child, "update_state_after_alloc")
         life = self.lives[request]
         life.given[child] = tokens
         if tokens:
@@ -177,6 +179,7 @@ class Ledger:
 
     def finished(self, request: str, child: int, *, promises: bool) -> None:
         """Note that a child's hook for a request's end was called; after the last child's call all were."""
+        self.called(child, "request_finished_all_groups")
         life = self.lives[request]
         if promises:
             life.promised.append(child)

@@ -45,10 +45,11 @@ def growth(samples: Sequence[Sample]) -> tuple[int, int]:
     """
     flat = warm(samples)
     quarter = max(1, len(flat) // 4)
-    first, last = flat[:quarter], flat[-quarter:]
-    return median_high([s.resident for s in last]) - median_high([s.resident for s in first]), median_high(
-        [s.objects for s in last]
-    ) - median_high([s.objects for s in first])
+    size, objects = (
+        median_high(held[-quarter:]) - median_high(held[:quarter])
+        for held in ([s.resident for s in flat], [s.objects for s in flat])
+    )
+    return size, objects
 
 
 def types() -> Counter[str]:

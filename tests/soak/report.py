@@ -8,23 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from docs import pages
 from tests.soak.memory import MIB, Sample, growth, warm
 
 if TYPE_CHECKING:
     from tests.soak.ledger import Ledger
-
-
-class Growth(NamedTuple):
-    """What one process, or one life in it, held when it was warm and at the end."""
-
-    who: str
-    first_mib: float
-    last_mib: float
-    mib: float
-    objects: int
 
 
 @dataclass
@@ -70,52 +60,45 @@ class Result:
         self.series += len(ledger.expected)
 
     @property
-    def growths(self) -> Iterator[Growth]:
-        for who, samples in self.memory.items():
-            size, objects = growth(samples)
-            first = warm(samples)[0]
-            yield Growth(who, first.resident / MIB, samples[-1].resident / MIB, size / MIB, objects)
-
-    @property
     def mistakes(self) -> list[str]:
         """Return what must not be."""
         counts = (("lost", self.lost), ("doubled", self.doubled))
         found = [*self.wrong, *(f"{n} completions {what}" for what, n in counts if n)]
-        for grown in self.growths:
-            if grown.mib > self.budgets.get(grown.who, self.budget_mib) or grown.objects > self.budget_objects:
-                types = ", ".join(f"{n} {name}" for name, n in self.grown_types.get(grown.who, ()))
-                found.append(f"{grown.who}: grown by {grown.mib:.1f} MiB and {grown.objects} objects: {types}")
+        for who, samples in self.memory.items():
+            size, objects = growth(samples)
+            if size / MIB > self.budgets.get(who, self.budget_mib) or objects > self.budget_objects:
+                types = ", ".join(f"{n} {name}" for name, n in self.grown_types.get(who, ()))
+                found.append(f"{who}: grown by {size / MIB:.1f} MiB and {objects} objects: {types}")
         return found
 
 
 def markdown(results: Iterable[Result]) -> str:
     """Return each part's counts and memory as Markdown."""
-    found = []
-    for result in results:
-        counts = pages.table(["", ""], [list(row) for group in _counts(result) for row in group])
-        found.append(f"**{result.title}**\n\n{counts}\n\n{pages.table(list(MEMORY), _memory(result))}")
-    return "\n\n".join(found)
+    return "\n\n".join(
+        f"**{result.title}**\n\n{pages.table(['', ''], _counts(result))}\n\n{pages.table(MEMORY, [*_memory(result)])}"
+        for result in results
+    )
 
 
-MEMORY = ("memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown")
+MEMORY = ["memory of", "MiB when warm", "MiB at the end", "MiB grown", "objects grown"]
 
 
-def _counts(result: Result) -> Iterator[list[tuple[str, str]]]:
-    """Yield what was counted, in groups: requests, faults, completions."""
-    ends = {f"  ended: {how}": n for how, n in sorted(result.ends.items())}
-    yield [(name, f"{n:,}") for name, n in {"requests": result.requests, **ends}.items()]
-    yield [(f"  {name}", f"{n:,}") for name, n in sorted(result.faults.items())]
-    yield [
-        ("completions of loads and saves", f"{result.completed:,}"),
-        ("  lost", f"{result.lost:,}"),
-        ("  doubled", f"{result.doubled:,}"),
-        ("series of metrics compared with the ledger", f"{result.series:,}"),
-        ("seconds", f"{result.seconds:,.0f}"),
-    ]
+def _counts(result: Result) -> list[list[str]]:
+    counts: dict[str, float] = {
+        "requests": result.requests,
+        **{f"  ended: {how}": n for how, n in sorted(result.ends.items())},
+        **{f"  {name}": n for name, n in sorted(result.faults.items())},
+        "completions of loads and saves": result.completed,
+        "  lost": result.lost,
+        "  doubled": result.doubled,
+        "series of metrics compared with the ledger": result.series,
+        "seconds": result.seconds,
+    }
+    return [[name, f"{n:,.0f}"] for name, n in counts.items()]
 
 
-def _memory(result: Result) -> list[list[str]]:
-    return [
-        [who, f"{first:,.1f}", f"{last:,.1f}", f"{mib:+,.1f}", f"{objects:+,}" if objects else ""]
-        for who, first, last, mib, objects in result.growths
-    ]
+def _memory(result: Result) -> Iterator[list[str]]:
+    for who, samples in result.memory.items():
+        (size, objects), first, last = growth(samples), warm(samples)[0], samples[-1]
+        held = [f"{first.resident / MIB:,.1f}", f"{last.resident / MIB:,.1f}", f"{size / MIB:+,.1f}"]
+        yield [who, *held, f"{objects:+,}" if objects else ""]

@@ -91,7 +91,7 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
         budgets={part: 5 + mib for part, mib in own.items()},
     )
     folder = Path("build/soak").absolute()  # where the server's log is
-    forgetful = {**of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.forgetful"}
+    forgetful = {**of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.children"}
     config = configuration(forgetful, host_memory(2 * HOST_MEMORY), names=[STEERED, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"stuck_after_s": STUCK_AFTER_S, "lookup_timeout_ms": 60_000.0}
     port = with_exporter(config)[1] if has_exporter else None

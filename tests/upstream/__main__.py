@@ -80,7 +80,8 @@ def run(plugin: str, tests: Path, files: list[Path], scratch: Path, switches: di
     paths = [str(tests.parent), str(HERE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--rootdir", str(tests), "--continue-on-collection-errors", "-W", "ignore", "--tb", "short"]
-    command += ["--timeout", str(TEST_TIMEOUT_S), "--junitxml", str(report), *map(str, files)]
+    command += ["--timeout", str(TEST_TIMEOUT_S), "--junitxml", str(report)]
+    command += ["-o", "junit_family=xunit1", *map(str, files)]  # the one that names the file
     print(f"\n=== {plugin} {switches or ''}", flush=True)
     subprocess.run(
         command,
@@ -91,30 +92,18 @@ def run(plugin: str, tests: Path, files: list[Path], scratch: Path, switches: di
     )
     if not report.exists():
         sys.exit("pytest ended without a report: see above. The tests need tblib, msgpack and ray besides")
-    return outcomes(report, tests)
+    return outcomes(report)
 
 
-def outcomes(report: Path, tests: Path) -> Outcomes:
+def outcomes(report: Path) -> Outcomes:
     """Read pytest's report: ``v1/.../test_file.py::Class::test[parameters]`` -> outcome."""
     found: Outcomes = {}
     for case in ET.parse(report).iter("testcase"):
-        module, classes = _split(case.get("classname", ""), tests)
-        kinds = {child.tag for child in case}
+        file, kinds = case.get("file", ""), {child.tag for child in case}
+        classes = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")
         outcome = next((what for tag, what in _OUTCOMES.items() if tag in kinds), "passed")
-        found["::".join([module, *classes, case.get("name", "")])] = outcome
+        found["::".join(filter(None, [file, *classes, case.get("name", "")]))] = outcome
     return found
-
-
-def _split(dotted: str, tests: Path) -> tuple[str, list[str]]:
-    """Split ``tests.v1.test_file.Class`` into the file below the folder ``tests`` and the classes in it."""
-    parts = dotted.split(".")
-    if parts[:1] == [tests.name]:
-        parts = parts[1:]
-    for end in range(len(parts), 0, -1):
-        path = Path(*parts[:end]).with_suffix(".py")
-        if (tests / path).exists():
-            return path.as_posix(), parts[end:]
-    return dotted, []
 
 
 def judge(vllms: Outcomes, ours: Outcomes, expected: dict[str, str]) -> bool:
@@ -126,17 +115,15 @@ def judge(vllms: Outcomes, ours: Outcomes, expected: dict[str, str]) -> bool:
     gained = [test for test, outcome in ours.items() if outcome == "passed" and vllms.get(test) in ("failed", "error")]
     print(f"\n{len(vllms)} tests; {len(both)} pass with vLLM's classes, {len(both) - len(differ)} of them with kvobs's")
     for test in differ:
-        print(
-            f"  differs: {test}\n    {expected.get(_name(test), 'NOT EXPECTED, see above: ' + ours.get(test, 'gone'))}"
-        )
+        why = expected.get(_name(test), f"NOT EXPECTED, see above: {ours.get(test, 'gone')}")
+        print(f"  differs: {test}\n    {why}")
     for test in needless:
         print(f"  passes, though the table says that it does not: {test}")
     for test in gained:
         print(f"  passes with kvobs's classes only: {test}")
-    not_here = {test: outcome for test, outcome in vllms.items() if outcome != "passed"}
-    print(f"{len(not_here)} can't run here or are skipped, with vLLM's classes too:")
-    for test, outcome in not_here.items():
-        print(f"  {outcome}: {test}")
+    print(f"{len(vllms) - len(both)} can't run here or are skipped, with vLLM's classes too:")
+    for test in vllms.keys() - both:
+        print(f"  {vllms[test]}: {test}")
     return bool(surprises or needless or not both)
 
 

@@ -15,11 +15,7 @@ from unittest.mock import NonCallableMock
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.testing import Script, entry_of

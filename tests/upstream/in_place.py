@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pytest
@@ -33,16 +33,12 @@ REPLACED: dict[str, dict[str, str]] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Replace vLLM's classes before any test module imports them."""
+    """Replace vLLM's classes before any test module imports them; what kvobs needs of vLLM's is bound first."""
     if os.environ.get("KVOBS_IN_PLACE") == "1":
-        replace()
-
-
-def replace() -> None:
-    """Put kvobs's classes in place; what kvobs itself needs of vLLM's is bound first."""
-    found: list[tuple[Any, str, Any]] = []
-    for module, names in REPLACED.items():
-        for name, ours in names.items():
-            found.append((importlib.import_module(module), name, getattr(importlib.import_module(ours), name)))
-    for module, name, ours in found:
-        setattr(module, name, ours)
+        replaced = [
+            (importlib.import_module(module), name, getattr(importlib.import_module(ours), name))
+            for module, names in REPLACED.items()
+            for name, ours in names.items()
+        ]
+        for module, name, replacement in replaced:
+            setattr(module, name, replacement)

@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,8 @@ OWN = ("0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")
 """Versions with a wheel for CPUs and an environment of their own."""
 OVERLAID = ("0.33.0",)
 VERSIONS = (*OWN, INSTALLED, *OVERLAID)
+RUST_VERSION = "0.33.0"
+"""Of the Rust front end, a program of its own, which only vLLM's wheel for accelerators brings."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,21 @@ def _is_made(folder: Path, recipe: str) -> bool:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=900)
+
+
+def rust_front_end() -> Path:
+    """Return the program, fetched from that version's wheel (340 MB, of which it is 60) unless it is there already."""
+    program = cache_folder() / "rust" / RUST_VERSION / "vllm-rs"
+    if program.exists():
+        return program
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        _run(*pip, "--only-binary", ":all:", "--dest", folder, f"vllm=={RUST_VERSION}")
+        (wheel,) = Path(folder).glob("*.whl")
+        program.parent.mkdir(parents=True, exist_ok=True)
+        partial = program.with_suffix(".part")
+        with zipfile.ZipFile(wheel) as archive:
+            partial.write_bytes(archive.read("vllm/vllm-rs"))
+        partial.chmod(0o755)
+        partial.rename(program)
+    return program
