@@ -109,11 +109,7 @@ class Imports:
         patch.setattr(HiSparseCoordinator, "finish_host_import", finishing)
 
 
-CONFIG = {
-    "kv_connector": "HiSparseConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host_pool_gib": 1},
-}
+CONFIG = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_pool_gib": 1}}
 
 
 def build(router: str, patch: Any, other: Any, *, is_first: bool, **options: Any) -> Beside:

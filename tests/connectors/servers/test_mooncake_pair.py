@@ -62,14 +62,7 @@ def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterat
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
     with serve(
-        model,
-        folder,
-        config,
-        *SMALL_CACHE,
-        "--num-gpu-blocks-override",
-        BLOCKS[role],
-        env=env,
-        timeout=START_S,
+        model, folder, config, *SMALL_CACHE, "--num-gpu-blocks-override", BLOCKS[role], env=env, timeout=START_S
     ) as server:
         yield server
 

@@ -86,11 +86,7 @@ def ask_all(server: Server, prompts: Sequence[str]) -> list[Asked]:
 
 
 def ask_and_abort(
-    server: Server,
-    requests: int = REQUESTS,
-    aborts: int = ABORTS,
-    seed: object = 0,
-    prompts: Sequence[str] = PROMPTS,
+    server: Server, requests: int = REQUESTS, aborts: int = ABORTS, seed: object = 0, prompts: Sequence[str] = PROMPTS
 ) -> list[Asked]:
     """Ask so many requests while others are hung up on, before or after their first token."""
     rng = random.Random(repr(("aborts", seed)))
