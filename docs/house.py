@@ -19,7 +19,7 @@ PACKAGE = ROOT / "kvobs"
 TIERS: tuple[dict[str, str], ...] = (
     {
         "log": "Logs through vLLM's logger, repeated messages once.",
-        "vllm_api": "Lists vLLM's hooks, the differences between its versions, and those to its router.",
+        "vllm_api": "Lists vLLM's hooks and the differences between its versions.",
         "prediction": "Predicts the time of computing and of loading: pure, without vLLM.",
     },
     {

@@ -11,12 +11,12 @@ from pydantic import BaseModel
 from dashboards.alerts import alerts
 from dashboards.site import Site, thresholds
 from dashboards.telemetry_alerts import PREFIX
+from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
 from docs.pages import ROOT, table
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
-from kvobs.vllm_api.deviations import DEVIATIONS
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
 
 SIDES = {

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvobs.schema.version import __version__
+from kvobs.schema import __version__
 
 __all__ = ["MultiConnector", "__version__", "get_kv_connector_cache_layout"]
 

@@ -34,9 +34,9 @@ from kvobs.log import log
 from kvobs.routing import wiring
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
+from kvobs.schema import __version__
 from kvobs.schema.config import STOCK_VARIABLE
 from kvobs.schema.options import Options
-from kvobs.schema.version import __version__
 from kvobs.state.ledger import Ledger
 from kvobs.telemetry import recorders
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild

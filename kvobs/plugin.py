@@ -35,10 +35,10 @@ def register() -> None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    found = KVConnectorFactory._registry.get(_NAME)
-    if isinstance(found, Loader):
+    registered = KVConnectorFactory._registry.get(_NAME)
+    if isinstance(registered, Loader):
         return
-    if found is not None and (theirs := _class_path(found)) != _STOCK:
+    if registered is not None and (theirs := _class_path(registered)) != _STOCK:
         log.warning(
             "%s is set, but kvobs is not enabled: another plugin has registered %s as %s. %s",
             ENABLE_VARIABLE,

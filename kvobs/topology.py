@@ -294,15 +294,15 @@ def who_reads(prefill: Engine, decode: Engine, kv_heads: int, *, is_mla: bool = 
         topology = TpKVTopology(rank, tp_sizes, is_mla, kv_heads, (), "decode", block_sizes)
         total = 1 if is_mla else kv_heads
         needed = heads_of(rank, decode.tp_size, total)
-        found: dict[int, range] = {}
+        parts: dict[int, range] = {}
         for source in topology.get_target_remote_ranks_from_engine_id("prefill"):
             held = heads_of(source, prefill.tp_size, total)
             fresh = range(max(needed.start, held.start), min(needed.stop, held.stop))
             if fresh:  # otherwise a copy of the previous rank's heads
-                found[source] = fresh
+                parts[source] = fresh
                 needed = range(fresh.stop, needed.stop)
         blocks = topology.block_size_ratio_from_engine_id("prefill")
-        reads.append(Read(rank, tuple(found), tuple(found.values()), blocks))
+        reads.append(Read(rank, tuple(parts), tuple(parts.values()), blocks))
     return reads
 
 

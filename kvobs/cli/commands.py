@@ -18,7 +18,7 @@ from kvobs.cli.output import examples, fail
 from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
 from kvobs.cli.timeline.command import timeline
 from kvobs.demo.scenarios import FAULTS
-from kvobs.schema.version import __version__
+from kvobs.schema import __version__
 
 app = typer.Typer(
     name="kvobs",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvobs.log import log
 from kvobs.schema.config import EXPORTER_VARIABLE, PATH
 from kvobs.schema.findings import Finding
-from kvobs.schema.options import Exporter, ExporterOptions, Options
+from kvobs.schema.options import ExporterOption, ExporterOptions, Options
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Setup:
         has_traces: whether anything is traced.
     """
 
-    exporter: Exporter = "auto"
+    exporter: ExporterOption = "auto"
     has_stats: bool | None = None
     has_rust_frontend: bool = False
     api_servers: int = 1

@@ -18,18 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident, get_native_id
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import vllm
 
 from kvobs import faults
-from kvobs.export.current_call import CurrentCall, current_call
 from kvobs.log import log
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Group, Increments
+from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.proc import cores_of_parent
@@ -85,6 +86,14 @@ def exported(
     )
 
 
+class CurrentCall(NamedTuple):
+    """A call in progress: the connector's position, the hook, and the beginning in ns since the epoch."""
+
+    child: int
+    hook: str
+    began_ns: int
+
+
 class Feed:
     """Sends an engine's payloads to its exporter.
 
@@ -98,7 +107,7 @@ class Feed:
         self._sent = Increments.none()
         self._waiting = Increments.none()
         self._spans: list[Group] = []  # that wait
-        self._exporter: _Process | None = None
+        self._exporter: _RunningExporter | None = None
         self._starts = 0  # since it last ran well
         self._start_at = 0.0
         self._is_over = False
@@ -216,7 +225,7 @@ class Feed:
         self._starts += 1
         self._start_at = now + self._back_off_s
         try:
-            self._exporter = _Process(now)
+            self._exporter = _RunningExporter(now)
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
@@ -242,7 +251,7 @@ class Feed:
             self._hand_over(self._exporter)
         self._exporter.write()
 
-    def _hand_over(self, exporter: _Process) -> None:
+    def _hand_over(self, exporter: _RunningExporter) -> None:
         """Pass on what waits; from now on it is part of the totals."""
         exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
         self._sent.add(self._waiting)
@@ -267,7 +276,7 @@ class Feed:
                 self._exporter.close()
 
 
-class _Process:
+class _RunningExporter:
     """A running exporter, and the socket to it."""
 
     def __init__(self, now: float) -> None:
@@ -354,3 +363,27 @@ def _environment(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
         paths = [str(package.parent), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environ
+
+
+def current_call(thread: int) -> CurrentCall | None:
+    """Return the call into a connector that this thread is in, if any; of nested ones the outermost.
+
+    A recorded call has its connector, hook and beginning in local variables, and a blocked thread's stack can be read.
+    """
+    outermost = None
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is _RECORDED:
+            names = frame.f_locals
+            if "start" in names:
+                outermost = CurrentCall(names["child"], names["hook"], names["start"] + WALL_OFFSET)
+        frame = frame.f_back
+    return outermost
+
+
+def _code_of(function: CodeType, name: str) -> CodeType:
+    """Return the code of a function that is defined within another one."""
+    return next(code for code in function.co_consts if isinstance(code, CodeType) and code.co_name == name)
+
+
+_RECORDED = _code_of(Recorder.timed.__code__, "recorded")

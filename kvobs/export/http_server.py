@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from kvobs.export.ports import resolve
+from kvobs.log import line
 
 AT_ONCE = 8
 """Requests at a time; further connections are closed."""
 IDLE_S = 5.0
 """How long a client may take over each part of its request, and in all while others wait."""
+_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 
 Text = Callable[[str], tuple[str, bytes]]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
@@ -107,3 +110,40 @@ def make_app(metrics: Text, health: Health) -> App:
         return [body]
 
     return app
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """Return the address to listen on, and its family; OSError or ValueError if the host has none."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, str(address[0])
+
+
+def holder(port: int) -> str:
+    """Return the process that listens on a port, as "pid 1 (command)"; "another process" where that can't be seen."""
+    inodes = _listening(port)
+    for entry in os.listdir("/proc") if inodes else ():
+        if not entry.isdigit():
+            continue
+        with suppress(OSError):  # of another user, or gone
+            if any(_target(link) in inodes for link in Path(f"/proc/{entry}/fd").iterdir()):
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
+                return f"pid {entry} ({line(words.decode(errors='replace').strip())})"
+    return "another process"
+
+
+def _target(link: Path) -> str:
+    with suppress(OSError):  # closed since it was listed
+        return os.readlink(link)
+    return ""
+
+
+def _listening(port: int) -> set[str]:
+    """Return the sockets that listen on a port, as links of file descriptors show them."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for row in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = row.split()[:10]
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    return sockets

@@ -35,9 +35,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from kvobs import faults
 from kvobs.export.totals import Mark, Point, Totals
 from kvobs.log import once
-from kvobs.schema import spans
+from kvobs.schema import __version__, spans
 from kvobs.schema.signals import Kind, Signal, labelnames
-from kvobs.schema.version import __version__
 from kvobs.telemetry.requests.trace_context import otlp_protocol
 
 INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0

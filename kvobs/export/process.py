@@ -22,14 +22,11 @@ from typing import Any
 
 from kvobs import faults
 from kvobs.export import http_server
-from kvobs.export.exposition import Exposition
 from kvobs.export.otlp_metrics import MetricsPush
-from kvobs.export.ports import holder
 from kvobs.export.span_export import SpanCutter, make_exporter
-from kvobs.export.totals import Totals
+from kvobs.export.totals import Exposition, Totals
 from kvobs.log import log, once
-from kvobs.schema import signals, spans
-from kvobs.schema.version import __version__
+from kvobs.schema import __version__, signals, spans
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.wire import EngineInfo, Increments
 from kvobs.telemetry.requests.trace_context import is_disabled
@@ -185,7 +182,7 @@ class Exporter:
                     self._engine.host,
                     port,
                     error.strerror or error,
-                    holder(port),
+                    http_server.holder(port),
                 )
                 self._bind_at += 10 * PORT_RETRY_S
         else:

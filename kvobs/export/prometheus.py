@@ -18,9 +18,8 @@ from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs import faults
-from kvobs.export.exposition import TotalsCollector
 from kvobs.export.feed import described
-from kvobs.export.totals import Totals
+from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.log import once
 from kvobs.schema import signals, spans
 from kvobs.schema.config import RESERVED_NAME

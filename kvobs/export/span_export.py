@@ -24,9 +24,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from kvobs.log import once
-from kvobs.schema import spans
+from kvobs.schema import __version__, spans
 from kvobs.schema.spans import Record, Value
-from kvobs.schema.version import __version__
 from kvobs.telemetry.requests.trace_context import otlp_protocol, parse
 
 if TYPE_CHECKING:

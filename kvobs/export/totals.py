@@ -1,4 +1,4 @@
-"""Add up the payloads of one engine, and hand out every series of kvobs's metrics.
+"""Add up the payloads of one engine, and publish every series with prometheus_client: in a registry, or as text.
 
 Only the engine's increments are added here: numbers of the exporter itself go to the engine first, and come
 back with the next payload. After a restart the engine sends its totals, so that no counter falls.
@@ -6,12 +6,19 @@ back with the next payload. After a restart the engine sends its totals, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvobs.schema import signals
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
+
+from kvobs.schema import __version__, signals
 from kvobs.schema.signals import (
     CALL_IN_PROGRESS,
     OTHER_VALUE,
@@ -21,13 +28,20 @@ from kvobs.schema.signals import (
     Series,
     Signal,
     hook_label,
+    labelnames,
     place,
 )
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
-from kvobs.schema.version import __version__
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.wire import EngineInfo, Increments
 from kvobs.vllm_api.hooks import HOOKS
+
+FRESH_S = 0.2
+"""Scrapes within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""
+
+_BOUNDS = {
+    signal: [*map(floatToGoString, signal.buckets), "+Inf"] for signal in SIGNALS if signal.kind is Kind.HISTOGRAM
+}
 
 _OPEN = {signal.name: signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER}
 _Key = tuple[Series, int]  # a series of the slot table, and the connector's position (-1: none)
@@ -159,8 +173,8 @@ class Totals:
             for signal, opened in self._opened.items():
                 for (child, values), n in opened.items():
                     points[signal].append(Point(self._values(child, values), n * signal.unit))
-            for signal, own in self._own.items():
-                points[signal].append(own)
+            for signal, point in self._own.items():
+                points[signal].append(point)
         self._introduce(points)
         yield from points.items()
 
@@ -177,7 +191,91 @@ class Totals:
         """Add the info metrics: versions and configuration."""
         engine = self._engine
         points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        policies = engine.load_policy, engine.failure_policy
         points[signals.CONNECTOR_INFO] = [
-            Point(self._values(i, (str(i), one.class_name, one.role, engine.load_policy, engine.failure_policy)), 1)
-            for i, one in enumerate(engine.connectors)
+            Point(self._values(i, (str(i), connector.class_name, connector.role, *policies)), 1)
+            for i, connector in enumerate(engine.connectors)
         ]
+
+
+class TotalsCollector(Collector):
+    """Hands the totals of engines to a registry of prometheus_client.
+
+    Args:
+        engines: their totals; may grow later.
+        metrics: those that are published.
+    """
+
+    def __init__(self, engines: Collection[Totals], metrics: Sequence[Signal] = SIGNALS) -> None:
+        self._engines = engines
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield each metric without series: the registry refuses their names to others."""
+        return (_family(signal, ()) for signal in self._metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric with the series of all engines."""
+        engines = [dict(totals.series()) for totals in self._engines]
+        return (_family(signal, chain.from_iterable(points[signal] for points in engines)) for signal in self._metrics)
+
+
+class Exposition:
+    """The text of /metrics."""
+
+    def __init__(
+        self, totals: Totals, refresh: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._refresh = refresh
+        self._clock = clock
+        self._registry = CollectorRegistry()
+        self._registry.register(TotalsCollector([totals]))
+        self._lock = Lock()
+        self._texts: dict[str, tuple[float, bytes]] = {}  # content type -> when, and the text
+
+    def text(self, accept: str) -> tuple[str, bytes]:
+        """Return the content type that a client accepts, and the text."""
+        encode, content_type = choose_encoder(accept)
+        with self._lock:
+            made, text = self._texts.get(content_type, (-FRESH_S, b""))
+            now = self._clock()
+            if now - made >= FRESH_S or not text:
+                self._refresh()
+                text = encode(self._registry)
+                if content_type not in self._texts and len(self._texts) >= len(("text", "openmetrics")):
+                    self._texts.clear()  # a client may ask for ever new versions
+                self._texts[content_type] = now, text
+        return content_type, text
+
+    def forget(self) -> None:
+        """Discard the text: the next scrape makes it again."""
+        with self._lock:
+            self._texts.clear()
+
+
+def _family(signal: Signal, points: Iterable[Point]) -> Metric:
+    names = labelnames(signal)
+    if signal.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(signal.name, signal.help, labels=names)
+        for point in points:
+            histogram.add_metric(point.labels, _buckets(signal, point), point.value)
+        return histogram
+    family_class = CounterMetricFamily if signal.kind is Kind.COUNTER else GaugeMetricFamily
+    family = family_class(signal.name, signal.help, labels=names)
+    for point in points:
+        family.add_metric(point.labels, point.value)
+    return family
+
+
+def _buckets(signal: Signal, point: Point) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Return cumulative buckets, with their exemplars."""
+    buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    count = 0
+    for i, (bound, n) in enumerate(zip(_BOUNDS[signal], point.buckets, strict=True)):
+        count += n
+        mark = point.marks.get(i)
+        if mark is None:
+            buckets.append((bound, float(count)))
+        else:
+            buckets.append((bound, float(count), Exemplar({"trace_id": mark.trace_id}, mark.value, mark.time_s)))
+    return buckets

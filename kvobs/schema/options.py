@@ -96,7 +96,7 @@ def _kind(exporter: Any) -> str:
     return "[auto]" if isinstance(exporter, str) else "[never]" if exporter is None else "[options]"
 
 
-Exporter = Annotated[
+ExporterOption = Annotated[
     Annotated[Literal["auto"], Tag("[auto]")]
     | Annotated[ExporterOptions, Tag("[options]")]
     | Annotated[None, Tag("[never]")],
@@ -173,7 +173,7 @@ class Options(BaseModel):
         description="appends the same as a JSON line for each finished request to this file, or to `stderr`",
     )
     timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
-    exporter: Exporter = Field(
+    exporter: ExporterOption = Field(
         default="auto",
         description="a process beside the engine that serves metrics and exports spans in the place of vLLM's API "
         "server; `auto`: where that server can't show them; `{}`: always, with its defaults; `null`: never",

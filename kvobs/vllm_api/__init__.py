@@ -1,1 +1,1 @@
-"""List vLLM's hooks, the differences between its versions, and those to its router."""
+"""List vLLM's hooks and the differences between its versions."""

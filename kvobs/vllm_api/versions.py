@@ -202,7 +202,7 @@ def api_servers(vllm_config: Any) -> int:
     vLLM's configuration does not contain it on hosts without one; there EngineCore has their addresses.
     """
     addresses = (getattr(arguments.get("self"), "addresses", None) for arguments in _constructors())
-    outputs = (len(getattr(one, "outputs", None) or ()) for one in addresses)
+    outputs = (len(getattr(address, "outputs", None) or ()) for address in addresses)
     return max(getattr(vllm_config.parallel_config, "_api_process_count", 1), *outputs, 1)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
-from kvobs.export import ports
+from kvobs.export import http_server
 from kvobs.schema.options import ExporterOptions
 from tests.engine.serving import eventually
 
@@ -74,7 +74,7 @@ class Exported:
 
     def pid(self) -> int:
         """Return the process of the first exporter."""
-        listening = ports._listening(self.ports[0])
+        listening = http_server._listening(self.ports[0])
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):

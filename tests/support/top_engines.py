@@ -14,8 +14,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
 from kvobs.export import http_server
-from kvobs.export.exposition import Exposition
-from kvobs.export.totals import Totals
+from kvobs.export.totals import Exposition, Totals
 from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
 from kvobs.telemetry.recording.recorder import Recorder

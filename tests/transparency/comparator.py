@@ -1,6 +1,6 @@
 """Compare what a life was with vLLM's MultiConnector and with kvobs's, call by call.
 
-Up to the first mark both must be the same, but for what ``kvobs.vllm_api.deviations`` declares. A mark stands where a
+Up to the first mark both must be the same, but for what ``docs.deviations`` declares. A mark stands where a
 child does something that vLLM's own class cannot handle: from there on only kvobs is looked at, which must end well.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.vllm_api.deviations import DEVIATIONS, Deviation
+from docs.deviations import DEVIATIONS, Deviation
 from kvobs.vllm_api.hooks import HOOKS
 from tests.transparency.comparator import ALLOWED, FROM_HERE
 from tests.transparency.record import Cause

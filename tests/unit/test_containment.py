@@ -194,7 +194,7 @@ def test_the_story_is_the_same_each_time_and_passes_every_seam(
     assert faults.take() == {}
 
 
-OF_EXPORTER = tuple(f"export.{name}:" for name in ("exposition", "http_server", "otlp_metrics", "process", "totals"))
+OF_EXPORTER = tuple(f"export.{name}:" for name in ("http_server", "otlp_metrics", "process", "totals"))
 """The modules of the exporter's process."""
 
 

@@ -35,7 +35,7 @@ INTERNAL = {
 """Names without underscore that kvobs's own modules share and others should not use."""
 
 HOMES = {
-    "__version__": "kvobs.schema.version",
+    "__version__": "kvobs.schema",
     "OPEN": "kvobs.schema.signal_types",
     "BLOCK": "kvobs.testing.rig",
     "ROUTERS": "kvobs.testing.rig",

@@ -13,16 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 from opentelemetry import trace as otel
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 import tests.support.scripted
-from kvobs.export import span_export
-from kvobs.export.span_export import SpanCutter
 from kvobs.schema.signals import OPEN, SIGNALS
-from kvobs.schema.spans import ATTRIBUTES, Record
+from kvobs.schema.spans import ATTRIBUTES
 from kvobs.telemetry.payload import stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
@@ -38,7 +34,7 @@ from kvobs.telemetry.requests.trace_context import (
     parse,
 )
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.contexts import SAMPLED, no_otel_variables, record
+from tests.support.contexts import SAMPLED, no_otel_variables
 from tests.support.front import Front
 from tests.support.rig import child_config
 from tests.support.scripted import MeteredConnector, Stats
@@ -84,7 +80,6 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
         "check.py",  # the command kvobs check, which looks whether the exporter's port is free
         "live.py",  # the same with --server and --prometheus, which reads what it is given
-        "ports.py",  # the exporter and that command: which address a host stands for
         "feed.py",  # starts the exporter, over a socket without address
         *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
     }
@@ -305,33 +300,6 @@ def test_of_an_exception_only_its_class_is_passed_on() -> None:
     taken = recorder.take()
     assert taken.opened == [["kvobs_call_errors_total", 0, "save_kv_layer", "RuntimeError", 1]]
     assert SECRET not in repr(taken)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attributes": {"kv_transfer.connector": "x" * 1025}},
-        {"attributes": {"x" * 1025: 1}},
-        {"attributes": {"kv_transfer.tokens": 2**63}},
-        {"attributes": {str(i): 1 for i in range(65)}},
-        {"links": (SAMPLED.traceparent,) * 65},
-    ],
-    ids=["long value", "long key", "large number", "many attributes", "many links"],
-)
-def test_what_a_record_may_hold_is_bounded_and_costs_no_other_span(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An exporter loses a whole batch with one value that it can't encode."""
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr(span_export, "CLOSING_S", 0.1)
-    memory, lost = InMemorySpanExporter(), {}
-    cutter = SpanCutter(memory, {}, lambda where, n: lost.update({where: n}))
-    assert Record.read(record(**changes)) is None
-    assert len(cutter.cut([[record(**changes)], [record()]], 0)) == 1
-    cutter._processor.force_flush()
-    (span,) = encode_spans(memory.get_finished_spans()).resource_spans[0].scope_spans[0].spans
-    assert (span.trace_state, lost) == ("", {"malformed": 1})
-    cutter.close()
 
 
 def test_nothing_of_prompts_params_headers_or_configurations_leaves_an_engine(

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvobs import topology as ours
-from kvobs.topology import Engine, Read, TpKVTopology, heads_of, who_reads
+from kvobs.topology import Engine, TpKVTopology, heads_of, who_reads
 
 SIZES = range(1, 17)
 HEADS = (*range(1, 17), 20, 24, 32, 48, 64, 96, 128)
@@ -83,28 +83,6 @@ def test_every_rank_of_the_larger_side_is_put_to_work_unless_it_has_a_copy() -> 
             assert sources == list(range(remote))
         else:
             assert len(sources) == len(set(sources)) == max(local, heads)
-
-
-def test_mla_reads_the_one_latent_from_one_rank() -> None:
-    for local in SIZES:
-        for remote in SIZES:
-            if fits(local, remote):
-                rows = who_reads(Engine(remote, 16), Engine(local, 16), 3, is_mla=True)
-                assert [row.sources for row in rows] == [(rank * remote // local,) for rank in range(local)]
-                assert {row.heads for row in rows} == {(range(1),)}
-
-
-def test_the_rows_read_like_a_table() -> None:
-    assert who_reads(Engine(4, 16), Engine(2, 48), 8) == [
-        Read(0, (0, 1), (range(2), range(2, 4)), 3),
-        Read(1, (2, 3), (range(4, 6), range(6, 8)), 3),
-    ]
-    assert who_reads(Engine(1, 16), Engine(2, 16), 8) == [
-        Read(0, (0,), (range(4),), 1),
-        Read(1, (0,), (range(4, 8),), 1),
-    ]
-    # Ranks 1 and 3 of prefill have copies of what 0 and 2 have.
-    assert who_reads(Engine(4, 16), Engine(1, 16), 2) == [Read(0, (0, 2), (range(1), range(1, 2)), 1)]
 
 
 def test_engines_that_cannot_read_from_one_another_get_both_numbers() -> None:
@@ -317,14 +295,6 @@ def test_as_many_ranks_as_heads_hold_no_copies() -> None:
                 if is_replicated is not (tp_size // heads >= 1):
                     differ.add((tp_size, heads))
     assert differ == {(size, size) for size in SIZES}
-
-
-def test_the_local_engine_is_asked_about_like_any_other() -> None:
-    known = topology(local=8, remote=2, heads=4)
-    assert known.replicates_kv_cache("decode")
-    assert not known.replicates_kv_cache("prefill")
-    assert replace(known, is_mla=True).replicates_kv_cache("prefill")
-    assert not replace(known, is_mla=True).is_kv_replicated("prefill")
 
 
 def stock(tp_rank: int, local: int, remote: int, heads: int, is_mla: bool) -> Any:

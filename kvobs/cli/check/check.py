@@ -17,7 +17,7 @@ from kvobs.cli.check.source import Router, rewrite, router_of
 from kvobs.cli.topology import Pair
 from kvobs.export import destinations
 from kvobs.export.destinations import Setup
-from kvobs.export.ports import holder, resolve
+from kvobs.export.http_server import holder, resolve
 from kvobs.log import line
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show

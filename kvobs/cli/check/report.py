@@ -16,8 +16,8 @@ from kvobs.cli.check.check import Checked, CheckedConnector
 from kvobs.cli.check.live import Looked
 from kvobs.cli.check.source import Router
 from kvobs.cli.output import count
+from kvobs.schema import __version__
 from kvobs.schema.findings import Finding
-from kvobs.schema.version import __version__
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 if TYPE_CHECKING:

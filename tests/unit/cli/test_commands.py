@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
-from kvobs.schema.version import __version__
+from kvobs.schema import __version__
 
 
 def kvobs(*arguments: str) -> tuple[int, str]:

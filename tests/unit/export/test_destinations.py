@@ -48,33 +48,22 @@ SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", SETUPS)
-def test_without_the_exporter_what_is_lost_is_reported_once(kind: str) -> None:
+def test_where_something_would_be_lost_it_is_reported_once_or_the_exporter_runs(kind: str) -> None:
     given, path, things = SETUPS[kind]
     setup = Setup(None, **given)
-    found = findings(setup)
-    assert [finding.path for finding in found] == ([] if path is None else [path])
-    assert all(f"kvobs.exporter is null: {' and '.join(things)} are lost" in f.found for f in found)
+    mistakes = findings(setup)
+    assert [finding.path for finding in mistakes] == ([] if path is None else [path])
+    assert all(f"kvobs.exporter is null: {' and '.join(things)} are lost" in f.found for f in mistakes)
     assert lost(setup) == dict.fromkeys(things, path)
-
-
-@pytest.mark.parametrize("kind", SETUPS)
-def test_by_default_the_exporter_runs_where_something_would_be_lost_and_nowhere_else(kind: str) -> None:
-    given, path, _ = SETUPS[kind]
-    setup = Setup(**given)
-    assert (findings(setup), lost(setup)) == ([], {})
-    assert setup.running == (None if path is None else ON)
+    for setup in (Setup(**given), Setup(ON, **given)):
+        assert (findings(setup), lost(setup)) == ([], {})
+    assert Setup(**given).running == (None if path is None else ON)
     by_itself = f"http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: {path}"
-    assert metrics_go_to(setup) == ("/metrics of vLLM's API server" if path is None else by_itself)
+    assert metrics_go_to(Setup(**given)) == ("/metrics of vLLM's API server" if path is None else by_itself)
+    assert metrics_go_to(Setup(ON, **given)) == "http://127.0.0.1:9464/metrics, from kvobs's exporter"
 
 
-@pytest.mark.parametrize("kind", SETUPS)
-def test_with_the_exporter_nothing_is_lost(kind: str) -> None:
-    setup = Setup(ON, **SETUPS[kind][0])
-    assert (findings(setup), lost(setup)) == ([], {})
-    assert metrics_go_to(setup) == "http://127.0.0.1:9464/metrics, from kvobs's exporter"
-
-
-def test_the_number_of_servers_is_in_the_text() -> None:
+def test_the_text_has_both_remedies() -> None:
     (finding,) = findings(Setup(None, api_servers=3))
     assert str(finding).startswith("--api-server-count: several API servers share the numbers, ")
     assert str(finding).endswith("exporter, which then starts by itself; or use 1.")

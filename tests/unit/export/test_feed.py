@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,8 +20,7 @@ import pytest
 
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
-from kvobs.export.feed import Feed
-from kvobs.schema import signals
+from kvobs.export.feed import CurrentCall, Feed, current_call
 from kvobs.schema.signals import LOOKUPS, place, slot
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
@@ -340,7 +340,7 @@ def test_why_it_can_not_start_is_said(monkeypatch: pytest.MonkeyPatch, caplog: p
     def failing(_now: float) -> Any:
         raise OSError("no more processes.")
 
-    monkeypatch.setattr(module, "_Process", failing)
+    monkeypatch.setattr(module, "_RunningExporter", failing)
     fed = Fed()
     fed.feed.put(payload())
     assert eventually(lambda: "exporter can't be started: no more processes. It is" in caplog.text)
@@ -414,10 +414,6 @@ def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
         assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid()
 
 
-def test_slots_of_the_feed_are_in_the_table() -> None:
-    assert signals.locate(module._DROPPED)[0].values == ("queue",)
-
-
 def test_a_call_that_lasts_is_shown_while_it_is_in_progress(fed: Fed) -> None:
     """The engine's thread is this one, which is in the call while another one scrapes."""
     scraped: list[float] = []
@@ -430,3 +426,45 @@ def test_a_call_that_lasts_is_shown_while_it_is_in_progress(fed: Fed) -> None:
     Recorder(2).timed(1, "get_num_new_matched_tokens", lookup)()
     assert scraped == [pytest.approx(begin, abs=0.5)]
     assert eventually(lambda: "kvobs_call_in_progress_timestamp_seconds{" not in fed.get("/metrics"))
+
+
+# --- the call that the engine is in
+
+
+def seen_from_outside(call: Callable[..., object]) -> CurrentCall | None:
+    """Return what is seen of a thread that makes this call; the call itself waits until it was looked at."""
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_in.set()
+        may_end.wait(10)
+
+    thread = threading.Thread(target=call, args=(wait,))
+    thread.start()
+    assert is_in.wait(10)
+    assert thread.ident is not None
+    found = current_call(thread.ident)
+    may_end.set()
+    thread.join()
+    assert current_call(thread.ident) is None
+    return found
+
+
+def test_a_call_in_progress_is_seen() -> None:
+    begin = time.time_ns()
+    found = seen_from_outside(Recorder(2).timed(1, "build_connector_meta", lambda wait: wait()))
+    assert found is not None
+    assert found[:2] == (1, "build_connector_meta")
+    assert found.began_ns == pytest.approx(begin, abs=5e8)
+
+
+def test_of_nested_calls_the_outermost_is_seen() -> None:
+    recorder = Recorder(2)
+    inner = recorder.timed(1, "take_events", lambda wait: wait())
+    found = seen_from_outside(recorder.timed(0, "request_finished", inner))
+    assert found is not None
+    assert found[:2] == (0, "request_finished")
+
+
+def test_what_is_no_call_into_a_connector_is_not_seen() -> None:
+    assert seen_from_outside(lambda wait: wait()) is None

@@ -121,26 +121,6 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
             )
 
 
-def test_gauges_are_set_and_the_start_of_nothing_is_no_time_at_all() -> None:
-    front = Front(metered("a"), names=["one"])
-    open_loads = PROCESS_WIDTH + slot(signals.IN_FLIGHT, "load")
-    oldest = PROCESS_WIDTH + slot(signals.OLDEST_IN_FLIGHT, "load")
-    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 2, oldest: 1_700_000_000_500_000_000})})
-    assert front.value("kvobs_in_flight", "one", kind="load") == 2
-    assert front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") == 1_700_000_000.5
-    front.metrics.observe({"kvobs": own({}, ONE, {open_loads: 0, oldest: 0})})
-    assert front.value("kvobs_in_flight", "one", kind="load") == 0
-    assert math.isnan(front.value("kvobs_oldest_in_flight_timestamp_seconds", "one", kind="load") or 0)
-
-
-def test_open_sets_of_labels_become_counters() -> None:
-    front = Front(metered("a"), names=["one"])
-    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", "OSError", 2], ["kvobs_slowest_rank_total", 0, "3", 4]]
-    front.metrics.observe({"kvobs": own({}, ONE, opened=rows)})
-    assert front.value("kvobs_call_errors_total", "one", hook="save_kv_layer", error_type="OSError") == 2
-    assert front.value("kvobs_slowest_rank_total", "one", rank="3") == 4
-
-
 def test_every_series_of_the_table_is_exposed() -> None:
     front = Front(metered("a"), names=["one"])
     counts = {
@@ -173,12 +153,6 @@ def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
     front.metrics.observe({})
     assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2
     assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
-
-
-def test_the_time_of_the_engines_telemetry_is_counted_in_seconds() -> None:
-    front = Front(metered("a"), names=["one"])
-    front.metrics.observe({"kvobs": own({slot(signals.SELF_SECONDS, "record"): 2_500_000_000}, ONE)})
-    assert front.value("kvobs_self_seconds_total", None, where="record") == 2.5
 
 
 def test_the_time_of_each_payload_is_counted_whether_it_has_numbers_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +225,6 @@ SENT = {"v": VERSION, "table": TABLE_DIGEST, "children": ONE}
         {"kvobs": None},
         {"kvobs": {"v": 1, "children": {}, "counts": ["x"]}},
         {"kvobs": {**SENT, "counts": [10**9, 1]}},
-        {"kvobs": {**SENT, "counts": [HIT, -5]}},
-        {"kvobs": {**SENT, "gauges": {HIT: 5}}},
-        {"kvobs": {**SENT, "opened": [["nothing", 0, 1]]}},
-        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 9, "0", 1]]}},
-        {"kvobs": {**SENT, "opened": [["kvobs_slowest_rank_total", 0, 1]]}},
         {"stranger": {"n": 1}},
     ],
     ids=str,

@@ -1,18 +1,34 @@
-"""The totals of an engine: what is added is there, and nothing that is not this engine's."""
+"""The totals of an engine: what is added is there and published, and nothing that is not this engine's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.parser import text_string_to_metric_families as plain
 
-from kvobs.export.totals import Point, Totals
+from kvobs.export.totals import FRESH_S, Exposition, Point, Totals
 from kvobs.schema import signals, spans
-from kvobs.schema.signals import SERIES_AT_MOST, SIGNALS, Scope, Signal, labelnames, place, slot
+from kvobs.schema.signals import (
+    LOAD_DURATION,
+    SERIES_AT_MOST,
+    SIGNALS,
+    Kind,
+    Scope,
+    Signal,
+    labelnames,
+    place,
+    slot,
+)
+from kvobs.telemetry.payload import wire
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import record
 from tests.support.payloads import CONNECTORS, engine, numbers
@@ -177,3 +193,94 @@ def test_a_call_in_progress_is_shown_until_it_is_over(call: Any) -> None:
     assert point.value == pytest.approx(5)
     totals.set_call(call)
     assert points(totals, signals.CALL_IN_PROGRESS) == []
+
+
+# --- /metrics
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
+
+
+def exposition(totals: Totals, clock: Callable[[], float] = time.monotonic) -> Exposition:
+    return Exposition(totals, lambda: None, clock)
+
+
+def samples(totals: Totals) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = plain(exposition(totals).text("")[1].decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+@given(st.lists(numbers(), max_size=4), st.integers(1, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Increments], times: int) -> None:
+    """Two ranks' payloads, merged; by msgpack, as to an API server; and, added up, by a line to an exporter."""
+    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), Increments.none()
+    for part in parts:
+        many = part._replace(counts={slot: n * times for slot, n in part.counts.items()})
+        merged = KvobsStats.of(children, many).aggregate(KvobsStats.of(children, part._replace(gauges={})))
+        arrived = KvobsStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
+        sent.add(arrived.increments())
+        expected.add(many)
+        expected.add(part)
+    totals = Totals(engine())
+    totals.add(wire.read(wire.from_line(wire.to_line(wire.message(sent)))))
+    assert sent.counts == sum_of(parts, times + 1)
+    assert samples(totals) == pytest.approx(samples(expected), rel=0, nan_ok=True)
+
+
+def sum_of(parts: list[Increments], times: int) -> dict[int, int]:
+    return {slot: sum(part.counts.get(slot, 0) for part in parts) * times for part in parts for slot in part.counts}
+
+
+def loaded() -> Totals:
+    totals = Totals(engine())
+    first = place(0, slot(LOAD_DURATION, "async"))
+    totals.add(
+        Increments({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {})
+    )
+    attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
+    totals.mark(record(name="kv.load", observed_ns=2_000_000, attributes=attributes), 5.0)
+    return totals
+
+
+def test_openmetrics_has_exemplars_at_the_same_path() -> None:
+    content_type, text = exposition(loaded()).text(OPENMETRICS)
+    assert content_type.startswith("application/openmetrics-text")
+    families: Any = open_metrics(text.decode())  # type: ignore[no-untyped-call]
+    marked = [s for f in families for s in f.samples if s.exemplar is not None]
+    assert [s.labels["le"] for s in marked] == ["0.002097152"]
+    assert marked[0].exemplar.labels == {"trace_id": record().trace_id}
+    assert marked[0].exemplar.value == 0.002
+    content_type, text = exposition(loaded()).text("text/plain")
+    assert content_type.startswith("text/plain")
+    assert not [s for f in plain(text.decode()) for s in f.samples if s.exemplar is not None]
+
+
+def test_every_metric_of_the_table_is_announced() -> None:
+    _, text = exposition(Totals(engine())).text("")
+    kinds = {family.name: family.type for family in plain(text.decode())}
+    for signal in signals.SIGNALS:
+        name = signal.name.removesuffix("_total") if signal.kind is Kind.COUNTER else signal.name
+        assert kinds[name] == signal.kind.value
+
+
+def test_scrapes_at_the_same_time_get_the_same_text() -> None:
+    now, totals = 0.0, loaded()
+    page = exposition(totals, lambda: now)
+    before = page.text("")
+    totals.add(Increments({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
+    assert page.text("") == before
+    assert page.text(OPENMETRICS) != before
+    now += FRESH_S
+    assert page.text("") != before
+
+
+def test_a_text_is_kept_for_a_few_forms_only() -> None:
+    page = exposition(loaded(), lambda: 0.0)
+    for i in range(100):
+        page.text(f"application/openmetrics-text;version=1.{i}.0")
+    assert len(page._texts) <= 2
+
+
+def test_nothing_is_infinite_but_the_last_bucket() -> None:
+    _, text = exposition(loaded()).text("")
+    assert all(math.isfinite(s.value) for f in plain(text.decode()) for s in f.samples)

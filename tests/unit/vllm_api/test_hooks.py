@@ -42,10 +42,6 @@ def test_every_public_hook_of_this_vllm_is_in_the_table_or_inherited_for_a_reaso
     assert all(INHERITED.values())
 
 
-def test_no_name_is_in_both_tables() -> None:
-    assert not set(HOOKS) & set(INHERITED)
-
-
 class Empty:
     """Hooks that do nothing, each in its own way."""
 
@@ -106,17 +102,6 @@ def test_a_hook_that_does_anything_is_not_empty(name: str) -> None:
 )
 def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
     assert not is_empty(call)
-
-
-def test_a_hook_that_was_put_on_the_child_itself_is_called() -> None:
-    class Bare:
-        def wait_for_save(self) -> None:
-            pass
-
-    recorded: list[int] = []
-    child: Any = Bare()
-    child.wait_for_save = lambda: recorded.append(1)
-    assert not is_empty(child.wait_for_save)
 
 
 def test_vllms_own_defaults_are_empty() -> None:
