@@ -17,7 +17,7 @@ from tests.connectors.engine import Engine
 from tests.connectors.lives import PATIENCE, Ending, Prompts
 from tests.connectors.memory import Memory, Truth
 from tests.connectors.offloading import Offloading
-from tests.connectors.plug import Idle, Plug
+from tests.connectors.plug import Idle, Plug, entries
 
 
 class Handoff(Plug):
@@ -76,8 +76,8 @@ class Handoff(Plug):
         books = [
             *("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_reqs_not_processed", "_reqs_in_batch"),
             *("_heartbeat_req_engine", "_push_pending_registrations", "_finished_request_blocks"),
-        ]
-        left = [f"{book}: {entry}" for book in books for entry in getattr(scheduler, book, ())]
+        ]  # of which each class has some
+        left = entries(scheduler, *(book for book in books if hasattr(scheduler, book)))
         return left + [f"blocks of {t}" for t in self.ready] + [f"load of {request}" for _, request, *_ in self.asked]
 
 

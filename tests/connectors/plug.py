@@ -10,14 +10,7 @@ from tests.connectors.memory import BLOCK, Memory, Truth
 
 
 class Plug:
-    """One child.
-
-    Args:
-        name: what it is called in the lives.
-        seed: of the delays of its wire.
-
-    A subclass stands in for the wire in ``install``, which runs before the connector is built.
-    """
+    """One child; a subclass stands in for its wire in ``install``, which runs before the connector is built."""
 
     connector = ""  # vLLM's name of its class
     role = "kv_both"
@@ -41,12 +34,10 @@ class Plug:
 
     @property
     def tag(self) -> str:
-        """Return what its options say of it."""
         return self.name
 
     def options(self) -> dict[str, Any]:
-        """Return the connector's own options."""
-        return {}
+        return {"tag": self.tag}
 
     def config(self) -> dict[str, Any]:
         """Return the child's entry in ``connectors``."""
@@ -113,6 +104,11 @@ class Idle:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
+
+
+def entries(owner: Any, *books: str) -> list[str]:
+    """Return what these books of a part of a connector hold."""
+    return [f"{book}: {entry}" for book in books for entry in getattr(owner, book)]
 
 
 def held(pages: Container[tuple[int, ...]], tokens: Sequence[int], begin: int = 0, step: int = BLOCK) -> int:

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, Memory, Truth, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, entries
 
 
 class SimpleCPU(Plug):
@@ -28,9 +28,7 @@ class SimpleCPU(Plug):
 
     def install(self, patch: Any) -> None:
         cuda = SimpleNamespace(Stream=_Stream, current_stream=lambda: None)
-        stand_in = SimpleNamespace(
-            cuda=cuda, Event=_Event, **{n: getattr(torch, n) for n in ("empty", "zeros", "int8")}
-        )
+        stand_in = SimpleNamespace(cuda=cuda, Event=_Event, empty=torch.empty, zeros=torch.zeros, int8=torch.int8)
         patch.setattr(simple_worker, "torch", stand_in)
         patch.setattr(simple_worker, "PIN_MEMORY", False)
         patch.setattr(simple_worker, "DmaCopyBackend", Copies)
@@ -74,7 +72,7 @@ class SimpleCPU(Plug):
             *("_store_event_to_reqs", "_pending_finished_stores", "_in_flight_store_gpu_blocks"),
             "_store_event_pending_counts",
         ]
-        left = [f"{book}: {entry}" for book in books for entry in getattr(manager, book)]
+        left = entries(manager, *books)
         pool = manager.cpu_block_pool
         left += [f"host block {b.block_id} is pinned" for b in pool.blocks if b.ref_cnt and not b.is_null]
         return left + [f"{len(b.pending)} copies" for b in self.backends if b.pending]
