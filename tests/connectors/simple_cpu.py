@@ -11,6 +11,7 @@ from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, Memory, Truth, page_is_right
 from tests.connectors.plug import Plug, entries
+from tests.connectors.servers.cpu import Event
 
 
 class SimpleCPU(Plug):
@@ -126,26 +127,18 @@ class Copies:
         return [self.cpu[layer][block].view(torch.float32).view(HEADS, BLOCK, WIDTH).numpy() for layer in LAYERS]
 
 
-class _Stream:
+class _Stream(SimpleNamespace):
     """Stands for torch.cuda.Stream."""
 
-    def __init__(self, priority: int = 0) -> None:
-        self.priority = priority
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, 0
+    priority_range = staticmethod(lambda: (0, 0))
 
 
-class _Event:
+class _Event(Event):
     """Stands for torch.Event; those that a copy made know when it is done."""
 
     copies: Copies | None = None
     due = 0
     what: Any = None
-
-    def record(self, stream: Any = None) -> None:
-        """Mark nothing: a step's forward is over when its copies are launched."""
 
     def query(self) -> bool:
         if self.copies is not None and self.due <= self.copies.plug.now:
@@ -153,6 +146,6 @@ class _Event:
             return True
         return self.copies is None
 
-    def synchronize(self) -> None:
+    def synchronize(self, *_: Any) -> None:
         if self.copies is not None:
             self.copies.run(self)
