@@ -69,11 +69,9 @@ class Engine(Rig):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether vLLM would run another step."""
         return bool(self.scheduler.has_requests())
 
     def step(self) -> Any:
-        """Run one engine step."""
         self.steps += 1
         for plug in self.plugs:
             plug.tick()

@@ -16,8 +16,6 @@ from tests.connectors.plug import Idle, Plug, entries, held
 
 
 class FlexKV(Plug):
-    """One child with a store of its own."""
-
     connector = "FlexKVConnectorV1"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

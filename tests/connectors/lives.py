@@ -51,7 +51,7 @@ class Ending:
         self.died = "" if error is None else f"{type(error).__name__}: {str(error)[:200]} (step {engine.steps})"
         self.wrong_uses = [] if is_a_lie else engine.wrong_uses
         self.wrong_stores = {plug.name: [] if is_a_lie else plug.wrong_stores for plug in plugs}
-        self.cleared = {plug.name: plug.cleared for plug in plugs}
+        self.cleared = {plug.name: plug.cleared for plug in plugs if plug.cleared}
         self.stored = {plug.name: plug.stored for plug in plugs}
         self.loaded = {plug.name: plug.loaded for plug in plugs}
         alive = engine.scheduler.requests.values() if error is None else ()
@@ -61,14 +61,13 @@ class Ending:
 
     @property
     def faults(self) -> list[str]:
-        """Return everything that is wrong, a line each."""
         lines = [f"died: {self.died}"] if self.died else []
         lines += self.wrong_uses[:3]
         lines += [f"{name} stored wrong KV: {line}" for name, all_ in self.wrong_stores.items() for line in all_[:3]]
         lines += [f"waits for ever: {request}" for request in self.waiting[:3]]
         lines += [f"{self.pinned} GPU blocks are not free"] if self.pinned else []
         lines += [f"{name} keeps {line}" for name, all_ in self.leftovers.items() for line in all_[:4]]
-        lines += [f"{name} was cleared {count} times" for name, count in self.cleared.items() if count]
+        lines += [f"{name} was cleared {count} times" for name, count in self.cleared.items()]
         return lines
 
 
@@ -127,7 +126,6 @@ def make(name: str, seed: int = 0, **options: Any) -> Plug:
 
 
 def build(router: str, plugs: list[Plug], patch: Any, **options: Any) -> Engine:
-    """Put the stand-ins in place and build the engine."""
     for plug in plugs:
         plug.install(patch)
     return Engine(router, plugs, **options)

@@ -186,7 +186,6 @@ class Offloading(Plug):
 
     @property
     def primary(self) -> Any:
-        """Return what manages host memory."""
         return self.manager
 
     def _check(self, key: Any) -> None:

@@ -40,12 +40,10 @@ class Plug:
         return {"tag": self.tag}
 
     def config(self) -> dict[str, Any]:
-        """Return the child's entry in ``connectors``."""
         return {"kv_connector": self.connector, "kv_role": self.role, "kv_connector_extra_config": self.options()}
 
     @classmethod
     def of(cls, vllm_config: Any, option: str = "tag") -> Self:
-        """Return the plug of a connector's configuration."""
         plug: Self = cls.by_tag[vllm_config.kv_transfer_config.get_from_extra_config(option, "")]
         return plug
 
@@ -60,7 +58,6 @@ class Plug:
         self.child = child
 
     def tick(self) -> None:
-        """Let a step's time pass for the wire."""
         self.now += 1
 
     def delay(self) -> int:
@@ -104,6 +101,20 @@ class Idle:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
+
+
+class Wire(Idle):
+    """The workers of connectors that hand KV over."""
+
+    plug: Any
+    use_host_buffer = False
+    copy_blocks = None
+    pcp_rank = 0
+    pcp_dcp_sharded = False
+    xfer_handshake_metadata = None
+
+    def get_transfer_results(self) -> Any:
+        return self.plug.results()
 
 
 def entries(owner: Any, *books: str) -> list[str]:

@@ -96,14 +96,8 @@ class Copies:
     def init(self, gpu_caches: dict[str, Any], cpu_caches: dict[str, Any], *_: Any) -> None:
         self.gpu, self.cpu = gpu_caches, cpu_caches
 
-    def launch_copy(  # noqa: PLR0917 (vLLM's)
-        self,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        is_store: bool,
-        event_idx: int,
-        events_list: list[Any],
-        wait_event: Any = None,
+    def launch_copy(
+        self, src_blocks: Any, dst_blocks: Any, *, is_store: bool, event_idx: int, events_list: Any, **_: Any
     ) -> None:
         self.plug.may_fail("store" if is_store else "load")
         event = _Event()

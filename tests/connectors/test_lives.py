@@ -39,16 +39,16 @@ def lives_of(names: list[str], router: str, seed: int, *, is_v2: bool) -> Ending
         return live(engine, seed, requests=24)
 
 
-def pairs() -> list[list[str]]:
-    found = []
-    for name in PLUGS:
-        sibling = "simple-cpu+sibling" if name == "offloading" else "offloading+sibling"
-        found += [[name], [name, sibling], [sibling, name]]
-    return found
+PAIRS = [
+    names
+    for name in PLUGS
+    for sibling in ["simple-cpu+sibling" if name == "offloading" else "offloading+sibling"]
+    for names in ([name], [name, sibling], [sibling, name])
+]
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-@pytest.mark.parametrize("names", pairs(), ids="-then-".join)
+@pytest.mark.parametrize("names", PAIRS, ids="-then-".join)
 def test_a_life_is_right_with_kvobs_wherever_it_is_with_stock(names: list[str], is_v2: bool) -> None:
     seed = 1 + is_v2
     stock = lives_of(names, "stock", seed, is_v2=is_v2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,18 +52,6 @@ PATIENCE = 60.0
 """Seconds after which MoRIIO no longer waits for the decode engine to acknowledge."""
 
 
-class Clock:
-    """Stands for the module ``time``; it goes on when the test lets it."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-
 class Acknowledged(Idle):
     """Stands in for the worker: it reports what the test lets the decode engine acknowledge."""
 
@@ -82,7 +71,8 @@ class Prefill(Beside):
     """A prefill engine of MoRIIO and a scripted sibling."""
 
     def __init__(self, router: str, patch: Any, sibling: Script, *, is_first: bool, read: bool, ranks: int) -> None:
-        self.clock, self.sibling = Clock(), sibling
+        self.clock, self.sibling = SimpleNamespace(now=time.monotonic()), sibling
+        self.clock.monotonic = self.clock.perf_counter = lambda: self.clock.now  # it goes on when the test lets it
         moriio = importlib.import_module(f"{MODULE}.moriio_connector")  # needs a package that is fetched by then
         common = importlib.import_module(f"{MODULE}.moriio_common")
         patch.setattr(common.RoleManager, "_instance", None)  # the role is that of the whole process
@@ -93,7 +83,6 @@ class Prefill(Beside):
         super().__init__(router, config, sibling, is_first=is_first, ranks=ranks)
 
     def prefill(self, request: str, max_tokens: int = 1) -> None:
-        """Add a request that a decode engine will take over."""
         remote: dict[str, Any] = {"remote_host": "h", "remote_handshake_port": 1, "remote_notify_port": 2}
         remote |= {"remote_engine_id": "d", "remote_block_ids": []}
         self.add(request, max_tokens=max_tokens, do_remote_decode=True, transfer_id=f"t-{request}", **remote)

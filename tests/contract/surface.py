@@ -96,6 +96,7 @@ Plain: Any = type("Plain", (NoHma, SupportsHMA), {"request_finished_all_groups":
 Divergent: Any = type("Divergent", (Plain,), {"supports_divergent_local_hybrid_hits": property(lambda _: True)})
 CrossLayer: Any = type("CrossLayer", (Plain,), {"prefer_cross_layer_blocks": property(lambda _: True)})
 BestEffort: Any = type("BestEffort", (Plain,), {"requires_kv_delivery": property(lambda _: False)})
+Hnd: Any = type("Hnd", (Plain,), {"get_required_kvcache_layout": classmethod(lambda *_: "HND")})
 
 
 class Piecewise(Plain):
@@ -108,12 +109,6 @@ class Sleeper(Plain):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return kv_transfer_config.kv_role == "kv_both" and kv_transfer_config.engine_id is not None
-
-
-class Hnd(Plain):
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "HND"
 
 
 class Nhd(Plain):

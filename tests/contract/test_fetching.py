@@ -14,10 +14,6 @@ from . import hosts
 VERSION = "0.33.0"
 
 
-def quiet(line: str) -> None:
-    """Print no progress."""
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KVOBS_HOSTS_DIR", str(tmp_path / "hosts"))
@@ -39,7 +35,7 @@ def test_only_python_files_are_kept_of_vllm_and_everything_of_its_extras(
 
     monkeypatch.setattr(hosts, "_download", download)
     folder = cache / VERSION
-    assert hosts.prepare([VERSION], say=quiet) == {VERSION: folder}
+    assert hosts.prepare([VERSION]) == {VERSION: folder}
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {
         *("vllm/__init__.py", f"vllm-{VERSION}+cpu.dist-info/METADATA", hosts.STAMP),
         *("orjson/__init__.py", "orjson/orjson.so", "orjson-3.dist-info/METADATA"),
@@ -63,7 +59,7 @@ def test_a_half_filled_or_outdated_folder_is_made_anew_and_a_complete_one_kept(
     if stamp is not None:
         (folder / hosts.STAMP).write_text(stamp)
     for _ in range(2):
-        assert packages.fetch(["ray"], say=quiet) == {"ray": folder}
+        assert packages.fetch(["ray"]) == {"ray": folder}
     assert not (folder / "leftover.py").exists()
     assert fetched == ["ray"]
 
@@ -83,7 +79,7 @@ def test_what_can_not_be_had_is_named_with_command_and_way_out(
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     with pytest.raises(hosts.HostUnavailableError) as caught:
-        fetch(say=quiet)
+        fetch()
     assert all(part in str(caught.value) for part in (*refusal, "KVOBS_HOSTS_DIR"))
     assert not list(cache.rglob(hosts.STAMP))
 

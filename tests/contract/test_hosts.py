@@ -23,7 +23,6 @@ from . import hosts
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 
-PROBE_TIMEOUT_S = 300
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
@@ -50,20 +49,12 @@ Report = dict[str, Any]
 
 def probe(version: str, *arguments: str) -> Report:
     """Run the probe under ``version``, fetching it first where it is not there."""
-    folder = hosts.prepare([version])[version]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.probe", *arguments],
-        cwd=REPOSITORY,
-        env=hosts.environment(folder, REPOSITORY),
-        capture_output=True,
-        text=True,
-        timeout=PROBE_TIMEOUT_S,
-        check=False,
-    )
+    env = hosts.environment(hosts.prepare([version])[version], REPOSITORY)
+    command = [sys.executable, "-m", "tests.contract.probe", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
         raise AssertionError(f"the probe failed under vLLM {version}:\n{done.stderr[-4000:]}")
-    report: Report = json.loads(done.stdout)
-    return report
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +87,8 @@ def surface(report: Report) -> Report:
 
 def part(report: Report, name: str) -> Report:
     """Return a part of a report; a part that raised is a failure."""
-    found: Report = report[name]
-    assert "error" not in found, found["error"]
-    return found
+    assert "error" not in report[name], report[name]["error"]
+    return report[name]
 
 
 def test_every_public_hook_is_in_the_table_or_listed_as_inherited(report: Report) -> None:

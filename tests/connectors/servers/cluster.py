@@ -39,19 +39,15 @@ STARTED = "Ray runtime started."
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up."""
-
     folder: Path
     address: str
     env: Mapping[str, str]
     """For a server that is to run its ranks here, beside what the cluster's own processes have."""
 
     def processes(self) -> dict[int, str]:
-        """Return the names of its processes that still run."""
         return _marked(self.folder)
 
     def workers(self) -> list[int]:
-        """Return the processes of the ranks."""
         return sorted(pid for pid, name in self.processes().items() if name.startswith("ray::") and "Worker" in name)
 
 

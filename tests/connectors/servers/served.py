@@ -56,7 +56,6 @@ class Served:
     is_isolated: bool
 
     def total(self, metric: str, **labels: str) -> float:
-        """Return what the connector of the store has counted."""
         return total(self.server, metric, connector=STORE, **labels)
 
     def backoffs(self) -> list[float]:
@@ -65,13 +64,11 @@ class Served:
 
     @property
     def loads(self) -> float:
-        """Return how many loads from the store have succeeded."""
         return self.total("kvobs_loads_total", outcome="ok")
 
 
 @contextmanager
 def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child: Any) -> Iterator[Served]:
-    """Run both, with these options of the store's connector, isolated or not."""
     with (
         running(kind.server(folder)) as store,
         serving(model, folder, store, kind, is_isolated=is_isolated, **child) as engine,

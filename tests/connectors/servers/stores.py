@@ -90,7 +90,6 @@ class Store:
             end_group(self.process, grace=5)
 
     def metric(self, name: str) -> float:
-        """Return the sum of a metric's samples, of its own /metrics."""
         with urllib.request.urlopen(f"http://{HOST}:{self.http_port}/metrics", timeout=10) as answer:
             return sum(s.value for s in parse_metrics(answer.read().decode()) if s.name == name)
 

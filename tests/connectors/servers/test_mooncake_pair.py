@@ -39,8 +39,6 @@ BLOCKS = {"kv_producer": "512", "kv_consumer": "128"}
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine, up."""
-
     prefill: Server
     decode: Server
     address: str
@@ -50,7 +48,6 @@ class Pair:
 
 @contextmanager
 def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterator[Server]:
-    """Run an engine of this role, on a core of its own."""
     end = {**mooncake_child("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
     config = multi_connector(end, host_memory(), names=[P2P, "host"])
     env = with_packages("mooncake") | {

@@ -31,7 +31,6 @@ def spoolcache(folder: Path) -> dict[str, Any]:
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names and sizes of its files of KV cache."""
     return sorted(f"{path.relative_to(folder)}: {path.stat().st_size}" for path in folder.rglob("*.kv"))
 
 

@@ -82,7 +82,6 @@ class Run:
 
 @contextmanager
 def running_in(router: str, package: str, connector: dict[str, Any], model: Path, folder: Path) -> Iterator[Run]:
-    """Run an engine with this connector inside the ``with`` block."""
     pair, names = [connector, host_memory()], [STORE, "host"]
     if router.endswith("second"):
         pair, names = pair[::-1], names[::-1]

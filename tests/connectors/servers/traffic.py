@@ -78,7 +78,6 @@ def ask(server: Server, text: str) -> Asked:
 
 
 def ask_all(server: Server, prompts: Sequence[str]) -> list[Asked]:
-    """Ask for each of these, four at a time."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(lambda text: ask(server, text), prompts))
 
@@ -115,7 +114,6 @@ class Load:
     over: threading.Event = field(default_factory=threading.Event)
 
     def client(self, number: int) -> None:
-        """Ask one request after the other."""
         for turn in itertools.count():
             for text in order(DOCUMENTS, (number, turn)):
                 if self.over.is_set():
@@ -151,7 +149,6 @@ def wrong(asked: Sequence[Asked], expected: Answers) -> list[str]:
 
 
 def p95(asked: Sequence[Asked]) -> float:
-    """Return the 95th percentile of the times to answer."""
     assert asked, "nothing was answered"
     times = sorted(one.seconds for one in asked)
     return times[math.ceil(0.95 * len(times)) - 1]
