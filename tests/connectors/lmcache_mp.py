@@ -95,7 +95,7 @@ class Copy:
     def __init__(self, server: LMCacheMP, key: Any, blocks: list[int], memory: Memory, skip: int | None) -> None:
         self.server, self.key, self.blocks, self.memory, self.skip = server, key, blocks, memory, skip
         before = [copy.due for copy in server.copies if copy.key.request_id == key.request_id]
-        self.due = max([server.now + server.delay(), *before])  # first in, first out
+        self.due: int = max([server.now + server.delay(), *before])  # first in, first out
         self.future = import_module(FUTURES).MessagingFuture()
 
     def run(self) -> None:

@@ -76,6 +76,7 @@ def cluster(**env: str) -> Iterator[Cluster]:
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", NODE,
         "--port", str(port), "--num-cpus", "4", "--resources", RESOURCES, "--include-dashboard", "false",
         "--disable-usage-stats", "--temp-dir", str(folder), "--object-store-memory", str(OBJECTS),
+        "--min-worker-port", "0", "--max-worker-port", "0",  # any free ones: Ray's own range has the claimed port in it
     ]  # fmt: skip
     with (folder / "start.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
