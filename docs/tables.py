@@ -18,8 +18,6 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
-from tests.connectors.table import RUN_WITH
-from tests.connectors.table import TABLE as CONNECTORS
 
 SIDES = {
     Side.CONFIG: "any process, on the class",
@@ -186,16 +184,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:g} %"
 
 
-def connectors() -> str:
-    """Return what was run of each connector class, and what was found."""
-    return table(["connector", "vLLM", "what was run", "what was found"], [list(row) for row in CONNECTORS])
-
-
-def run_with() -> str:
-    """Return what was run of connectors that vLLM does not ship."""
-    return table(["connector", "version", "when", "what was run", "what was found"], [list(row) for row in RUN_WITH])
-
-
 def versions() -> str:
     """Return what an engine of each vLLM version did with kvobs."""
     results = json.loads((ROOT / "tests/versions/results.json").read_text())
@@ -225,8 +213,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "deviations": deviations,
     "alerts": alert_rules,
     "thresholds": site_thresholds,
-    "connectors": connectors,
-    "run-with": run_with,
     "versions": versions,
     "packages": packages,
 }

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.testing import Rig, Script
 from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, cache_config
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, entries
 from tests.support.rig import child_config
 
 if TYPE_CHECKING:
@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 
 
 class Engine(Rig):
-    """An engine whose children are real connectors.
+    """An engine whose children are real connectors, one for each plug; its worker is a V1 or V2 model runner.
 
-    Args:
-        router: ``kvobs`` or ``stock``.
-        plugs: the children, in order.
-        blocks: GPU blocks, one of which vLLM keeps for itself.
-        budget: tokens per step; prompts longer than that are prefilled in chunks.
-        is_v2: whether the worker is a V2 model runner.
-        more: of the rig; without ``connectors`` there is one for each plug.
+    Prompts with more tokens than the ``budget`` of a step are prefilled in chunks.
     """
 
     def __init__(
@@ -75,11 +69,9 @@ class Engine(Rig):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether vLLM would run another step."""
         return bool(self.scheduler.has_requests())
 
     def step(self) -> Any:
-        """Run one engine step."""
         self.steps += 1
         for plug in self.plugs:
             plug.tick()
@@ -156,8 +148,11 @@ class Beside(Rig):
 
     def left_in(self, owner: Any, *books: str) -> list[str]:
         """Return what is left in an idle engine: requests, blocks, and entries of these books."""
-        left = [f"{book}: {entry}" for book in books for entry in getattr(owner, book)]
-        return left + list(self.scheduler.requests) + ([f"{self.held_blocks} blocks"] if self.held_blocks else [])
+        return (
+            entries(owner, *books)
+            + list(self.scheduler.requests)
+            + ([f"{self.held_blocks} blocks"] if self.held_blocks else [])
+        )
 
 
 def children_of(connector: Any) -> list[Any]:

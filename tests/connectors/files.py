@@ -1,15 +1,21 @@
-"""vLLM's example connectors: nothing of them is stood in for."""
+"""Connectors that keep files, or fill KV by themselves: vLLM's examples, of which nothing is stood in for, and HF3FS.
+
+Of HF3FS the client of its metadata server is a stand-in, and CUDA and the threads of its transfers.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import Future
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs import hf3fs_connector
 
-from tests.connectors.memory import BLOCK, LAYERS, chain
-from tests.connectors.plug import Plug
+from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, chain, page_is_right
+from tests.connectors.plug import Plug, entries
 
 
 class Example(Plug):
@@ -41,7 +47,7 @@ class Example(Plug):
         patch.setattr(ExampleConnector, "save_kv_layer", saved)
 
     def leftovers(self) -> list[str]:
-        return [f"load of {request}" for request in self.child._requests_need_load]
+        return entries(self.child, "_requests_need_load")
 
 
 class DecodeBench(Plug):
@@ -51,5 +57,108 @@ class DecodeBench(Plug):
     is_a_lie = True
 
     def leftovers(self) -> list[str]:
-        scheduler = self.child.connector_scheduler
-        return [f"{book}: {r}" for book in ("_filled_requests", "_pending_fills") for r in getattr(scheduler, book)]
+        return entries(self.child.connector_scheduler, "_filled_requests", "_pending_fills")
+
+
+class HF3FS(Plug):
+    """One child with a file system of its own; the last one that was made gets the next connector."""
+
+    connector = "HF3FSKVConnector"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pages: dict[str, Any] = {}
+        self.transfers: list[tuple[int, Any]] = []
+
+    def install(self, patch: Any) -> None:
+        silent = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, SIGQUIT=0)
+        patch.setattr(hf3fs_connector, "signal", silent)
+        patch.setattr(hf3fs_connector, "atexit", SimpleNamespace(register=lambda _: None))
+        patch.setattr(hf3fs_connector, "Hf3fsMetadataClient", lambda: Metadata(self))
+        patch.setattr(hf3fs_connector, "AsyncOperationManager", Operations)
+        patch.setattr(hf3fs_connector.HF3FSKVConnector, "_setup_storage_clients", _no_clients)
+
+    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(child, memory, truth, rank)
+        child.plug, child.memory = self, memory
+
+    def tick(self) -> None:
+        super().tick()
+        transfers, self.transfers = self.transfers, []
+        for due, run in transfers:
+            if due <= self.now:
+                run()
+            else:
+                self.transfers.append((due, run))
+
+    def leftovers(self) -> list[str]:
+        left = entries(self.child, "_scheduling_states")
+        for worker in self.workers.values():
+            left += entries(worker._async_manager, "_save_futures", "_load_futures", "_pending_finished_requests")
+        return left
+
+
+def _no_clients(child: Any) -> None:
+    child._rank, child._clients = 0, []
+
+
+class Metadata:
+    """Stands for the client of the metadata server."""
+
+    def __init__(self, plug: HF3FS) -> None:
+        self.plug = plug
+
+    def initialize(self, *_: Any, **__: Any) -> None:
+        """Know of no ranks."""
+
+    def batch_key_exists(self, keys: list[str]) -> list[bool]:
+        self.plug.may_fail("exists")
+        return [key in self.plug.pages for key in keys]
+
+
+class Operations(hf3fs_connector.AsyncOperationManager):
+    """Its transfers, without CUDA streams and threads."""
+
+    def __init__(self, connector: Any) -> None:
+        self._connector, self.plug, self.memory = connector, connector.plug, connector.memory
+        self._save_futures: dict[str, list[Future[Any]]] = {}
+        self._load_futures: dict[str, Future[Any]] = {}
+        self._pending_finished_requests: set[str] = set()
+        self.hf3fs_stats = hf3fs_connector.HF3FSKVConnectorStats()
+
+    def submit_save_operation(self, request_id: str, block_ids: list[int], block_hashes: list[str]) -> Future[Any]:
+        self.plug.may_fail("save")
+        places = self._places(request_id, block_hashes)
+        future = self._submit(lambda: self._save(request_id, block_ids, places))
+        self._save_futures.setdefault(request_id, []).append(future)
+        return future
+
+    def submit_load_operation(self, request_id: str, block_ids: list[int], block_hashes: list[str]) -> Future[Any]:
+        self.plug.may_fail("load")
+        future = self._submit(lambda: self._load(block_ids, block_hashes))
+        self._load_futures[request_id] = future
+        return future
+
+    def _submit(self, run: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.plug.transfers.append((self.plug.now + self.plug.delay(), lambda: future.set_result(run())))
+        return future
+
+    def _places(self, request_id: str, block_hashes: list[str]) -> list[tuple[str, list[int]]]:
+        """Return each block's name and what it must hold."""
+        requests = self._connector._get_connector_metadata().requests
+        token_ids = next(r.token_ids for r in requests if r.request_id == request_id and r.save_block_op)
+        values = chain(token_ids)
+        order = self._connector._generate_block_hashes(token_ids, 0)
+        return [(h, values[order.index(h) * BLOCK : (order.index(h) + 1) * BLOCK]) for h in block_hashes]
+
+    def _save(self, request_id: str, block_ids: list[int], places: list[tuple[str, list[int]]]) -> None:
+        for block, (name, values) in zip(block_ids, places, strict=False):
+            page = self.memory.page(block)
+            self.plug.check_store(page_is_right(page, values), f"{request_id}: block {block} as {name[:8]}")
+            self.plug.pages.setdefault(name, page)
+
+    def _load(self, block_ids: list[int], block_hashes: list[str]) -> None:
+        self.plug.loaded += 1
+        for block, name in zip(block_ids, block_hashes, strict=False):
+            self.memory.put(block, self.plug.pages[name])

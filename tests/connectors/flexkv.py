@@ -6,39 +6,32 @@ ends well is saved, and what is done is said by assigning to the workers' output
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
 
 from tests.connectors.memory import BLOCK, chain, page_is_right
-from tests.connectors.plug import Idle, Plug, held
+from tests.connectors.plug import Idle, Plug, entries, held
 
 
 class FlexKV(Plug):
-    """One child with a store of its own."""
-
     connector = "FlexKVConnectorV1"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pages: dict[tuple[int, ...], Any] = {}
 
-    def options(self) -> dict[str, Any]:
-        return {"tag": self.tag}
-
     def install(self, patch: Any) -> None:
         name = "flexkv.integration.vllm.vllm_v1_adapter"
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            patch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+        for module in itertools.accumulate(name.split("."), "{}.{}".format):
+            patch.setitem(sys.modules, module, ModuleType(module))
         sys.modules[name].FlexKVConnectorV1Impl = _adapter  # type: ignore[attr-defined]
 
     def leftovers(self) -> list[str]:
         adapter = self.child._flexkv_connector
-        left = [f"task of {request}" for request in adapter.tasks]
-        return left + [
-            f"{task.kind} of {task.request_id}" for task in (*adapter.matched, *adapter.ordered, *adapter.running)
-        ]
+        open_ = (*adapter.matched, *adapter.ordered, *adapter.running)
+        return entries(adapter, "tasks") + [f"{task.kind} of {task.request_id}" for task in open_]
 
 
 def _adapter(vllm_config: Any, role: Any) -> Any:

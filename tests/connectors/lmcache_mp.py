@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import Any
 
 from tests.connectors.memory import BLOCK, Memory, chain, page_is_right
-from tests.connectors.plug import Plug, held
+from tests.connectors.plug import Plug, entries, held
 
 CHUNK = 2 * BLOCK
+FUTURES = "lmcache.v1.multiprocess.futures"
 
 
 class LMCacheMP(Plug):
@@ -78,16 +79,13 @@ class LMCacheMP(Plug):
                 self.locks[place] -= 1
 
     def leftovers(self) -> list[str]:
-        left = [f"request {request}" for request in self.child.request_trackers]
-        adapter = self.child.scheduler_adapter
-        for book in ("_pending_lookups", "_unacked_lookups", "_finished_lookup_results", "_lookup_status"):
-            left += [f"{book}: {request}" for request in getattr(adapter, book)]
+        books = ("_pending_lookups", "_unacked_lookups", "_finished_lookup_results", "_lookup_status")
+        left = entries(self.child, "request_trackers") + entries(self.child.scheduler_adapter, *books)
         left += [f"prefetch job of {request}" for request in self.jobs if request not in self.given_up]
         held = {request for (request, _), count in self.locks.items() if count}
         left += [f"read locks of {request}" for request in sorted(held - self.given_up)]
         for worker in self.workers.values():
-            futures = (*worker.worker_adapter.store_futures, *worker.worker_adapter.retrieve_futures)
-            left += [f"transfer of {request}" for request in futures]
+            left += entries(worker.worker_adapter, "store_futures", "retrieve_futures")
         return left + [f"copy of {copy.key.request_id}" for copy in self.copies]
 
 
@@ -96,10 +94,9 @@ class Copy:
 
     def __init__(self, server: LMCacheMP, key: Any, blocks: list[int], memory: Memory, skip: int | None) -> None:
         self.server, self.key, self.blocks, self.memory, self.skip = server, key, blocks, memory, skip
-        self.due = server.now + server.delay()
-        before = [c.due for c in server.copies if c.key.request_id == key.request_id]
-        self.due = max([self.due, *before])  # first in, first out
-        self.future = _future()
+        before = [copy.due for copy in server.copies if copy.key.request_id == key.request_id]
+        self.due: int = max([server.now + server.delay(), *before])  # first in, first out
+        self.future = import_module(FUTURES).MessagingFuture()
 
     def run(self) -> None:
         server, tokens = self.server, self.key.token_ids
@@ -200,18 +197,13 @@ class Transfers:
         self.server.copies.append(copy)
         return copy.future
 
-    def unregister(self) -> None:
-        return None
-
     def close(self) -> None:
         """Have nothing to close."""
 
-
-def _future() -> Any:
-    return import_module("lmcache.v1.multiprocess.futures").MessagingFuture()
+    unregister = close
 
 
 def _done(result: Any) -> Any:
-    future = _future()
+    future = import_module(FUTURES).MessagingFuture()
     future.set_result(result)
     return future

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.connectors.memory import BLOCK, Memory, Truth, chain, page_is_right
-from tests.connectors.plug import Plug, held
+from tests.connectors.plug import Plug, entries, held
 
 CHUNK = 2 * BLOCK
 
@@ -30,7 +30,7 @@ class LMCacheV1(Plug):
         self.given_up: set[str] = set()  # ended with a lookup that nobody used: LMCache leaves these to time
 
     def options(self) -> dict[str, Any]:
-        return {"tag": self.tag, "lmcache.chunk_size": CHUNK, "lmcache.save_unfull_chunk": False}
+        return {**super().options(), "lmcache.chunk_size": CHUNK, "lmcache.save_unfull_chunk": False}
 
     def install(self, patch: Any) -> None:
         adapter: Any = import_module("lmcache.integration.vllm.vllm_v1_adapter")
@@ -75,7 +75,7 @@ class LMCacheV1(Plug):
 
     def leftovers(self) -> list[str]:
         impl = self.child._lmcache_engine
-        left = [f"{b}: {r}" for b in ("_unfinished_requests", "_request_trackers") for r in getattr(impl, b)]
+        left = entries(impl, "_unfinished_requests", "_request_trackers")
         left += [f"load_specs: {request}" for request in impl.load_specs if request not in self.given_up]
         left += [f"answer for {request}" for request in self.answers if request not in self.given_up]
         return left + [f"pins of {request}" for request in sorted(self.pins - self.given_up)]

@@ -94,16 +94,13 @@ class Memory:
         return None
 
     def is_right(self, block: int, values: Sequence[int]) -> bool:
-        """Return whether a block holds the KV of these tokens, from its first slot on."""
         slots = np.arange(len(values))
         return self.first_wrong(np.full(len(values), block), slots, np.array(values, dtype=np.float32)) is None
 
     def page(self, block: int) -> Any:
-        """Return a copy of a block, of all layers."""
         return self.array[:, block].copy()
 
     def put(self, block: int, page: Any, first_slot: int = 0) -> None:
-        """Overwrite a block, from one of its slots on."""
         self.array[:, block, :, first_slot:] = page[:, :, first_slot:]
 
 

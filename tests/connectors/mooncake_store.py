@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import schedule
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker as store_worker
 
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, WIDTH, Memory, Truth, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, entries
+from tests.connectors.servers.cpu import Event
 
 
 class MooncakeStore(Plug):
@@ -37,9 +38,8 @@ class MooncakeStore(Plug):
         module.ReplicateConfig = SimpleNamespace  # type: ignore[attr-defined]
         patch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
         patch.setitem(sys.modules, "mooncake.store", module)
-        config = SimpleNamespace(
-            mode="embedded", enable_offload=False, global_segment_size=0, local_buffer_size=0, tenant_id=""
-        )
+        sizes = {"global_segment_size": 0, "local_buffer_size": 0}
+        config = SimpleNamespace(mode="embedded", enable_offload=False, tenant_id="", **sizes)
         patch.setattr(store_worker.MooncakeStoreConfig, "load_from_config", lambda *_: config)
         patch.setattr(store_worker, "setup_mooncake_store", lambda *_: None)
         one = SimpleNamespace(world_size=1, rank_in_group=0)
@@ -49,7 +49,7 @@ class MooncakeStore(Plug):
         patch.setattr(store_worker, "get_tensor_model_parallel_world_size", lambda: 1)
         patch.setattr(store_worker, "LookupKeyServer", lambda *_: SimpleNamespace(close=lambda: None))
         patch.setattr(store_worker.KVTransferThread, "start", lambda thread: thread.ready_event.set())
-        patch.setattr(store_worker.torch.cuda, "Event", _Event)
+        patch.setattr(store_worker.torch.cuda, "Event", Event)
         patch.setattr(store_scheduler, "LookupKeyClient", _client)
 
     def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
@@ -92,15 +92,11 @@ class MooncakeStore(Plug):
     def leftovers(self) -> list[str]:
         scheduler = self.child.connector_scheduler
         books = ("load_specs", "_request_trackers", "_unfinished_requests", "_unfinished_request_ids", "_pinned_saves")
-        left = [f"{book}: {entry}" for book in books for entry in getattr(scheduler, book)]
-        left += [f"lookup of {request}" for request in scheduler.client.futures]
+        left = entries(scheduler, *books) + entries(scheduler.client, "futures")
         for worker in (child.connector_worker for child in self.workers.values()):
-            left += [f"save of {request}" for request in worker.kv_send_thread.stored_requests]
-            left += [
-                f"{t.name} has work"
-                for t in (worker.kv_send_thread, *worker.kv_recv_threads)
-                if t.request_queue.qsize()
-            ]
+            threads = (worker.kv_send_thread, *worker.kv_recv_threads)
+            left += entries(worker.kv_send_thread, "stored_requests")
+            left += [f"{thread.name} has work" for thread in threads if thread.request_queue.qsize()]
         return left
 
 
@@ -168,13 +164,3 @@ class Handle:
 
     def close(self) -> int:
         return 0
-
-
-class _Event:
-    """Stands for torch.cuda.Event: a step's forward is over when its saves are submitted."""
-
-    def record(self, *_: Any) -> None:
-        """Mark nothing."""
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, entries
 
 
 class LateWorker(HostWorker):
@@ -157,7 +157,7 @@ class Offloading(Plug):
 
     def options(self) -> dict[str, Any]:
         return {
-            "tag": self.tag,
+            **super().options(),
             "spec_name": self.spec_name,
             "spec_module_path": "tests.connectors.offloading",
             "cpu_bytes_to_use": self.chunks * PAGE_BYTES * len(LAYERS),
@@ -186,18 +186,13 @@ class Offloading(Plug):
 
     @property
     def primary(self) -> Any:
-        """Return what manages host memory."""
         return self.manager
 
-    def chunk_of(self, key: Any) -> int | None:
-        """Return where a stored block lies in host memory."""
-        status = self.primary._policy.get(key)
-        return None if status is None or not status.is_ready else status.chunk_id
-
     def _check(self, key: Any) -> None:
-        chunk = self.chunk_of(key)
-        if chunk is None:
+        status = self.primary._policy.get(key)
+        if status is None or not status.is_ready:
             return
+        chunk = status.chunk_id
         values = self.truth.by_hash[get_offload_block_hash(key)]
         for rank, worker in self.workers.items():
             host = worker.connector_worker.worker.host
@@ -206,9 +201,7 @@ class Offloading(Plug):
 
     def leftovers(self) -> list[str]:
         scheduler = self.child.connector_scheduler
-        left = [f"request {request}" for request in scheduler._req_status]
-        left += [f"job {job}" for job in scheduler._jobs]
-        left += [f"block {block} is fenced" for block in scheduler._block_id_to_pending_jobs]
+        left = entries(scheduler, "_req_status", "_jobs", "_block_id_to_pending_jobs")
         left += ["chunks being loaded"] if scheduler._chunks_being_loaded else []
         for key, status in self.primary._policy.chunks.items():
             if status.ref_cnt != 0:

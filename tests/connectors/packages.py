@@ -50,11 +50,6 @@ def version(name: str) -> str:
     return PACKAGES[name][0].partition("==")[2]
 
 
-def folder(name: str) -> Path:
-    """Return where a set of packages is kept, fetched or not."""
-    return cache_folder() / "connectors" / name
-
-
 def fetch(names: Iterable[str] = PACKAGES, say: Callable[[str], None] = print) -> dict[str, Path]:
     """Make these sets importable and return their folders; what is there already costs a stamp read each.
 
@@ -74,7 +69,7 @@ def importing(*names: str) -> list[str]:
 
 
 def _fetch_one(name: str, say: Callable[[str], None]) -> Path:
-    place, recipe = folder(name), _recipe(name)
+    place, recipe = cache_folder() / "connectors" / name, _recipe(name)
     if _stamp(place) == recipe:
         return place
     place.parent.mkdir(parents=True, exist_ok=True)

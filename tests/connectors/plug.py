@@ -10,14 +10,7 @@ from tests.connectors.memory import BLOCK, Memory, Truth
 
 
 class Plug:
-    """One child.
-
-    Args:
-        name: what it is called in the lives.
-        seed: of the delays of its wire.
-
-    A subclass stands in for the wire in ``install``, which runs before the connector is built.
-    """
+    """One child; a subclass stands in for its wire in ``install``, which runs before the connector is built."""
 
     connector = ""  # vLLM's name of its class
     role = "kv_both"
@@ -41,20 +34,16 @@ class Plug:
 
     @property
     def tag(self) -> str:
-        """Return what its options say of it."""
         return self.name
 
     def options(self) -> dict[str, Any]:
-        """Return the connector's own options."""
-        return {}
+        return {"tag": self.tag}
 
     def config(self) -> dict[str, Any]:
-        """Return the child's entry in ``connectors``."""
         return {"kv_connector": self.connector, "kv_role": self.role, "kv_connector_extra_config": self.options()}
 
     @classmethod
     def of(cls, vllm_config: Any, option: str = "tag") -> Self:
-        """Return the plug of a connector's configuration."""
         plug: Self = cls.by_tag[vllm_config.kv_transfer_config.get_from_extra_config(option, "")]
         return plug
 
@@ -69,7 +58,6 @@ class Plug:
         self.child = child
 
     def tick(self) -> None:
-        """Let a step's time pass for the wire."""
         self.now += 1
 
     def delay(self) -> int:
@@ -113,6 +101,25 @@ class Idle:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
+
+
+class Wire(Idle):
+    """The workers of connectors that hand KV over."""
+
+    plug: Any
+    use_host_buffer = False
+    copy_blocks = None
+    pcp_rank = 0
+    pcp_dcp_sharded = False
+    xfer_handshake_metadata = None
+
+    def get_transfer_results(self) -> Any:
+        return self.plug.results()
+
+
+def entries(owner: Any, *books: str) -> list[str]:
+    """Return what these books of a part of a connector hold."""
+    return [f"{book}: {entry}" for book in books for entry in getattr(owner, book)]
 
 
 def held(pages: Container[tuple[int, ...]], tokens: Sequence[int], begin: int = 0, step: int = BLOCK) -> int:

@@ -10,7 +10,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from tests.connectors.memory import BLOCK, HEADS, LAYERS, PAGE_BYTES, WIDTH, Memory, Truth, page_is_right
-from tests.connectors.plug import Plug
+from tests.connectors.plug import Plug, entries
+from tests.connectors.servers.cpu import Event
 
 
 class SimpleCPU(Plug):
@@ -28,9 +29,7 @@ class SimpleCPU(Plug):
 
     def install(self, patch: Any) -> None:
         cuda = SimpleNamespace(Stream=_Stream, current_stream=lambda: None)
-        stand_in = SimpleNamespace(
-            cuda=cuda, Event=_Event, **{n: getattr(torch, n) for n in ("empty", "zeros", "int8")}
-        )
+        stand_in = SimpleNamespace(cuda=cuda, Event=_Event, empty=torch.empty, zeros=torch.zeros, int8=torch.int8)
         patch.setattr(simple_worker, "torch", stand_in)
         patch.setattr(simple_worker, "PIN_MEMORY", False)
         patch.setattr(simple_worker, "DmaCopyBackend", Copies)
@@ -74,7 +73,7 @@ class SimpleCPU(Plug):
             *("_store_event_to_reqs", "_pending_finished_stores", "_in_flight_store_gpu_blocks"),
             "_store_event_pending_counts",
         ]
-        left = [f"{book}: {entry}" for book in books for entry in getattr(manager, book)]
+        left = entries(manager, *books)
         pool = manager.cpu_block_pool
         left += [f"host block {b.block_id} is pinned" for b in pool.blocks if b.ref_cnt and not b.is_null]
         return left + [f"{len(b.pending)} copies" for b in self.backends if b.pending]
@@ -97,14 +96,8 @@ class Copies:
     def init(self, gpu_caches: dict[str, Any], cpu_caches: dict[str, Any], *_: Any) -> None:
         self.gpu, self.cpu = gpu_caches, cpu_caches
 
-    def launch_copy(  # noqa: PLR0917 (vLLM's)
-        self,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        is_store: bool,
-        event_idx: int,
-        events_list: list[Any],
-        wait_event: Any = None,
+    def launch_copy(
+        self, src_blocks: Any, dst_blocks: Any, *, is_store: bool, event_idx: int, events_list: Any, **_: Any
     ) -> None:
         self.plug.may_fail("store" if is_store else "load")
         event = _Event()
@@ -128,26 +121,18 @@ class Copies:
         return [self.cpu[layer][block].view(torch.float32).view(HEADS, BLOCK, WIDTH).numpy() for layer in LAYERS]
 
 
-class _Stream:
+class _Stream(SimpleNamespace):
     """Stands for torch.cuda.Stream."""
 
-    def __init__(self, priority: int = 0) -> None:
-        self.priority = priority
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, 0
+    priority_range = staticmethod(lambda: (0, 0))
 
 
-class _Event:
+class _Event(Event):
     """Stands for torch.Event; those that a copy made know when it is done."""
 
     copies: Copies | None = None
     due = 0
     what: Any = None
-
-    def record(self, stream: Any = None) -> None:
-        """Mark nothing: a step's forward is over when its copies are launched."""
 
     def query(self) -> bool:
         if self.copies is not None and self.due <= self.copies.plug.now:
@@ -155,6 +140,6 @@ class _Event:
             return True
         return self.copies is None
 
-    def synchronize(self) -> None:
+    def synchronize(self, *_: Any) -> None:
         if self.copies is not None:
             self.copies.run(self)

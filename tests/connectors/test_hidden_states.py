@@ -22,18 +22,9 @@ FIRST = pytest.mark.parametrize("is_first", [True, False], ids=["first", "second
 HELD = "FINISHED_LENGTH_CAPPED"
 
 
-class Copy:
-    """Stands for the CUDA event at the end of a copy."""
-
-    is_done = False
-
-    def query(self) -> bool:
-        return self.is_done
-
-
-def _install(patch: pytest.MonkeyPatch) -> dict[str, Copy]:
-    """Put the stand-ins in place; return the copies that workers will make, by request."""
-    copies: dict[str, Copy] = {}
+def _install(patch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
+    """Put the stand-ins in place; return the events at the ends of the copies that workers will make, by request."""
+    copies: dict[str, SimpleNamespace] = {}
     build = ExampleHiddenStatesConnector.__init__
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1]))
 
@@ -45,7 +36,9 @@ def _install(patch: pytest.MonkeyPatch) -> dict[str, Copy]:
 
     def submit(self: Any, pending: Any) -> None:
         if self._is_tp_rank_zero:
-            self._req_copy_events[pending.req_id] = copies.setdefault(pending.req_id, Copy())
+            self._req_copy_events[pending.req_id] = copies.setdefault(
+                pending.req_id, SimpleNamespace(query=lambda: False)
+            )
 
     patch.setattr(ExampleHiddenStatesConnector, "__init__", built)
     patch.setattr(ExampleHiddenStatesConnector, "_submit_async_write", submit)
@@ -60,9 +53,8 @@ def _build(router: str, folder: Path, sibling: Script, *, is_first: bool, ranks:
 
 def _left(engine: Beside) -> list[str]:
     books = ("_pending_saves", "_request_filenames", "_lock_fds", "_req_copy_events")
-    return [
-        line for router in (engine.connector, *engine.workers) for line in engine.left_in(engine.real(router), *books)
-    ]
+    routers = (engine.connector, *engine.workers)
+    return [line for router in routers for line in engine.left_in(engine.real(router), *books)]
 
 
 def _is_locked(path: Path) -> bool:
@@ -92,7 +84,7 @@ def test_one_rank_reports_and_blocks_are_free_after_all_savers(
     for what in order.split():
         assert engine.status("r") == HELD
         if what == "copied":
-            copies["r"].is_done = True
+            copies["r"].query = lambda: True
         for rank in range(ranks if what == "saved" else 0):
             sibling.say(rank, saved="r")
         engine.step()
@@ -109,7 +101,7 @@ def test_stock_waits_for_the_other_rank_for_ever(
     engine = _build(router, tmp_path, Script("sibling"), is_first=True, ranks=2)
     engine.add("r", max_tokens=1)
     engine.run(3)
-    copies["r"].is_done = True
+    copies["r"].query = lambda: True
     engine.run(20)
     assert engine.status("r") == status
 
@@ -128,6 +120,6 @@ def test_an_aborted_request_is_saved_if_it_ever_ran(
     engine.run(2)
     assert list(copies) == (["r"] if at else [])
     for each in copies.values():
-        each.is_done = True
+        each.query = lambda: True
     engine.run(3)
     assert _left(engine) == []

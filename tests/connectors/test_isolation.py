@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs import faults as internal_faults
 from kvobs.routing import isolation
-from tests.connectors.catalogue import SETTINGS, make
-from tests.connectors.faults import Faults
-from tests.connectors.known import explain_isolated
-from tests.connectors.lives import Ending, build, live
+from tests.connectors.lives import SETTINGS, Ending, build, live, make
+from tests.connectors.plug import Plug
 
 STORES = ["offloading", "offloading-tiering", "lmcache-mp", "mooncake-store", "simple-cpu", "flexkv", "hf3fs"]
+AFTER = ("update_state_after_alloc", "build_connector_meta", "start_load_kv")
+"""Hooks that also fail when they have done their work."""
 HOOKS = [
-    ("get_num_new_matched_tokens", "before"),
-    ("update_state_after_alloc", "before"),
-    ("update_state_after_alloc", "after"),
-    ("build_connector_meta", "before"),
-    ("build_connector_meta", "after"),
-    ("start_load_kv", "before"),
-    ("start_load_kv", "after"),
-    ("wait_for_save", "before"),
-    ("get_finished", "before"),
-    ("update_connector_output", "before"),
-    ("request_finished_all_groups", "before"),
-    ("take_events", "before"),
+    (hook, when)
+    for hook in (
+        *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "start_load_kv"),
+        *("wait_for_save", "get_finished", "update_connector_output", "request_finished_all_groups", "take_events"),
+    )
+    for when in (("before", "after") if hook in AFTER else ("before",))
 ]
-
 FEW = ("build_connector_meta", "wait_for_save", "update_connector_output")
 """Hooks of which every failure may leave blocks pinned inside a connector: they fail twice only."""
 GIVE_UP_S = 0.2  # instead of 10
@@ -40,6 +39,63 @@ NAMES = {
     ("lmcache-mp", "get_finished"): "get_transfer_results",
 }
 """What a hook is called in those that have another one in its place."""
+NOT_FREE = "GPU blocks are not free"
+HALF_DONE = {
+    # SimpleCPUOffload takes a save for done as soon as a later one is, also if it was never begun.
+    ("simple-cpu", "wait_for_save"): "simple-cpu stored wrong KV",
+    # Both hold the GPU blocks of the saves that they had just ordered; the order was lost with the exception.
+    ("simple-cpu", "build_connector_meta"): NOT_FREE,
+    ("mooncake-store", "build_connector_meta"): NOT_FREE,
+    # Both let go of blocks when their saves are reported, and the report was lost with the exception.
+    ("simple-cpu", "update_connector_output"): NOT_FREE,
+    ("mooncake-store", "update_connector_output"): NOT_FREE,
+}
+"""What a call that failed half-way leaves inside a connector, where nobody from outside can mend it."""
+
+
+class InjectedError(ConnectionError):
+    """What a connector raises when its server is gone."""
+
+
+@dataclass
+class Faults:
+    """When a hook of a child raises: in a share of its calls for a while, before or after it has done its work."""
+
+    plug: Plug
+    hook: str
+    is_after: bool
+    most: int  # how many calls raise at most
+    raised: int = 0
+    live: Callable[[], set[str]] = set
+    touched: set[str] = field(default_factory=set)  # requests it knew when it raised
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def install(self, patch: Any) -> None:
+        """Wrap the hook of the child's class; routers look hooks up when they are built."""
+        cls = KVConnectorFactory.get_connector_class(KVTransferConfig(**self.plug.config()))
+        real, faults = getattr(cls, self.hook), self
+
+        def hook(child: Any, *args: Any, **kwargs: Any) -> Any:
+            is_due = faults.is_due(child)
+            if is_due and not faults.is_after:
+                faults.fail()
+            answer = real(child, *args, **kwargs)
+            if is_due:
+                faults.fail()
+            return answer
+
+        hook.__name__ = self.hook
+        patch.setattr(cls, self.hook, hook)
+
+    def is_due(self, child: Any) -> bool:
+        is_ours = child is self.plug.child or child in self.plug.workers.values()
+        is_time = self.raised < self.most and 15 <= self.plug.now <= 80
+        return is_ours and is_time and self._random.random() < 0.6
+
+    def fail(self) -> None:
+        self.raised += 1
+        self.touched |= self.live() | set(re.findall(r"\br\d+\b", " ".join(self.plug.leftovers())))
+        raise InjectedError("the server is gone")
 
 
 def run(name: str, hook: str, when: str, seed: int) -> tuple[Ending, Faults]:
@@ -49,18 +105,14 @@ def run(name: str, hook: str, when: str, seed: int) -> tuple[Ending, Faults]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "GIVE_UP_NS", int(GIVE_UP_S * 1e9))
         patch.setattr(internal_faults, "is_under_pytest", lambda: False)
-        plugs = {each: make(each, seed) for each in names}
-        most = 2 if hook in FEW else 99
-        faults = Faults(plugs[name], NAMES.get((name, hook), hook), after=when == "after", most=most)
-        engine = build(
-            "kvobs",
-            list(plugs.values()),
-            patch,
-            faults,
-            kvobs={"names": names, "isolate": [name]},
-            is_v2=seed % 4 > 1,
-            **{"blocks": 70 if hook in FEW else 30, **SETTINGS.get(name, {})},
+        plugs = [make(each, seed) for each in names]
+        faults = Faults(
+            plugs[names.index(name)], NAMES.get((name, hook), hook), when == "after", 2 if hook in FEW else 99
         )
+        faults.install(patch)
+        options = {"blocks": 70 if hook in FEW else 30, "is_v2": seed % 4 > 1} | SETTINGS.get(name, {})
+        engine = build("kvobs", plugs, patch, kvobs={"names": names, "isolate": [name]}, **options)
+        faults.live = lambda: set(engine.scheduler.requests)
         return live(engine, seed, requests=24, seconds=10 * GIVE_UP_S), faults
 
 
@@ -70,18 +122,16 @@ def test_a_child_that_fails_harms_nothing(name: str, hook: str, when: str) -> No
     seed = STORES.index(name) + HOOKS.index((hook, when))
     ending, faults = run(name, hook, when, seed)
     assert faults.raised, "the hook was never called in time"
-    wrong = [line for line in ending.faults if not explain_isolated(line, name, hook)]
+    half_done = HALF_DONE.get((name, hook))
+    wrong = [line for line in ending.faults if half_done is None or half_done not in line]
     assert [line for line in wrong if not _was_left_by_the_failure(line, name, faults)] == []
     sibling = next(other for other in ending.stored if other != name)
     assert ending.stored[sibling] > 10
 
 
 def _was_left_by_the_failure(line: str, name: str, faults: Faults) -> bool:
-    """Return whether a line is about the child's own books of what was alive when it failed."""
-    if not line.startswith(f"{name} keeps "):
-        return False
-    requests = re.findall(r"\br\d+\b", line)
-    return all(request in faults.touched for request in requests)
+    """Return whether a line is about the child's own books of requests that were alive when it failed."""
+    return line.startswith(f"{name} keeps ") and set(re.findall(r"\br\d+\b", line)) <= faults.touched
 
 
 def test_a_dead_store_that_answers_slowly_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

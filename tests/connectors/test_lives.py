@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.connectors.catalogue import SETTINGS, make
-from tests.connectors.known import explain
-from tests.connectors.lives import Ending, build, live, settle
+from tests.connectors.lives import PLUGS, SETTINGS, Ending, build, live, make, settle
 from tests.connectors.memory import BLOCK
 
-STORES = [
-    *("offloading", "offloading-tiering", "lmcache-mp", "lmcache-v1", "mooncake-store", "mooncake-store-async"),
-    *("simple-cpu", "simple-cpu-lazy", "flexkv", "hf3fs", "example", "decode-bench"),
-]
+KNOWN = {
+    # A request is aborted while one child loads for it, and another one has promised to report its end: both report,
+    # vLLM frees at the first and asserts at the second.
+    "lmcache-mp": (r"died: AssertionError:  \(step", ("stock",)),
+    # On the V1 runner LMCache V1 asserts that a resumed request starts where LMCache or vLLM have it; a sibling's hit
+    # is neither.
+    "lmcache-v1": (r"died: AssertionError: Preempted request \w+ has num_computed_tokens", ("stock", "kvobs")),
+    # FlexKV assigns to finished_recving and finished_sending of the output that its siblings share: what those reported
+    # before it is lost, and their requests wait for ever.
+    "flexkv": (r"(waits for ever|GPU blocks are not free|keeps )", ("stock",)),
+}
+"""By connector: the faults in these lives that are stock vLLM's or the connector's, and with which routers."""
+
+
+def is_known(line: str, names: list[str], router: str) -> bool:
+    return any(
+        router in routers and re.search(pattern, line)
+        for plug, (pattern, routers) in KNOWN.items()
+        if any(name.startswith(plug) for name in names)
+    )
 
 
 def lives_of(names: list[str], router: str, seed: int, *, is_v2: bool) -> Ending:
-    """Live one life."""
     settings = {key: value for name in names for key, value in SETTINGS.get(name.partition("+")[0], {}).items()}
     with pytest.MonkeyPatch.context() as patch:
         plugs = [make(name, seed) for name in names]
@@ -24,22 +39,22 @@ def lives_of(names: list[str], router: str, seed: int, *, is_v2: bool) -> Ending
         return live(engine, seed, requests=24)
 
 
-def pairs() -> list[list[str]]:
-    found = []
-    for name in STORES:
-        sibling = "simple-cpu+sibling" if name == "offloading" else "offloading+sibling"
-        found += [[name], [name, sibling], [sibling, name]]
-    return found
+PAIRS = [
+    names
+    for name in PLUGS
+    for sibling in ["simple-cpu+sibling" if name == "offloading" else "offloading+sibling"]
+    for names in ([name], [name, sibling], [sibling, name])
+]
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-@pytest.mark.parametrize("names", pairs(), ids="-then-".join)
+@pytest.mark.parametrize("names", PAIRS, ids="-then-".join)
 def test_a_life_is_right_with_kvobs_wherever_it_is_with_stock(names: list[str], is_v2: bool) -> None:
     seed = 1 + is_v2
     stock = lives_of(names, "stock", seed, is_v2=is_v2)
     ours = lives_of(names, "kvobs", seed, is_v2=is_v2)
-    assert [line for line in stock.faults if not explain(line, names, with_kvobs=False)] == []
-    assert [line for line in ours.faults if not explain(line, names, with_kvobs=True)] == []
+    assert [line for line in stock.faults if not is_known(line, names, "stock")] == []
+    assert [line for line in ours.faults if not is_known(line, names, "kvobs")] == []
     assert stock.died or sum(stock.stored.values()) > 10 or names == ["decode-bench"]
 
 
@@ -80,11 +95,8 @@ def test_vllms_own_router_is_a_child_as_any_other(router: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plugs = [make("simple-cpu", 1), make("offloading", 1), make("offloading+sibling", 1)]
         inner = [plug.config() for plug in plugs[:2]]
-        nested = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": inner},
-        }
+        extra = {"kv_connector_extra_config": {"connectors": inner}}
+        nested = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **extra}
         engine = build(router, plugs, patch, blocks=20, connectors=[nested, plugs[2].config()])
         ending = live(engine, 1)
     assert ending.faults == []

@@ -14,20 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.contract
 def test_lives_are_right_with_the_newest_vllm() -> None:
     folder = prepare(["0.33.0"])["0.33.0"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "tests/connectors/test_lives.py",
-        "tests/connectors/test_handoffs.py",
-        "tests/connectors/test_hisparse.py",
-        "tests/connectors/test_moriio.py",
-        "tests/connectors/test_hidden_states.py",
-    ]
-    env = environment(folder, ROOT) | {"VLLM_TARGET_DEVICE": "cpu"}
+    names = ("lives", "handoffs", "hisparse", "moriio", "hidden_states")
+    files = [f"tests/connectors/test_{name}.py" for name in names]
     only = ["-k", "v2 and then or handed or own_router or hisparse or moriio or hidden"]
-    done = subprocess.run(
-        [*command, *only], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-q", *files, *only]
+    env = environment(folder, ROOT) | {"VLLM_TARGET_DEVICE": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

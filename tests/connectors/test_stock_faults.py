@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connectors.catalogue import make
-from tests.connectors.lives import Ending, build, live
+from tests.connectors.lives import Ending, build, live, make
 from tests.connectors.offloading import Offloading
 
 ROUTERS = pytest.mark.parametrize("router", ["stock", "kvobs"])

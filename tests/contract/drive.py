@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -32,16 +32,9 @@ METRICS: Any = ({each: each for each in (Counter, Gauge, Histogram)}, [*VLLM_LAB
 TOKENS = 64  # that are loaded
 
 
-class Call(NamedTuple):
-    """One call of a hook of one child."""
-
-    hook: str
-    args: tuple[Any, ...]
-
-
 def _noting(name: str) -> Callable[..., Any]:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.recorded.append(Call(name, (*args, *kwargs.values())))
+        self.recorded.append((name, (*args, *kwargs.values())))
         return getattr(ScriptedConnector, name)(self, *args, **kwargs)
 
     return hook
@@ -51,10 +44,10 @@ _HOOKS: Any = {name: _noting(name) for name, member in public_members().items() 
 
 
 class Recording(ScriptedConnector):
-    """Notes each hook call in ``recorded``, whatever hooks the vLLM at hand has."""
+    """Notes each call of a hook and its arguments in ``recorded``, whatever hooks the vLLM at hand has."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        self.recorded: list[Call] = []
+        self.recorded: list[tuple[str, tuple[Any, ...]]] = []
         super().__init__(vllm_config, role, kv_cache_config)
 
     vars().update(_HOOKS)
@@ -81,9 +74,9 @@ class Engine(Rig):
         answer = plain(*args, **kwargs)
         if inspect.isgenerator(answer):
             answer = list(answer)
-        recorded = [[call.hook for call in child.recorded] for child in children]
+        recorded = [[hook for hook, _ in child.recorded] for child in children]
         self.calls.append({"hook": name, "answer": _plain(answer), "recorded": recorded})
-        self.arguments[name] = [call.args for child in children for call in child.recorded if call.hook == name]
+        self.arguments[name] = [given for child in children for hook, given in child.recorded if hook == name]
         return answer
 
 

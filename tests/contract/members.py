@@ -8,10 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 def public_members() -> dict[str, Any]:
     """Return the public members of vLLM's connector classes, each as it stands in its class body."""
-    found: dict[str, Any] = {}
-    for cls in (KVConnectorBase_V1, SupportsHMA):
-        found |= {name: member for name, member in vars(cls).items() if not name.startswith("_")}
-    return found
+    members = vars(KVConnectorBase_V1) | vars(SupportsHMA)
+    return {name: member for name, member in members.items() if not name.startswith("_")}
 
 
 def hooks() -> dict[str, Any]:

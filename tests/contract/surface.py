@@ -41,12 +41,13 @@ def compared() -> dict[str, Any]:
     return {
         "not subclasses": [name for name, ours in OURS.items() if not issubclass(ours, getattr(stock, name))],
         "members": {
-            "MultiConnector": _compared(stock.MultiConnector, kvobs.MultiConnector),
-            "MultiKVConnectorPromMetrics": _compared(
-                stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics
-            ),
-            "KVOutputAggregator": _compared(utils.KVOutputAggregator, aggregator.KVOutputAggregator),
-            "TransferTopology": _compared(utils.TransferTopology, topology.TransferTopology),
+            ours.__name__: _compared(theirs, ours)
+            for theirs, ours in (
+                (stock.MultiConnector, kvobs.MultiConnector),
+                (stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics),
+                (utils.KVOutputAggregator, aggregator.KVOutputAggregator),
+                (utils.TransferTopology, topology.TransferTopology),
+            )
         },
         "children": _report(_children()),
         "topology": _report(_topologies()),
@@ -92,23 +93,10 @@ NoHma: Any = type("NoHma", (KVConnectorBase_V1,), _NEEDED)
 Plain: Any = type("Plain", (NoHma, SupportsHMA), {"request_finished_all_groups": lambda *_: (False, None)})
 """The same with support for it."""
 
-
-class Divergent(Plain):
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return True
-
-
-class CrossLayer(Plain):
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return True
-
-
-class BestEffort(Plain):
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
+Divergent: Any = type("Divergent", (Plain,), {"supports_divergent_local_hybrid_hits": property(lambda _: True)})
+CrossLayer: Any = type("CrossLayer", (Plain,), {"prefer_cross_layer_blocks": property(lambda _: True)})
+BestEffort: Any = type("BestEffort", (Plain,), {"requires_kv_delivery": property(lambda _: False)})
+Hnd: Any = type("Hnd", (Plain,), {"get_required_kvcache_layout": classmethod(lambda *_: "HND")})
 
 
 class Piecewise(Plain):
@@ -121,12 +109,6 @@ class Sleeper(Plain):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return kv_transfer_config.kv_role == "kv_both" and kv_transfer_config.engine_id is not None
-
-
-class Hnd(Plain):
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "HND"
 
 
 class Nhd(Plain):
@@ -155,13 +137,8 @@ def _children() -> Iterator[tuple[str, Answers, Answers]]:
 
 def _of_router(module: str, connectors: list[dict[str, Any]]) -> Answers:
     """Ask one router's class and its instances of both roles everything that vLLM asks about what children can do."""
-    transfer = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_connector_module_path=module,
-        kv_role="kv_both",
-        engine_id="engine",
-        kv_connector_extra_config={"connectors": connectors},
-    )
+    router = {"kv_connector": "MultiConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+    transfer = KVTransferConfig(**router, engine_id="engine", kv_connector_extra_config={"connectors": connectors})
     config = engine_config(transfer)
     cls = KVConnectorFactory.get_connector_class(transfer)
     answers: Answers = {
@@ -229,24 +206,10 @@ class _Backend:
 def _of_topology(cls: Any, rank: int, sizes: Sizes) -> Answers:
     tp, remote_tp, heads, dcp, remote_dcp, is_mla = sizes
     shared = {"dcp_size": dcp} if dcp > 1 else {}
-    made = cls(
-        tp_rank=rank,
-        tp_size=tp,
-        block_size=32,
-        engine_id="local",
-        is_mla=is_mla,
-        is_mamba=False,
-        total_num_kv_heads=heads,
-        attn_backends=[_Backend],
-        **shared,
-    )
-    far = SimpleNamespace(
-        remote_tp_size=remote_tp,
-        remote_pp_rank=1,
-        remote_block_len=64,
-        remote_block_size=16,
-        remote_dcp_size=remote_dcp,
-    )
+    fixed = {"block_size": 32, "engine_id": "local", "is_mamba": False, "attn_backends": [_Backend]}
+    made = cls(tp_rank=rank, tp_size=tp, is_mla=is_mla, total_num_kv_heads=heads, **fixed, **shared)
+    remote = {"remote_pp_rank": 1, "remote_block_len": 64, "remote_block_size": 16}
+    far = SimpleNamespace(remote_tp_size=remote_tp, remote_dcp_size=remote_dcp, **remote)
     with_dcp = (remote_tp, remote_dcp) if hasattr(made, "dcp_rank") else (remote_tp,)
     calls: dict[str, Callable[[], Any]] = {
         "register_remote_engine": lambda: made.register_remote_engine("far", far) is far,

@@ -23,7 +23,6 @@ from . import hosts
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 
-PROBE_TIMEOUT_S = 300
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
@@ -50,20 +49,12 @@ Report = dict[str, Any]
 
 def probe(version: str, *arguments: str) -> Report:
     """Run the probe under ``version``, fetching it first where it is not there."""
-    folder = hosts.prepare([version])[version]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.probe", *arguments],
-        cwd=REPOSITORY,
-        env=hosts.environment(folder, REPOSITORY),
-        capture_output=True,
-        text=True,
-        timeout=PROBE_TIMEOUT_S,
-        check=False,
-    )
+    env = hosts.environment(hosts.prepare([version])[version], REPOSITORY)
+    command = [sys.executable, "-m", "tests.contract.probe", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
         raise AssertionError(f"the probe failed under vLLM {version}:\n{done.stderr[-4000:]}")
-    report: Report = json.loads(done.stdout)
-    return report
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +69,9 @@ def probes() -> Iterator[dict[str, Future[Report]]]:
 @pytest.fixture(params=hosts.VERSIONS)
 def report(request: pytest.FixtureRequest, probes: dict[str, Future[Report]]) -> Report:
     """What one version's probe found."""
-    return probes[request.param].result()
+    found = probes[request.param].result()
+    assert found["vllm"] == request.param
+    return found
 
 
 @pytest.fixture
@@ -89,19 +82,13 @@ def routed(report: Report) -> Report:
 
 @pytest.fixture
 def surface(report: Report) -> Report:
-    """Where kvobs's classes differ from those of this version."""
     return part(report, "surface")
 
 
 def part(report: Report, name: str) -> Report:
     """Return a part of a report; a part that raised is a failure."""
-    found: Report = report[name]
-    assert "error" not in found, found["error"]
-    return found
-
-
-def test_the_probe_ran_under_the_version_it_was_asked_for(report: Report, request: pytest.FixtureRequest) -> None:
-    assert report["vllm"] == request.node.callspec.params["report"]
+    assert "error" not in report[name], report[name]["error"]
+    return report[name]
 
 
 def test_every_public_hook_is_in_the_table_or_listed_as_inherited(report: Report) -> None:
@@ -118,15 +105,10 @@ def test_the_table_knows_properties_and_what_is_asked_of_the_class(report: Repor
 
 
 def test_every_row_of_the_table_exists_in_some_version(probes: dict[str, Future[Report]]) -> None:
-    somewhere: set[str] = set()
-    for version in hosts.VERSIONS:
-        somewhere |= set(probes[version].result()["hooks"])
+    somewhere = set().union(*(probes[version].result()["hooks"] for version in hosts.VERSIONS))
     assert set(HOOKS) | set(INHERITED) <= somewhere
-
-
-def test_every_inherited_hook_has_a_reason_and_no_row() -> None:
-    assert all(reason.strip() for reason in INHERITED.values())
     assert not set(INHERITED) & set(HOOKS)
+    assert all(reason.strip() for reason in INHERITED.values())
 
 
 def test_every_hook_takes_the_arguments_that_the_host_passes(report: Report, routed: Report) -> None:
@@ -137,30 +119,21 @@ def test_every_hook_takes_the_arguments_that_the_host_passes(report: Report, rou
         positional = [each for each, kind, _ in passed if kind == "POSITIONAL_OR_KEYWORD"]
         required = [each for each, kind, has_default in passed if kind == "POSITIONAL_OR_KEYWORD" and not has_default]
         extra = {"extra": None} if any(kind == "VAR_KEYWORD" for _, kind, _ in passed) else {}
-        for side in sides_of(name):
-            ours = signature(routed["seen"]["signatures"][side][name])
+        side = HOOKS[name].side
+        for role in [side.value] if side in (Side.SCHEDULER, Side.WORKER) else ["scheduler", "worker"]:
+            ours = signature(routed["seen"]["signatures"][role][name])
             try:
                 ours.bind(*positional, **extra)
                 ours.bind(*required)
                 ours.bind(**dict.fromkeys(positional), **extra)
             except TypeError as error:
-                pytest.fail(f"{name} on the {side} takes {ours}, vLLM {report['vllm']} passes {positional}: {error}")
-
-
-def sides_of(name: str) -> list[str]:
-    """Return in which roles vLLM calls a hook."""
-    side = HOOKS[name].side
-    return [side.value] if side in (Side.SCHEDULER, Side.WORKER) else ["scheduler", "worker"]
+                pytest.fail(f"{name} on the {role} takes {ours}, vLLM {report['vllm']} passes {positional}: {error}")
 
 
 def signature(parameters: list[list[Any]]) -> inspect.Signature:
     """Make a signature again of what the probe wrote down."""
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, getattr(inspect.Parameter, kind), **({"default": None} if has_default else {}))
-            for name, kind, has_default in parameters
-        ]
-    )
+    defaults, kind = {True: None, False: inspect.Parameter.empty}, inspect._ParameterKind
+    return inspect.Signature([inspect.Parameter(n, kind[k], default=defaults[d]) for n, k, d in parameters])
 
 
 def test_every_hook_reaches_both_children(report: Report, routed: Report) -> None:
@@ -218,24 +191,19 @@ def test_two_example_connectors_build_and_run_in_both_roles(report: Report) -> N
     assert answers["reset_cache"] is True
 
 
-def test_every_class_is_a_subclass_of_vllms(surface: Report) -> None:
+def test_the_classes_are_subclasses_of_vllms_and_have_the_same_public_members(surface: Report) -> None:
     assert surface["not subclasses"] == []
-
-
-def test_the_classes_have_the_same_public_members(surface: Report) -> None:
     for name, found in surface["members"].items():
         assert found["missing"] == [], name
         assert set(found["more"]) <= MORE.get(name, set()), name
 
 
-def test_children_of_every_kind_give_the_same_answers_through_both_routers(surface: Report) -> None:
-    assert surface["children"]["compared"] > 1000
-    assert surface["children"]["differ"] == []
-
-
-def test_topologies_give_the_same_answers(surface: Report) -> None:
-    assert surface["topology"]["compared"] > 5000
-    assert surface["topology"]["differ"] == []
+@pytest.mark.parametrize(("what", "least"), [("children", 1000), ("topology", 5000)])
+def test_children_of_every_kind_through_both_routers_and_topologies_give_the_same_answers(
+    what: str, least: int, surface: Report
+) -> None:
+    assert surface[what]["compared"] > least
+    assert surface[what]["differ"] == []
 
 
 def test_vllms_aggregator_has_nothing_that_kvobss_would_inherit(surface: Report) -> None:
@@ -248,13 +216,11 @@ def test_the_testing_pages_example_and_a_load_on_two_ranks_run(report: Report) -
     assert part(report, "testing") == {"passed": TESTS, "statuses": statuses}
 
 
-class TestAHookOfTomorrow:
-    """A newer vLLM has a hook more, which its own MultiConnector broadcasts."""
-
-    def test_it_reaches_the_children_through_the_inherited_routing(self, probes: dict[str, Future[Report]]) -> None:
-        found = probes["tomorrow"].result()
-        assert found["inherited"]
-        assert found["recorded"] == [[["hello"]], [["hello"]]]
-
-    def test_it_is_named_once_in_the_log(self, probes: dict[str, Future[Report]]) -> None:
-        assert len(probes["tomorrow"].result()["logged"]) == 1
+def test_a_hook_of_tomorrow_reaches_the_children_and_is_named_once_in_the_log(
+    probes: dict[str, Future[Report]],
+) -> None:
+    """A newer vLLM has a hook more, which its own MultiConnector broadcasts: the routing of it is inherited."""
+    found = probes["tomorrow"].result()
+    assert found["inherited"]
+    assert found["recorded"] == [[["hello"]], [["hello"]]]
+    assert len(found["logged"]) == 1

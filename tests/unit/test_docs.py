@@ -21,8 +21,7 @@ from docs.pages import FOLDER, ROOT, fill, pages, part, parts, table, write
 from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.schema.signals import SIGNALS
-from tests.connectors.packages import PACKAGES
-from tests.connectors.table import CI, RUN_WITH
+from tests.connectors.packages import version
 from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, paragraphs
 
 LONGEST_README = 200  # lines: read in three minutes
@@ -39,11 +38,12 @@ def test_every_table_is_in_a_page() -> None:
     assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
 
 
-def test_a_third_party_connector_that_is_run_each_time_has_its_tests() -> None:
-    each_time = {row.connector.lower() for row in RUN_WITH if row.when == CI}
-    assert each_time
-    assert each_time <= PACKAGES.keys()
-    assert all((ROOT / f"tests/connectors/servers/test_{name}.py").exists() for name in each_time)
+def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_tests() -> None:
+    page = TEXTS["docs/compatibility.md"]
+    each_time = re.findall(r"^\| (\w+) \| ([0-9.]+) \| each `make test-connectors` \|", page, re.MULTILINE)
+    assert {name: version(name.lower()) for name, _ in each_time} == dict(each_time) != {}
+    assert all((ROOT / f"tests/connectors/servers/test_{name.lower()}.py").exists() for name, _ in each_time)
+    assert set(re.findall(r"\(lmcache ([0-9.]+)\)", page)) == {version("lmcache")}
 
 
 def test_the_page_of_dashboards_counts_right() -> None:

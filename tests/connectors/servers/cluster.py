@@ -39,19 +39,15 @@ STARTED = "Ray runtime started."
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up."""
-
     folder: Path
     address: str
     env: Mapping[str, str]
     """For a server that is to run its ranks here, beside what the cluster's own processes have."""
 
     def processes(self) -> dict[int, str]:
-        """Return the names of its processes that still run."""
         return _marked(self.folder)
 
     def workers(self) -> list[int]:
-        """Return the processes of the ranks."""
         return sorted(pid for pid, name in self.processes().items() if name.startswith("ray::") and "Worker" in name)
 
 
@@ -80,6 +76,7 @@ def cluster(**env: str) -> Iterator[Cluster]:
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", NODE,
         "--port", str(port), "--num-cpus", "4", "--resources", RESOURCES, "--include-dashboard", "false",
         "--disable-usage-stats", "--temp-dir", str(folder), "--object-store-memory", str(OBJECTS),
+        "--min-worker-port", "0", "--max-worker-port", "0",  # any free ones: Ray's own range has the claimed port in it
     ]  # fmt: skip
     with (folder / "start.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)

@@ -29,12 +29,10 @@ class FlakyMooncakeStore(MooncakeStoreConnector):
     """MooncakeStoreConnector whose next lookup raises, once, when the file of its option ``fail_once`` is there."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        """Take the file's name from the options."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._fail_once = Path(vllm_config.kv_transfer_config.get_from_extra_config("fail_once", os.devnull))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Raise what a client raises whose connection was reset."""
         if self._fail_once.is_file():
             self._fail_once.rename(self._fail_once.with_suffix(f".{time.monotonic_ns()}"))
             raise ConnectionError("connection reset by peer")

@@ -14,15 +14,8 @@ from typing import Any
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server, ServerError
 from tests.connectors.packages import importing
-from tests.connectors.servers.stores import (
-    Store,
-    lmcache_child,
-    lmcache_server,
-    mooncake_master,
-    mooncake_store_child,
-    mooncake_store_env,
-    running,
-)
+from tests.connectors.servers import stores
+from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.traffic import SMALL_CACHE
 from tests.engine.serving import SPAWNING, eventually, importing_tests, serve, total
 
@@ -34,10 +27,9 @@ LEFT_OUT = re.compile(rf"connector '{STORE}' failed .* for ([0-9.]+) s \(kvobs_q
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of store: which packages it needs, its server, and its connector."""
+    """A kind of store: its server, and its connector, which are in the packages of that name."""
 
     name: str
-    packages: tuple[str, ...]
     server: Callable[[Path], Store]
     child: Callable[..., dict[str, Any]]
     env: Callable[[Store, Path], dict[str, str]]
@@ -49,9 +41,9 @@ class Kind:
 
 
 LMCACHE = Kind(
-    "lmcache", ("lmcache",), lmcache_server, lmcache_child, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
+    "lmcache", stores.lmcache_server, stores.lmcache_child, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
 )
-MOONCAKE = Kind("mooncake", ("mooncake",), mooncake_master, mooncake_store_child, mooncake_store_env, after_s=40)
+MOONCAKE = Kind("mooncake", stores.mooncake_master, stores.mooncake_store_child, stores.mooncake_store_env, after_s=40)
 
 
 @dataclass(frozen=True)
@@ -64,29 +56,23 @@ class Served:
     is_isolated: bool
 
     def total(self, metric: str, **labels: str) -> float:
-        """Return what the connector of the store has counted."""
         return total(self.server, metric, connector=STORE, **labels)
 
     def backoffs(self) -> list[float]:
         """Return for how many seconds it was left out, each time, as the log says."""
         return [float(seconds) for seconds in LEFT_OUT.findall(self.server.log.read_text(errors="replace"))]
 
-    def slow_calls(self) -> dict[str, float]:
-        """Return how many calls into it were slow, by hook."""
-        slow = [s for s in self.server.metrics() if s.name == "kvobs_slow_calls_total" and s.value]
-        return {s.labels["hook"]: s.value for s in slow if s.labels["connector"] == STORE}
-
     @property
     def loads(self) -> float:
-        """Return how many loads from the store have succeeded."""
         return self.total("kvobs_loads_total", outcome="ok")
 
 
 @contextmanager
 def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child: Any) -> Iterator[Served]:
-    """Run both, with these options of the store's connector, isolated or not."""
-    store = kind.server(folder)
-    with running(store), serving(model, folder, store, kind, is_isolated=is_isolated, **child) as engine:
+    with (
+        running(kind.server(folder)) as store,
+        serving(model, folder, store, kind, is_isolated=is_isolated, **child) as engine,
+    ):
         yield engine
 
 
@@ -99,7 +85,7 @@ def serving(
     config["kv_load_failure_policy"] = "recompute"
     if is_isolated:
         config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
-    env = kind.env(store, folder) | with_packages(*kind.packages)
+    env = kind.env(store, folder) | with_packages(kind.name)
     with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=kind.launch) as server:
         yield Served(kind, store, server, is_isolated)
 

@@ -69,7 +69,6 @@ class Store:
         return all(listens(port) for port in (self.port, self.http_port))
 
     def kill(self) -> None:
-        """Kill it, and all processes that it started."""
         assert self.process is not None
         kill_group(self.process.pid)
         self.process.wait()
@@ -85,19 +84,16 @@ class Store:
             os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGCONT)
             end_group(self.process, grace=5)
 
     def metric(self, name: str) -> float:
-        """Return the sum of a metric's samples, of its own /metrics."""
         with urllib.request.urlopen(f"http://{HOST}:{self.http_port}/metrics", timeout=10) as answer:
             return sum(s.value for s in parse_metrics(answer.read().decode()) if s.name == name)
 
     def tail(self) -> str:
-        """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
 
@@ -141,13 +137,8 @@ def lmcache_server(folder: Path) -> Store:
 
 def lmcache_child(store: Store, **extra: Any) -> dict[str, Any]:
     """Return LMCache MP as a child that talks to this server."""
-    options = {
-        "host": f"tcp://{HOST}",
-        "port": store.port,
-        "heartbeat_interval": HEARTBEAT_S,
-        "mq_timeout": MQ_TIMEOUT_S,
-        **extra,
-    }
+    options = {"host": f"tcp://{HOST}", "port": store.port, "heartbeat_interval": HEARTBEAT_S, **extra}
+    options.setdefault("mq_timeout", MQ_TIMEOUT_S)
     return child("LMCacheMPConnector", **{f"lmcache.mp.{name}": value for name, value in options.items()})
 
 
@@ -158,9 +149,7 @@ def mooncake_master(folder: Path) -> Store:
     """Return Mooncake's master, which knows the keys; the engines' workers hold the bytes."""
     port, http_port = claim_port(0), claim_port(0)
     (place,) = importing("mooncake")
-    options = {
-        "rpc_port": port, "metrics_port": http_port, "client_ttl": CLIENT_TTL_S, "logtostderr": "true",
-    }  # fmt: skip
+    options = {"rpc_port": port, "metrics_port": http_port, "client_ttl": CLIENT_TTL_S, "logtostderr": "true"}
     command = [sys.executable, "-m", "mooncake.cli", *(f"--{name}={value}" for name, value in options.items())]
     return Store("mooncake_master", command, folder / "mooncake.log", port, http_port, {"PYTHONPATH": place})
 

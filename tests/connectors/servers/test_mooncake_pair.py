@@ -12,21 +12,20 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvobs.demo.model import NAME
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, claim_port, cores
+from tests.connectors.servers import traffic
 from tests.connectors.servers.served import START_S, blocks_are_free, is_idle, with_packages
 from tests.connectors.servers.stores import mooncake_child
-from tests.connectors.servers.traffic import ABORTS, CLIENTS, PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers, order
+from tests.connectors.servers.traffic import PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers
 from tests.engine.serving import eventually, serve, total
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
@@ -40,8 +39,6 @@ BLOCKS = {"kv_producer": "512", "kv_consumer": "128"}
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine, up."""
-
     prefill: Server
     decode: Server
     address: str
@@ -51,26 +48,15 @@ class Pair:
 
 @contextmanager
 def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterator[Server]:
-    """Run an engine of this role, on a core of its own."""
-    config = multi_connector(
-        {**mooncake_child("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}, host_memory(),
-        names=[P2P, "host"],
-    )  # fmt: skip
+    end = {**mooncake_child("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
+    config = multi_connector(end, host_memory(), names=[P2P, "host"])
     env = with_packages("mooncake") | {
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP_S),
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
-    with serve(
-        model,
-        folder,
-        config,
-        *SMALL_CACHE,
-        "--num-gpu-blocks-override",
-        BLOCKS[role],
-        env=env,
-        timeout=START_S,
-    ) as server:
+    args = (*SMALL_CACHE, "--num-gpu-blocks-override", BLOCKS[role])
+    with serve(model, folder, config, *args, env=env, timeout=START_S) as server:
         yield server
 
 
@@ -97,10 +83,8 @@ def hand_over(pair: Pair, prompt: str, *, at_once: bool, leave_after: float | No
     headers = {"X-Request-Id": name}
     params: dict[str, Any] = {"transfer_id": f"xfer-{name}"}
     there = params | {"do_remote_decode": True, "do_remote_prefill": False}
-    here = params | {
-        "do_remote_decode": False, "do_remote_prefill": True,
-        "remote_bootstrap_addr": pair.address, "remote_engine_id": pair.engine_id,
-    }  # fmt: skip
+    here = params | {"do_remote_decode": False, "do_remote_prefill": True}
+    here |= {"remote_bootstrap_addr": pair.address, "remote_engine_id": pair.engine_id}
 
     def prefill() -> None:
         pair.prefill.complete(prompt, 1, headers=headers, kv_transfer_params=there)
@@ -108,7 +92,7 @@ def hand_over(pair: Pair, prompt: str, *, at_once: bool, leave_after: float | No
     def decode() -> tuple[int, ...] | None:
         if leave_after is None:
             return pair.decode.complete(prompt, TOKENS, headers=headers, kv_transfer_params=here).tokens
-        leave(pair.decode, prompt, here, leave_after)
+        traffic.leave(pair.decode, prompt, leave_after, kv_transfer_params=here)
         return None
 
     if not at_once:
@@ -121,23 +105,10 @@ def hand_over(pair: Pair, prompt: str, *, at_once: bool, leave_after: float | No
         return tokens
 
 
-def leave(server: Server, prompt: str, params: dict[str, Any], seconds: float) -> None:
-    """Ask for a long answer, and close the connection."""
-    connection = HTTPConnection(HOST, server.port, timeout=30)
-    asked = {"model": NAME, "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    with suppress(OSError, HTTPException):
-        connection.request(
-            "POST", "/v1/completions", json.dumps(asked | {"kv_transfer_params": params}),
-            {"content-type": "application/json"},
-        )  # fmt: skip
-        time.sleep(seconds)
-    connection.close()
-
-
 def test_200_requests_and_aborts(pair: Pair, expected: Answers) -> None:
     rng = random.Random(15)
-    asked: list[tuple[str, float | None]] = [(text, None) for text in order(REQUESTS, "pair")]
-    asked += [(rng.choice(PROMPTS), rng.choice([0, 0.01, 0.05, 0.2])) for _ in range(ABORTS)]
+    asked: list[tuple[str, float | None]] = [(text, None) for text in traffic.order(REQUESTS, "pair")]
+    asked += [(rng.choice(PROMPTS), rng.choice([0, 0.01, 0.05, 0.2])) for _ in range(traffic.ABORTS)]
     rng.shuffle(asked)
 
     def one(item: tuple[int, tuple[str, float | None]]) -> str | None:
@@ -149,7 +120,7 @@ def test_200_requests_and_aborts(pair: Pair, expected: Answers) -> None:
         return None if leave_after is not None or tokens == expected[text] else f"{text[:30]!r}: {tokens}"
 
     begin = time.monotonic()
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with ThreadPoolExecutor(traffic.CLIENTS) as pool:
         wrong = [line for line in pool.map(one, enumerate(asked)) if line]
     loads = total(pair.decode, "kvobs_loads_total", connector=P2P, outcome="ok")
     print(f"\n{len(asked)} requests in {time.monotonic() - begin:.1f} s, {loads:.0f} loads")

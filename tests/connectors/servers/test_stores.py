@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.demo.server import Server
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import (
     LMCACHE,
     MOONCAKE,
-    Kind,
     Served,
     blocks_are_free,
     is_idle,
@@ -39,11 +37,10 @@ UNNOTICED_S = 60.0
 
 @pytest.fixture(
     scope="module",
-    params=[(LMCACHE, False), (LMCACHE, True), (MOONCAKE, False), (MOONCAKE, True)],
+    params=[(kind, is_isolated) for kind in (LMCACHE, MOONCAKE) for is_isolated in (False, True)],
     ids=["lmcache", "lmcache-isolated", "mooncake", "mooncake-isolated"],
 )
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    kind: Kind
     kind, is_isolated = request.param
     with served(model, tmp_path_factory.mktemp(kind.name), kind, is_isolated=is_isolated) as engine:
         yield engine
@@ -85,7 +82,7 @@ def test_the_server_is_killed_and_started_again(engine: Served, expected: Answer
     print(
         f"\n{len(before)} answers before, p95 {traffic.p95(before):.3f} s; {len(after)} with the server dead, "
         f"p95 {traffic.p95(after) if after else float('nan'):.3f} s; left out for {engine.backoffs()} s; "
-        f"it loaded again after {back} s; slow calls: {engine.slow_calls()}"
+        f"it loaded again after {back} s"
     )
     assert traffic.wrong(load.asked, expected) == []
     assert back is not None, "it never loaded again"
@@ -96,7 +93,6 @@ def test_the_server_is_killed_and_started_again(engine: Served, expected: Answer
 
 
 def test_the_server_is_alive_to_the_end(engine: Served, expected: Answers) -> None:
-    server: Server = engine.server
-    server.check_alive()
-    assert traffic.wrong(traffic.ask_all(server, traffic.PROMPTS), expected) == []
+    engine.server.check_alive()
+    assert traffic.wrong(traffic.ask_all(engine.server, traffic.PROMPTS), expected) == []
     assert engine.total("kvobs_internal_errors_total") == 0

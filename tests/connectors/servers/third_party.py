@@ -61,10 +61,6 @@ class Run:
         """Ask four at a time, with more than vLLM's own cache holds, and hang up on some."""
         self.answers += traffic.ask_and_abort(self.server, REQUESTS, ABORTS, prompts=KNOWN)
 
-    def ask_all(self, prompts: Sequence[str]) -> None:
-        """Ask for each of these once."""
-        self.answers += traffic.ask_all(self.server, prompts)
-
     def look_at_the_end(self) -> None:
         """Note what is left over, and what went wrong."""
         self.is_over = eventually(lambda: blocks_are_free(self.server) and not total(self.server, "kvobs_in_flight"))
@@ -86,7 +82,6 @@ class Run:
 
 @contextmanager
 def running_in(router: str, package: str, connector: dict[str, Any], model: Path, folder: Path) -> Iterator[Run]:
-    """Run an engine with this connector inside the ``with`` block."""
     pair, names = [connector, host_memory()], [STORE, "host"]
     if router.endswith("second"):
         pair, names = pair[::-1], names[::-1]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
+from typing import Any
 
 from kvobs.demo.model import NAME
 from kvobs.demo.server import HOST, Server, ServerError
@@ -52,7 +55,6 @@ class Asked:
 
     @property
     def seconds(self) -> float:
-        """How long the answer took."""
         return self.end - self.begin
 
 
@@ -67,48 +69,36 @@ def order(requests: int, seed: object, prompts: Sequence[str] = PROMPTS) -> list
 
 def ask(server: Server, text: str) -> Asked:
     """Ask once; an error is part of the answer."""
-    begin = time.monotonic()
+    begin, tokens, problem = time.monotonic(), tuple[int, ...](), ""
     try:
-        return Asked(text, begin, *_answered(server, text))
+        tokens = server.complete(text, TOKENS).tokens
     except ServerError as error:
-        return Asked(text, begin, time.monotonic(), (), str(error))
-
-
-def _answered(server: Server, text: str) -> tuple[float, tuple[int, ...]]:
-    tokens = server.complete(text, TOKENS).tokens
-    return time.monotonic(), tokens
+        problem = str(error)
+    return Asked(text, begin, time.monotonic(), tokens, problem)
 
 
 def ask_all(server: Server, prompts: Sequence[str]) -> list[Asked]:
-    """Ask for each of these, four at a time."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(lambda text: ask(server, text), prompts))
 
 
 def ask_and_abort(
-    server: Server,
-    requests: int = REQUESTS,
-    aborts: int = ABORTS,
-    seed: object = 0,
-    prompts: Sequence[str] = PROMPTS,
+    server: Server, requests: int = REQUESTS, aborts: int = ABORTS, seed: object = 0, prompts: Sequence[str] = PROMPTS
 ) -> list[Asked]:
     """Ask so many requests while others are hung up on, before or after their first token."""
     rng = random.Random(repr(("aborts", seed)))
-    asked = [(text, None) for text in order(requests, seed, prompts)]
-    hung_up = [(rng.choice(prompts), rng.choice([0, 0.005, 0.02, 0.08, 0.3])) for _ in range(aborts)]
-    mixed = [*asked, *hung_up]
+    mixed: list[Callable[[], Asked | None]] = [partial(ask, server, text) for text in order(requests, seed, prompts)]
+    delays = [0, 0.005, 0.02, 0.08, 0.3]
+    mixed += [partial(leave, server, rng.choice(prompts), rng.choice(delays)) for _ in range(aborts)]
     rng.shuffle(mixed)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = pool.map(
-            lambda item: ask(server, item[0]) if item[1] is None else leave(server, item[0], item[1]), mixed
-        )
-        return [answer for answer in answers if answer is not None]
+        return [answer for answer in pool.map(lambda send: send(), mixed) if answer is not None]
 
 
-def leave(server: Server, text: str, after_s: float) -> None:
+def leave(server: Server, text: str, after_s: float, **more: Any) -> None:
     """Ask for a long answer, and close the connection so many seconds later."""
     connection = HTTPConnection(HOST, server.port, timeout=30)
-    asked = {"model": NAME, "prompt": text, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    asked = {"model": NAME, "prompt": text, "max_tokens": 400, "temperature": 0, "ignore_eos": True, **more}
     with suppress(OSError, HTTPException):
         connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
         time.sleep(after_s)
@@ -124,26 +114,15 @@ class Load:
     over: threading.Event = field(default_factory=threading.Event)
 
     def client(self, number: int) -> None:
-        """Ask one request after the other."""
-        for text in _endless(number):
-            if self.over.is_set():
-                return
-            self.asked.append(ask(self.server, text))
+        for turn in itertools.count():
+            for text in order(DOCUMENTS, (number, turn)):
+                if self.over.is_set():
+                    return
+                self.asked.append(ask(self.server, text))
 
     def between(self, begin: float, end: float) -> list[Asked]:
         """Return the requests that were answered between these times, and those that began then and were not."""
         return [one for one in list(self.asked) if begin <= one.end <= end]
-
-    def errors(self) -> list[str]:
-        """Return what was answered instead of tokens."""
-        return [one.error for one in list(self.asked) if one.error]
-
-
-def _endless(number: int) -> Iterator[str]:
-    turn = 0
-    while True:
-        yield from order(DOCUMENTS, (number, turn))
-        turn += 1
 
 
 @contextmanager
@@ -170,7 +149,6 @@ def wrong(asked: Sequence[Asked], expected: Answers) -> list[str]:
 
 
 def p95(asked: Sequence[Asked]) -> float:
-    """Return the 95th percentile of the times to answer."""
     assert asked, "nothing was answered"
     times = sorted(one.seconds for one in asked)
     return times[math.ceil(0.95 * len(times)) - 1]
