@@ -29,7 +29,7 @@ from kvobs.demo.processes import ServerProcess, end_group, exit_text
 from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
-LOWEST_PORT = 10_000
+LOWEST_PORT = 20_000  # above those that Ray gives to its workers
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable with a core for each rank."""
 TAIL = 25
