@@ -86,10 +86,7 @@ def test_without_a_mutation_nothing_is_found() -> None:
     assert verdict.compared > 300
 
 
-SEEN_IN = {
-    "a cache is reset": "reset_cache",
-    "a save is never completed": "stepped",
-}
+SEEN_IN = {"a cache is reset": "reset_cache", "a save is never completed": "stepped"}
 """The hook whose call gives it away, if it is another."""
 
 

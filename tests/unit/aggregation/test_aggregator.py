@@ -44,7 +44,7 @@ def memory_of(aggregator: Any) -> int:
 ids = st.sets(st.sampled_from(REQUESTS))
 one: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict, finished_sending=ids, finished_recving=ids, failed_recving=ids,
-    expected_finished_count=st.sampled_from([0, 0, 0, 1, 2, 3, 4]), invalid_block_ids=st.sets(st.integers(0, 9)),
+    expected_finished_count=st.sampled_from([0, 0, 0, 1, 2, 3, 4]), invalid_block_ids=st.sets(st.integers(0, 9))
 )  # fmt: skip
 step = st.fixed_dictionaries(
     {

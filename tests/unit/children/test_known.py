@@ -17,7 +17,7 @@ from kvobs.children.specs import HAND_OFF, NEVER_AGAIN, SYNC_ONLY
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
     "MooncakeConnector", "MooncakeStoreConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
-    "OffloadingConnector", "SimpleCPUOffloadConnector",
+    "OffloadingConnector", "SimpleCPUOffloadConnector"
 )  # fmt: skip
 
 

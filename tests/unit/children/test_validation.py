@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
 from kvobs.children.specs import async_only
-from kvobs.children.validation import (
-    Validated,
-    clashing_layouts,
-    find_classes,
-    transfer_config,
-    validate,
-)
+from kvobs.children.validation import Validated, clashing_layouts, find_classes, transfer_config, validate
 from kvobs.schema import config
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig

@@ -206,7 +206,7 @@ class Watcher:
             "meta": connector_output.kv_connector_worker_meta,
             "events": connector_output.kv_cache_events,
             "stats": connector_output.kv_connector_stats,
-            "output": connector_output,
+            "output": connector_output
         })  # fmt: skip
         self.change(connector_output)
 
@@ -347,7 +347,7 @@ def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
         Stray(2, "load", "own"),
         Stray(2, "load", "nobody"),
         Stray(2, "save", "saved"),
-        Stray(2, "save", "own"),
+        Stray(2, "save", "own")
     ])  # fmt: skip
     assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
 

@@ -145,10 +145,7 @@ def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -
     assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
 
 
-def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(
-    a: Script,
-    b: Script,
-) -> None:
+def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(a: Script, b: Script) -> None:
     """By their blocks; one without counts like one with a block. All of the time is divided."""
     blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
     side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))

@@ -34,7 +34,7 @@ class Worker:
         self.gate = Gate(0, recorder)
         self.gates = WorkerGates([
             Child(0, "best", connector or Loader(), recorder, gate=self.gate),
-            Child(1, "other", Loader(), recorder),
+            Child(1, "other", Loader(), recorder)
         ])  # fmt: skip
 
     def begin(
@@ -44,9 +44,7 @@ class Worker:
         if sync:
             orders[sync] = LoadOrder(0, False, ((1, 2),))
         meta = MultiKVConnectorMetadata(
-            metadata=(own, "metadata"),
-            orders=Orders(orders),
-            isolated=Isolated({0: IsolationState(epoch, is_out)}, {}),
+            metadata=(own, "metadata"), orders=Orders(orders), isolated=Isolated({0: IsolationState(epoch, is_out)}, {})
         )
         self.gates.begin_step(meta)
         return meta
