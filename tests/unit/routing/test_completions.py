@@ -6,7 +6,6 @@ Every child is shown one output with all receipts, saves and failures; what it c
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -14,11 +13,10 @@ from typing import Any, TypeAlias
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.child import Child
-from kvobs.routing.completions import Completions, OutputView, Over, released_set
+from kvobs.routing.completions import Completions, OutputView, Over
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
@@ -86,24 +84,6 @@ def test_what_ended_without_a_report_is_taken_in_all_the_same(idle: Completions)
     assert not ledger.has_ended
 
 
-def test_saves_that_were_done_before_their_promise_are_not_kept(idle: Completions) -> None:
-    idle.early.add("r")
-    idle.take_in(KVConnectorOutput())
-    assert idle.early == set()
-
-
-def test_a_failure_that_vllm_reads_closes_its_load(idle: Completions) -> None:
-    ledger = idle.ledger
-    ledger.arrive("r")
-    ledger.propose("r", (0, True))
-    ledger.admit("r", BLOCK, 1)
-    ledger.fail("r", 0)
-    ledger.take_failures()
-    idle.take_in(KVConnectorOutput(failed_recving={"r"}))
-    assert ledger.load("r") is None
-    assert idle.next_orders.take().closed == ["r"]
-
-
 def freed(router: str, plan: Sequence[Sequence[Said]], promises: Sequence[set[int]], *, is_aggregated: bool) -> Any:
     """Return the free blocks after each step, in their order; ``promises`` are the children's, by request."""
     a, b = Script("a"), Script("b")
@@ -149,41 +129,6 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
 
 
 # The order of releases: sets are made as pickle and vLLM's aggregator make them
-
-requests = st.lists(st.sampled_from([f"r{i}" for i in range(30)]), unique=True)
-
-
-def made_by_worker(saved: list[str]) -> set[str]:
-    made: set[str] = set()
-    for request in saved:
-        made.add(request)
-    return made
-
-
-def output(saved: list[str]) -> ModelRunnerOutput:
-    sent: KVConnectorOutput = pickle.loads(pickle.dumps(KVConnectorOutput(finished_sending=made_by_worker(saved))))
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=sent)
-
-
-@given(st.lists(requests, min_size=1, max_size=3))
-def test_the_order_is_that_of_vllms_aggregator(by_rank: list[list[str]]) -> None:
-    combined = KVOutputAggregator(len(by_rank)).aggregate([output(saved) for saved in by_rank])
-    assert combined is not None
-    assert combined.kv_connector_output is not None
-    expected = list(combined.kv_connector_output.finished_sending or ())
-    ended = sorted(set(by_rank[0]).intersection(*by_rank[1:]))
-    assert list(released_set(ended, by_rank, is_aggregated=True)) == expected
-
-
-@given(requests)
-def test_without_an_aggregator_it_is_the_workers(saved: list[str]) -> None:
-    assert list(released_set(saved, [saved], is_aggregated=False)) == list(made_by_worker(saved))
-
-
-@given(requests, requests)
-def test_a_save_that_no_rank_has_reported_is_released_too(ended: list[str], reported: list[str]) -> None:
-    """A connector may be given up, or has reported before its promise."""
-    assert released_set(ended, [reported], is_aggregated=True) == set(ended)
 
 
 # --- what children are shown, and change
@@ -350,27 +295,6 @@ def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
         Stray(2, "save", "own")
     ])  # fmt: skip
     assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
-
-
-@pytest.mark.parametrize("is_in", [False, True])
-def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool) -> None:
-    """vLLM has read the failures before it shows the output; every rank reports it in the next step."""
-    shown = Shown()
-    if is_in:
-        shown.all_in()
-    shown.watchers[0].change = lambda output: output.failed_recving.add("own")
-    over = shown.show()
-    assert "own" not in over.loads
-    assert shown.output.failed_recving == set()
-    assert shown.ledger.take_failures() == ("own",)
-    assert shown.watchers[1].seen[0]["failed"] == set()
-    shown.ledger.echoed("own")
-    shown.watchers[0].change = lambda output: None
-    shown.output.failed_recving = {"own"}
-    assert "own" in shown.show().loads
-    load = shown.ledger.close_load("own")
-    assert load is not None
-    assert load.failed
 
 
 @pytest.mark.parametrize("request_id", ["other", "nobody", "saved"])

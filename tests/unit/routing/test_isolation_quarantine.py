@@ -9,21 +9,6 @@ from tests.support.best_effort import FAILURE, KV, Isolating, S
 from tests.support.rig import counted
 
 
-def test_a_quarantine_is_twice_as_long_each_time_that_its_trial_fails(engine: Isolating, a: Script) -> None:
-    engine.rig.add("r", max_tokens=10_000 // 64)
-    lasted: list[int] = []
-    for _ in range(8):
-        a.raises["wait_for_save"] = FAILURE
-        engine.step(2)
-        assert engine.is_out
-        began = engine.now_ns
-        a.raises.clear()
-        while engine.is_out:
-            engine.step(seconds=0.25)
-        lasted.append(round((engine.now_ns - began) / S))
-    assert lasted == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
 def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Script) -> None:
     engine.rig.add("r", max_tokens=20)
     a.raises["save_kv_layer"] = FAILURE

@@ -186,15 +186,6 @@ def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
     assert set(asker.offers.settle("r", None, 0).left_open) == set()
 
 
-def test_what_was_left_open_is_that_of_the_last_lookup() -> None:
-    asker = Asker((16, True), (None, False), wait_for="earlier")
-    asker.ask()
-    asker.answers[1] = (0, False)
-    asker.ask()
-    assert set(asker.offers.settle("r", None, 0).left_open) == set()
-    assert set(asker.offers.settle("unknown", None, 0).left_open) == set()
-
-
 def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
     """ExampleConnector's, where vLLM has more itself."""
     asker = Asker((-16, False), (16, True))

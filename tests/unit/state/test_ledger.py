@@ -56,18 +56,6 @@ def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_oth
     assert [len(each) for child in (0, 1) for each in ledger.in_flight(child)] == [0, 0, 0, 0]
 
 
-def test_the_end_of_a_load_is_not_that_of_its_childs_promise_otherwise() -> None:
-    """LMCache MP promises a save of every request."""
-    ledger = opened(expected=1)
-    ledger.finish("r", [(0, 1)])
-    ledger.record(report(ReportKind.RECEIVED, "r", 0), 20)
-    assert ledger.close_load("r", 30) is not None
-    assert ledger.take_saves_in() == []
-    assert ledger.take_sent() == set()
-    ledger.record(report(ReportKind.SAVED, "r", 0), 40)
-    assert ledger.take_saves_in() == ["r"]
-
-
 def test_saves_of_a_live_request_are_not_closed() -> None:
     """Its id may be that of one that has ended before."""
     ledger = Ledger()
@@ -133,38 +121,6 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
 # What a child's scheduler side adds to the workers' reports, or withdraws
 
 
-def test_a_load_that_a_child_adds_after_a_rank_failed_is_reported_as_failed_first_and_once() -> None:
-    ledger = opened(expected=2)
-    ledger.record(report(ReportKind.FAILED, "r", 0, 1), 10)
-    assert ledger.take_failures() == (), "the other rank has not reported"
-    assert ledger.complete_load("r", 0, 20) is False
-    assert ledger.incomplete.take_stuck(100, 2) == []
-    assert ledger.take_failures() == ("r",)
-    assert ledger.complete_load("r", 0, 30) is False
-    assert ledger.take_failures() == (), "it is on its way"
-    ledger.echoed("r")
-    assert ledger.take_loads_in() == ["r"]
-    load = ledger.close_load("r")
-    assert load is not None
-    assert (load.outcome, load.arrived) == ("failed", {0: 20, 1: 10})
-
-
-def test_a_child_adds_its_own_promised_saves_only_and_those_of_siblings_stay_open() -> None:
-    ledger = Ledger()
-    ledger.arrive("live")
-    ledger.record(report(ReportKind.SAVED, "live", 0))
-    ledger.finish("r", [(0, 2), (1, 1)])
-    ledger.record(report(ReportKind.SAVED, "r", 0, 1), 10)
-    for request, child in (("r", 2), ("live", 0), ("live", 1), ("unknown", 0)):
-        assert ledger.complete_save(request, child, 5) is None
-    assert ledger.complete_save("r", 0, 20) is False
-    assert ledger.incomplete.take_stuck(100, 2) == []
-    assert ledger.complete_save("r", 1, 30) is True
-    closed = ledger.close_saves("r")
-    assert [(child, save.arrived) for child, save in closed.items()] == [(0, {0: 20, 1: 20}), (1, {0: 30})]
-    assert ledger.complete_save("r", 0, 40) is None
-
-
 def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
     ledger = Ledger()
     ledger.finish("r", [(0, 1)], 10)
@@ -175,21 +131,3 @@ def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was
     assert ledger.take_saves_in() == ["r"]
     (save,) = ledger.close_saves("r").values()
     assert save.outcome == "ok"
-
-
-def test_a_child_withdraws_its_own_open_saves_only_and_none_that_it_has_completed_itself() -> None:
-    ledger = Ledger()
-    ledger.arrive("live")
-    ledger.record(report(ReportKind.SAVED, "live", 0))
-    ledger.finish("r", [(0, 1), (1, 1), (2, 1)])
-    ledger.complete_save("r", 0, 5)
-    ledger.record(report(ReportKind.SAVED, "r", 2))
-    for request, child in (("r", 0), ("r", 3), ("live", 0), ("unknown", 0)):
-        assert not ledger.reopen_save(request, child)
-    assert ledger.reopen_save("r", 2)
-    ledger.record(report(ReportKind.SAVED, "r", 1))
-    assert ledger.take_saves_in() == []
-    ledger.record(report(ReportKind.SAVED, "r", 2))
-    assert ledger.take_saves_in() == ["r"]
-    ledger.close_saves("r")
-    assert not ledger.reopen_save("r", 2)

@@ -61,18 +61,6 @@ def test_of_a_request_that_loads() -> None:
     }
 
 
-def test_of_a_request_that_was_never_looked_up() -> None:
-    assert RequestReport(7).rendered(NAMES) == {
-        "prompt_tokens": 7,
-        "local_tokens": 0,
-        "offered_tokens": {},
-        "lookups": 0,
-        "lookup_s": 0.0,
-        "loads": [],
-        "saves": [],
-    }
-
-
 def rendered(report: RequestReport) -> dict[str, Any]:
     (found,) = report.rendered(NAMES)["loads"]
     return {key: found.get(key) for key in ("outcome", "duration_s", "waited_s", "saved_s", "lost_tokens")}
