@@ -25,7 +25,7 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, child_config, counted, started
 from tests.support.scheduler_life import Life, actions
 from tests.support.scripted import Events, Stats, Tally
 
@@ -126,9 +126,6 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
             patch.setattr("kvobs.testing.rig.pickle", SimpleNamespace(dumps=lambda sent: sent, loads=lambda sent: sent))
         stock, ours = (freed(router, plan, promises, is_aggregated=is_aggregated) for router in ("stock", "kvobs"))
     assert ours == stock
-
-
-# The order of releases: sets are made as pickle and vLLM's aggregator make them
 
 
 # --- what children are shown, and change
@@ -396,11 +393,9 @@ def test_raw_stats_are_shown_as_an_object_of_the_childs_class_or_not_at_all(raw:
 
 def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Script) -> None:
     """FlexKV promises, and then reports the load only."""
-    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)])
     a.offers["r"] = KV
     a.promises.add("r")
-    rig.add("r")
-    rig.step()
+    rig = started("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)])
     rig.abort("r")
     rig.step()
     assert rig.status("r") == "FINISHED_ABORTED"
@@ -439,7 +434,9 @@ def test_a_failure_said_on_the_schedulers_side_is_recomputed(a: Script, b: Scrip
     request = rig.add("r", max_tokens=2)
     rig.step()
     a.on_output = lambda output: output.failed_recving.add("r")
-    rig.step()
+    output = rig.step()
+    assert (output.finished_recving, output.failed_recving) == (None, set())
+    assert b.called("update_connector_output")[-1]["failed"] == set(), "vLLM has read the failures before"
     a.on_output = None
     rig.step()
     assert request.num_computed_tokens == 0

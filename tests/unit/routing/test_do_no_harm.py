@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, child_config, counted, started
 from tests.support.stock import wrong_in_stock
 
 KV = (2 * BLOCK, True)
@@ -151,9 +151,8 @@ class LockingConnector(ScriptedConnector):
 @pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}], ids=["default", "earlier"])
 def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, [NOT_YET, NOT_YET, KV]
-    rig = Rig(router, connectors=[child_config(a), here(b, "LockingConnector")], kvobs=options)
-    rig.add("r", max_tokens=3)
-    rig.run(3)
+    connectors = [child_config(a), here(b, "LockingConnector")]
+    rig = started(router, connectors=connectors, kvobs=options, max_tokens=3, steps=3)
     a.say(0, received="r")
     rig.run(6)
     assert rig.status("r") == "gone"
@@ -189,9 +188,7 @@ def assigns(**fields: Any) -> Callable[[Any], None]:
 def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router: str, a: Script, b: Script) -> None:
     """As FlexKV, and any router within the router."""
     a.offers["r"] = KV
-    rig = Rig(router, a, b, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2)
     a.on_output = assigns(finished_recving={"r"})
     rig.step()
     a.on_output = None
@@ -202,9 +199,7 @@ def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router
 @wrong_in_stock(AssertionError, "takes the assignment for all there is: the siblings' requests hang")
 def test_what_it_wipes_of_its_siblings_arrives(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = KV
-    rig = Rig(router, a, b)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b)
     a.say(0, received="r")
     b.on_output = assigns(finished_recving=set(), finished_sending=None)
     rig.run(4)
@@ -243,9 +238,7 @@ def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, 
     """Each rank has an engine of its own, which gets the reports of one worker."""
     a.offers["r"] = KV
     b.promises.add("r")
-    rig = Rig(router, a, b, ranks=2, external_rank=rank)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2, external_rank=rank)
     a.say(rank, received="r")
     rig.run(3)
     assert rig.status("r") == "FINISHED_LENGTH_CAPPED"

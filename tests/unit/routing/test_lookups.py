@@ -22,7 +22,7 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, counts_of
+from tests.support.rig import assert_nothing_is_left, counts_of, started
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -370,74 +370,35 @@ KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
 
-class Request:
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens() -> None:
+    """But not in a step in which its last call was slow, and not about what has ended."""
+    calls: list[Any] = []
+    answers = {"r": NOT_YET, "ended": KV}
 
+    def lookup(request: Any, local: int) -> Answer:
+        calls.append((request.request_id, local))
+        return answers[request.request_id]
 
-class Cache:
-    """A connector with an answer; it remembers what it was called with."""
-
-    def __init__(self) -> None:
-        self.answer: tuple[int | None, bool] = NOT_YET
-        self.calls: list[tuple[Any, ...]] = []
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self.calls.append(("lookup", request.request_id, num_computed_tokens))
-        return self.answer
-
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self.calls.append(("allocated", request.request_id, blocks, num_external_tokens))
-
-
-class Lookups:
-    def __init__(self) -> None:
-        self.caches = [Cache(), Cache()]
-        recorder = Recorder(2)
-        children = [Child(i, str(i), cache, recorder) for i, cache in enumerate(self.caches)]
-        self.visibility = [Visibility(), Visibility()]
-        self.open = OpenLookups(children, self.visibility)
-
-    def poll(self, slow: int | None = None) -> None:
-        self.open.poll(lambda index: index == slow)
-
-
-@pytest.mark.parametrize("answer", [(0, False), (32, True), (16, False)])
-def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens(
-    answer: tuple[int, bool],
-) -> None:
-    lookups = Lookups()
-    _, cache = lookups.caches
-    lookups.open.leave_open(Request("r"), "blocks", 48, {1})
-    assert lookups.open.has(1, "r")
-    assert not lookups.open.has(0, "r")
-    for n in (1, 2):
-        lookups.poll()
-        assert cache.calls == [("lookup", "r", 48)] * n
-    cache.answer = answer
-    lookups.poll()
-    assert cache.calls[2:] == [("lookup", "r", 48), ("allocated", "r", "blocks", 0)]
-    lookups.poll()
-    assert len(cache.calls) == 4, "once"
-    assert len(lookups.open) == 0
-    assert lookups.caches[0].calls == []
-
-
-def test_a_request_that_ends_or_is_looked_up_again_is_not_asked_about_any_more() -> None:
-    lookups = Lookups()
-    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
-    lookups.open.leave_open(Request("s"), "blocks", 0, {1})
-    lookups.open.forget("r")
-    lookups.open.forget("r")
-    lookups.poll()
-    assert [cache.calls for cache in lookups.caches] == [[], [("lookup", "s", 0)]]
-
-
-def test_one_whose_last_call_was_slow_is_not_asked_in_this_step() -> None:
-    lookups = Lookups()
-    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
-    lookups.poll(slow=0)
-    assert [len(cache.calls) for cache in lookups.caches] == [0, 1]
+    connector = SimpleNamespace(
+        get_num_new_matched_tokens=lookup,
+        update_state_after_alloc=lambda request, *given: calls.append((request.request_id, *given)),
+    )
+    children = [Child(0, "0", SimpleNamespace(), Recorder(2)), Child(1, "1", connector, Recorder(2))]
+    lookups = OpenLookups(children, [Visibility(), Visibility()])
+    for request_id in answers:
+        lookups.leave_open(SimpleNamespace(request_id=request_id), "blocks", 48, {1})
+    for _ in range(2):
+        lookups.forget("ended")
+    assert [lookups.has(child, "r") for child in (0, 1)] == [False, True]
+    lookups.poll(lambda child: child == 1)
+    assert calls == []
+    for _ in range(2):
+        lookups.poll(lambda child: False)
+    answers["r"] = KV
+    for _ in range(2):
+        lookups.poll(lambda child: False)
+    assert calls == [("r", 48)] * 3 + [("r", "blocks", 0)]
+    assert len(lookups) == 0
 
 
 # --- under vLLM's scheduler
@@ -445,9 +406,7 @@ def test_one_whose_last_call_was_slow_is_not_asked_in_this_step() -> None:
 
 def waiting_for_earlier(a: Script, b: Script, *answers: Any) -> Rig:
     a.offers["r"], b.offers["r"] = [KV, MISS], [NOT_YET, *answers]
-    rig = Rig("kvobs", a, b, kvobs={"wait_for": "earlier"})
-    rig.add("r", max_tokens=4)
-    rig.step()
+    rig = started("kvobs", a, b, kvobs={"wait_for": "earlier"}, max_tokens=4)
     assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
     return rig
 

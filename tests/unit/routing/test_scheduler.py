@@ -13,7 +13,7 @@ from kvobs import faults
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save, Stray
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left
+from tests.support.rig import assert_nothing_is_left, started
 from tests.support.scheduler_life import Life, actions
 
 
@@ -106,9 +106,7 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
 
 def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
     """They would be pickled for every worker."""
-    rig = Rig("kvobs", a)
-    rig.add("r", max_tokens=1)
-    rig.run(1)
+    rig = started("kvobs", a, max_tokens=1)
     assert not rig.scheduler.requests
     assert rig.connector._side.next_orders.made is None
 

@@ -13,7 +13,7 @@ from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.payload.stats import has_content
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left
+from tests.support.rig import assert_nothing_is_left, started
 
 
 def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
@@ -215,9 +215,7 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
     a.finished_count = 1
     a.offers["r"] = (2 * BLOCK, True)
     a.promises.add("r")
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r", max_tokens=1)
-    rig.step()
+    rig = started("kvobs", a, b, ranks=2, max_tokens=1)
     assert all(list(w._side._began) == [(0, "r")] for w in rig.workers)
     a.say(0, received="r", saved="r" if is_early else "")  # in the step of its promise
     rig.run(3)
