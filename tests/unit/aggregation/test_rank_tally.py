@@ -30,15 +30,6 @@ def test_stuck_rounds_are_found_once_and_the_oldest_are_forgotten() -> None:
     assert tally.count([(2, {"r2"})], RoundStart(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
 
 
-def test_a_stuck_round_stays_in_its_place_when_more_reports_come() -> None:
-    rounds = Rounds()
-    rounds.count("r", 1, RoundStart(0, 3, 3))
-    rounds.find_stuck(0)
-    rounds.count("r", 2, RoundStart(9, 3, 3))
-    assert rounds.find_stuck(9) == []
-    assert rounds.stuck == {"r": Round(RoundStart(0, 3, 3), 0b011)}
-
-
 def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:
     tally = Tally()
     tally.count([(1, {"r"})], RoundStart(0, 2, 3))

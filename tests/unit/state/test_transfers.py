@@ -27,20 +27,6 @@ def test_the_silent_ranks_are_named_once() -> None:
     assert halves.take_stuck(11, 3) == [(0, Stuck("load", "young", (1, 2)))]
 
 
-def test_ranks_are_not_named_where_it_is_not_known_which_were_to_report() -> None:
-    halves = IncompleteTransfers()
-    halves.note("load", 0, "r", load(1, expected=2), 1)
-    assert halves.take_stuck(1, 3) == [(0, Stuck("load", "r", ()))]
-
-
-def test_what_is_over_is_forgotten() -> None:
-    halves = IncompleteTransfers()
-    halves.note("load", 0, "r", load(0), 1)
-    halves.forget("load", 0, "r")
-    halves.forget("save", 0, "never")
-    assert len(halves) == 0
-
-
 @pytest.mark.parametrize(
     ("expected", "ranks", "slowest"),
     [
