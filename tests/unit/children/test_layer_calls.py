@@ -189,14 +189,8 @@ def test_slow_calls_are_counted_and_the_slowest_logged(
     fan.layers.drain()
     assert "connector '0': " + hook + " took 30 ms" in caplog.text
     assert len(caplog.records) == 1
-    slow = [n for place, n in fan.recorder.take().counts.items() if "slow" in _name(place)]
+    slow = [n for place, n in fan.recorder.take().counts.items() if "slow" in locate(place)[0].signal.name]
     assert slow == [3]
-
-
-def _name(place: int) -> str:
-    from kvobs.schema.signals import locate
-
-    return locate(place)[0].signal.name
 
 
 @pytest.mark.usefixtures("in_production")

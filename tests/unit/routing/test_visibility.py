@@ -20,14 +20,9 @@ some = st.frozensets(names)
 
 OF_NO_REQUEST = {
     *("free_encoder_mm_hashes", "scheduled_encoder_input_stats", "has_structured_output_requests"),
-    *(
-        "pending_structured_output_tokens",
-        "kv_connector_metadata",
-        "has_sync_kv_loads",
-        "aux_output_connector_metadata",
-    ),
+    *("pending_structured_output_tokens", "kv_connector_metadata", "has_sync_kv_loads", "num_common_prefix_blocks"),
     *("ec_connector_metadata", "ec_manager_metadata", "new_block_ids_to_zero", "kv_cache_block_copies"),
-    *("num_spec_tokens_to_schedule", "num_common_prefix_blocks"),
+    *("num_spec_tokens_to_schedule", "aux_output_connector_metadata"),
 }
 
 
