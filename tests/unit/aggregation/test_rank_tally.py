@@ -17,19 +17,6 @@ def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
     assert Round(RoundStart(0, 4, 3), 0b010).missing == ()
 
 
-def test_stuck_rounds_are_found_once_and_the_oldest_are_forgotten() -> None:
-    tally = Tally()
-    for now in range(5):
-        tally.count([(1, {f"r{now}"})], RoundStart(now, 2, 2))
-    assert tally.open.next_stuck(10) == 10
-    assert [request for request, _ in tally.open.find_stuck(1)] == ["r0", "r1"]
-    assert [request for request, _ in tally.open.find_stuck(2)] == ["r2"]
-    assert tally.open.next_stuck(10) == 13
-    tally.forget(1)
-    assert len(tally) == 3
-    assert tally.count([(2, {"r2"})], RoundStart(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
-
-
 def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:
     tally = Tally()
     tally.count([(1, {"r"})], RoundStart(0, 2, 3))

@@ -47,15 +47,8 @@ def test_of_a_request_that_loads() -> None:
         "lookups": 3,
         "lookup_s": 0.006,
         "loads": [
-            {
-                "connector": "disk",
-                "tokens": 64,
-                "mode": "async",
-                "outcome": "ok",
-                "duration_s": 0.012,
-                "waited_s": 0.015,
-                "saved_s": 0.08,
-            }
+            {"connector": "disk", "tokens": 64, "mode": "async", "outcome": "ok"}
+            | {"duration_s": 0.012, "waited_s": 0.015, "saved_s": 0.08}
         ],
         "saves": ["remote", "cpu"],
     }
