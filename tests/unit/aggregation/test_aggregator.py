@@ -325,9 +325,7 @@ def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
     assert [noted.kind for noted in stuck] == ["load"], "the load is what is stuck"
 
 
-def test_failures_without_a_receipt_are_bounded_but_those_of_open_loads_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failures_without_a_receipt_are_bounded_unless_a_load_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_tally, "MOST", 5)
     aggregator = KVOutputAggregator(2)
     result(aggregator, said(finished_recving={"r"}, failed_recving={"r"}), said())

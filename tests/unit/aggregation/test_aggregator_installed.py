@@ -60,9 +60,7 @@ def test_a_connectors_own_number_of_reports_is_taken() -> None:
     assert Executor().aggregator_for(asks)._expected_finished_count == 2
 
 
-def test_a_vllm_whose_workers_say_more_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_whose_workers_say_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert versions.unknown_output_fields() == []
     newer = {*versions.output_fields(), "lost_blocks"}
     monkeypatch.setattr(versions, "output_fields", lambda: newer)
@@ -118,9 +116,7 @@ def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest
     assert versions.unknown_aggregator_parameters(stock.KVOutputAggregator, KVOutputAggregator) == []
 
 
-def test_somebody_elses_aggregator_stays_in_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_anothers_aggregator_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class Theirs(stock.KVOutputAggregator):
         """Of another plugin."""
 
@@ -130,9 +126,7 @@ def test_somebody_elses_aggregator_stays_in_place(
     assert "has another one, tests.unit.aggregation.test_aggregator_installed" in caplog.text
 
 
-def test_a_vllm_that_looks_elsewhere_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(executors, "KVOutputAggregator")
     install()
     assert not hasattr(executors, "KVOutputAggregator")

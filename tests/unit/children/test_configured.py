@@ -98,9 +98,7 @@ def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None
 
 @pytest.mark.parametrize("propagates", [True, False])
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
-def test_children_see_the_requests_context_where_that_is_wanted_and_traced(
-    propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_see_the_context(propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     script = Script("a")
     config = config_of(child_config(script), tracing={"propagate": propagates})

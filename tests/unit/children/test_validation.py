@@ -164,7 +164,7 @@ GROUPS = "because with several KV cache groups a failed load can't be reported"
         ("OffloadingConnector", None),
     ],
 )
-def test_isolation_that_leaves_hits_unused_is_a_warning(
+def test_isolation_that_wastes_hits_is_a_warning(
     name: str, found: str | None, groups: int, sibling: str | None
 ) -> None:
     """Exactly where the router refuses the offers: ``async_only`` is what it is given."""

@@ -44,9 +44,7 @@ def test_of_about_equals_the_first_wins(first: float, wins: int) -> None:
 @pytest.mark.parametrize(
     ("load", "computes", "is_loaded"), [(0.1, 0.09, True), (0.1, 0.07, False), (0.004, 0.0025, True), (0.1, None, True)]
 )
-def test_nothing_is_loaded_where_computing_is_quicker_by_a_margin(
-    load: float, computes: float | None, is_loaded: bool
-) -> None:
+def test_nothing_is_loaded_where_computing_is_quicker(load: float, computes: float | None, is_loaded: bool) -> None:
     decision = choice_of(load).decide(offers(0.0), computes)
     assert decision.child == (0 if is_loaded else None)
     assert decision.reason == (FASTEST if is_loaded else COMPUTING)
@@ -272,9 +270,7 @@ def changing(factor: float) -> list[Connector]:
 
 @pytest.mark.parametrize("every_s", [0.002, 0.05, 1.0], ids=["many at once", "some at once", "one by one"])
 @pytest.mark.parametrize("factor", [5.0, 20.0, 1000.0])
-def test_one_that_turns_slow_is_left_within_20_requests_and_found_again_when_it_is_back(
-    factor: float, every_s: float
-) -> None:
+def test_one_that_turns_slow_is_left_within_20_requests_and_found_again(factor: float, every_s: float) -> None:
     """The time until a load is late is what it takes to see it: with very many at once more than 20 have begun."""
     begun = 20 if every_s >= 0.05 else 40
     workload = Workload((1000, 2000), requests=1600, every_s=every_s)

@@ -19,9 +19,7 @@ def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Scr
     assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
 
 
-def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_next(
-    engine: Isolating, a: Script
-) -> None:
+def test_requests_that_ended_in_a_step_without_it_come_with_the_next(engine: Isolating, a: Script) -> None:
     """LMCache reports a promised save when it is given the request there."""
     engine.rig.add("r", max_tokens=1)
     engine.rig.add("longer", max_tokens=8)
@@ -34,18 +32,14 @@ def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_n
     assert [given for given in a.called("get_transfer_results") if "r" in given] == [{"r"}, {"r"}], "once on each rank"
 
 
-def test_the_log_says_that_it_failed_on_a_worker(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_that_a_worker_failed(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["save_kv_layer"] = FAILURE
     engine.rig.add("r", max_tokens=2)
     engine.step(2)
     assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
 
 
-def test_what_a_child_raises_is_one_short_line_of_the_log(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_one_short_line_of_the_log(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["build_connector_meta"] = RuntimeError("x\nINFO forged " + "x" * 10**6)
     engine.step()
     (line,) = (line.getMessage() for line in caplog.records if "It is in quarantine" in line.getMessage())
@@ -60,7 +54,7 @@ def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolati
 
 
 @pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
-def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
+def test_a_request_after_the_quarantine_begins_trial(
     engine: Isolating, a: Script, seconds: float, is_known: bool
 ) -> None:
     """An idle engine has no steps: its next request may be the first to arrive."""
@@ -101,9 +95,7 @@ def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplo
     assert a.called("reset_cache") == []
 
 
-def test_a_child_that_failed_at_its_start_is_out_for_good(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_failed_at_its_start_is_out(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["set_host_xfer_buffer_ops"] = FAILURE
     engine.rig.workers[1].set_host_xfer_buffer_ops(print)
     engine.rig.add("r", max_tokens=2)
@@ -117,9 +109,7 @@ def test_a_child_that_failed_at_its_start_is_out_for_good(
 @pytest.mark.parametrize(
     ("hook", "is_out"), [("set_xfer_handshake_metadata", True), ("reset_cache", False), ("get_finished_count", False)]
 )
-def test_a_child_is_out_for_good_after_a_failure_in_a_scheduler_hook_that_is_not_called_again(
-    engine: Isolating, a: Script, hook: str, is_out: bool
-) -> None:
+def test_out_for_good_after_a_hook_that_is_called_once(engine: Isolating, a: Script, hook: str, is_out: bool) -> None:
     a.raises[hook] = FAILURE
     getattr(engine.rig.connector, hook)(*([{}] if is_out else []))
     assert engine.is_out
@@ -180,9 +170,7 @@ def test_a_slow_lookup_puts_it_out_and_is_not_repeated_while_it_is(
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_slow_child_is_not_asked_about_what_it_knew_either(
-    engine: Isolating, a: Script, b: Script, slow: dict[str, float]
-) -> None:
+def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
     """It would block the step again; from then on it sees no more of that request than its end."""
     a.offers["r"] = [(None, False), (None, False), KV]
     engine.rig.add("r", max_tokens=2)
@@ -197,7 +185,7 @@ def test_a_slow_child_is_not_asked_about_what_it_knew_either(
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_lookup_that_times_out_is_not_repeated_for_those_that_wait(
+def test_a_lookup_that_times_out_is_not_repeated(
     engine: Isolating, a: Script, b: Script, slow: dict[str, float]
 ) -> None:
     """It raises after seconds, and has been asked about several requests before."""
@@ -220,9 +208,7 @@ def test_a_worker_may_take_its_time(engine: Isolating, a: Script, slow: dict[str
     assert not engine.is_out
 
 
-def test_what_counts_as_slow_is_an_option(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
-) -> None:
+def test_slowness_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]) -> None:
     engine = Isolating(monkeypatch, a, b, isolate_slow_ms=5_000)
     slow.update(dict.fromkeys(OF_SCHEDULER, 4))
     engine.rig.add("r", max_tokens=2)

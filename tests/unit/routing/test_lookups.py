@@ -123,7 +123,7 @@ def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list
     ("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all"), ("fastest", "all")]
 )
 @given(st.lists(st.tuples(*[st.sampled_from(ANSWERS)] * 3), max_size=8))
-def test_a_lookup_is_judged_by_its_own_answers_however_often_it_is_repeated(
+def test_a_lookup_is_judged_by_its_own_answers(
     policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]
 ) -> None:
     """And counted, and in progress, once for each outcome of a request."""
@@ -351,9 +351,7 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clo
 
 
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
-def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatever_other_requests_are(
-    answer: Answer,
-) -> None:
+def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer: Answer) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
     isolation = SimpleNamespace(
         asks=lambda child, request: True, discards=lambda child, request: (child, request) == (0, "r")

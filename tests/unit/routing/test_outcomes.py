@@ -127,9 +127,7 @@ def test_an_abandoned_save_counts_as_that() -> None:
     assert counted.counts() == {(0, "kvobs_saves_total", "abandoned"): 1}
 
 
-def test_a_failed_sync_load_names_who_may_have_saved_and_whose_cache_was_reset(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failed_sync_load_names_who_may_have_saved_and_was_reset(caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted(3)
     counted.outcomes.sync_loads_failed(0, 2, [])
     counted.outcomes.sync_loads_failed(0, 1, ["two"])
@@ -181,7 +179,7 @@ def watched(ledger: Ledger, recorder: Recorder, stuck_after_s: float = 2.5) -> O
     ("requests", "named"),
     [(1, "1 request (r0)"), (4, "4 requests (r0, r1, r2, r3)"), (5, "5 requests (r0, r1, r2, r3, ...)")],
 )
-def test_requests_that_wait_for_the_same_rank_share_a_line(
+def test_requests_that_wait_for_a_rank_share_a_line(
     requests: int, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger, recorder = Ledger(), Recorder(2)

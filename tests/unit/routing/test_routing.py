@@ -33,9 +33,7 @@ def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: S
 
 
 @both
-def test_r5_blocks_are_released_once_after_the_last_promised_save_on_every_rank(
-    router: str, a: Script, b: Script
-) -> None:
+def test_r5_blocks_are_released_once_after_the_last_promised_save(router: str, a: Script, b: Script) -> None:
     a.promises.add("r")
     b.promises.add("r")
     rig = started(router, a, b, ranks=2, steps=3)

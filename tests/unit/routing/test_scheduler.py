@@ -27,9 +27,7 @@ from tests.support.scheduler_life import Life, actions
     st.sampled_from([0, 1]),
     st.sampled_from(["off", "requests", "calls"]),
 )
-def test_whatever_children_report_and_clients_abort(
-    plan: list[Any], policy: str, blocks: int, lag: int, level: str
-) -> None:
+def test_whatever_is_reported_and_aborted(plan: list[Any], policy: str, blocks: int, lag: int, level: str) -> None:
     """Stray, early, late and double reports, failures, aborts in any state, a pool so small that it preempts.
 
     With lag 1 it is vLLM's async scheduler, one step ahead of the workers.

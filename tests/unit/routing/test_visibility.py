@@ -122,7 +122,7 @@ def by_request(step: Any) -> dict[str, Any]:
 
 
 @given(steps(), visibilities())
-def test_a_view_holds_exactly_the_requests_that_are_not_kept_from_the_child(step: Step, visibility: Visibility) -> None:
+def test_a_view_holds_exactly_the_requests_that_are_not_kept_back(step: Step, visibility: Visibility) -> None:
     kept = visibility.hidden | visibility.dropped | visibility.withheld
     output, before = step.output, copy.deepcopy(step.output)
     view = visibility.shown(output)

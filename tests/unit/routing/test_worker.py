@@ -174,7 +174,7 @@ def test_bad_blocks_of_async_loads(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request(
+def test_bad_blocks_of_nobody_may_be_passed_on(
     groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
@@ -225,9 +225,7 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
     assert_nothing_is_left(rig)
 
 
-def test_of_transfers_that_nobody_ends_the_last_begun_are_known(
-    a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_endless_transfers_the_last_begun_are_known(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
     side = side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))
     assert list(side._began) == [(0, "s"), (0, "t")]
