@@ -212,8 +212,13 @@ def test_synchronous_offers_of_some_are_not_used() -> None:
     asker = Asker((32, False), (16, False), async_only={0})
     assert asker.ask() == Offer(1, 16, False)
     assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 32, False), Offer(1, 16, False)], "it is unused"
+    assert lost(asker, 0) == {"other_chosen": 16}
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
+    alone = Asker((32, False), async_only=(0,))
+    alone.ask()
+    alone.offers.settle("r", None, 0)
+    assert lost(alone, 0) == {"declined": 32}, "vLLM has no part in it"
 
 
 @POLICIES
@@ -279,14 +284,6 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
     asker.ask()
     asker.offers.forget("r")
     assert [asker.count(i, "kvobs_offered_tokens_total") for i in range(len(tokens))] == tokens
-
-
-def test_what_kvobs_itself_does_not_take_is_declined() -> None:
-    """Nothing is loaded, and vLLM has no part in it."""
-    asker = Asker((32, False), async_only=(0,))
-    asker.ask()
-    asker.offers.settle("r", None, 0)
-    assert lost(asker, 0) == {"declined": 32}
 
 
 @pytest.mark.parametrize("is_withdrawn", [False, True])

@@ -127,6 +127,9 @@ def test_a_view_holds_exactly_the_requests_that_are_not_kept_back(step: Step, vi
     output, before = step.output, copy.deepcopy(step.output)
     view = visibility.shown(output)
 
+    for request in NAMES:
+        assert visibility.allocates(request) is (request not in visibility.hidden | visibility.dropped)
+        assert visibility.saves(request) is (request not in kept)
     expected = [request for request in step.scheduled if request not in kept]
     whole = by_request(output)
     assert by_request(view) == {request: whole[request] for request in expected}
@@ -204,14 +207,6 @@ def test_a_request_that_is_dropped_stays_so(drops_first: bool) -> None:
             visibility.withhold("r", taints=False)
     assert (visibility.dropped, visibility.withheld) == ({"r"}, set())
     assert not visibility.allocates("r")
-
-
-def test_a_withheld_request_is_looked_up_and_allocated() -> None:
-    visibility = Visibility()
-    visibility.withhold("r", taints=False)
-    assert visibility.allocates("r")
-    assert not visibility.saves("r")
-    assert visibility.saves("other")
 
 
 def output_with(finished: set[str]) -> SchedulerOutput:
