@@ -211,20 +211,6 @@ def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating
     assert_nothing_is_left(engine.rig)
 
 
-def test_what_begins_after_a_quarantine_is_not_given_up_with_what_was_before(engine: Isolating, a: Script) -> None:
-    engine.rig.add("first", max_tokens=1)
-    a.raises["take_events"] = FAILURE
-    engine.step()
-    a.raises.clear()
-    engine.run_to_end("first")
-    engine.step(seconds=1.1)
-    a.offers["r"] = KV
-    engine.rig.add("r", max_tokens=1)
-    engine.step(2)
-    engine.step(2, seconds=GIVE_UP_NS / S)
-    assert engine.rig.status("r") == "WAITING_FOR_REMOTE_KVS"
-
-
 def test_events_that_fail_while_they_are_read_are_contained(engine: Isolating, a: Script) -> None:
     """Those of OffloadingConnector, LMCache and MooncakeStore are a generator."""
 

@@ -64,12 +64,6 @@ def test_ranks_are_compared(spent: tuple[int, ...], skew: int, slowest: str, kin
     assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
 
 
-def test_one_rank_alone_is_not_the_slowest() -> None:
-    counted = Counted(1)
-    counted.outcomes.load_ended("r", Load(0, 1, True, 1, ranks=took(5)))
-    assert not [key for key in counted.counts() if "rank" in key[1]]
-
-
 def test_a_save_is_held_from_the_promise_to_now() -> None:
     counted = Counted(1)
     counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}), 350)

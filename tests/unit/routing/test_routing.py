@@ -150,11 +150,3 @@ def test_a_failed_load_of_an_aborted_request_releases_it_once(a: Script, b: Scri
     b.say(0, saved="r")
     assert rig.step().finished_sending == {"r"}
     assert_nothing_is_left(rig)
-
-
-def test_policy_fail_ends_the_request_and_releases_its_blocks(a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    rig = started("kvobs", a, b, policy="fail")
-    a.say(0, failed="r")
-    rig.run(3)
-    assert_nothing_is_left(rig)

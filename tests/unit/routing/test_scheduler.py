@@ -168,14 +168,6 @@ def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
     }
 
 
-def test_of_a_request_without_offers_and_promises(a: Script, b: Script) -> None:
-    rig = Rig("kvobs", a, b)
-    announced = Announced(rig)
-    rig.add("r", max_tokens=1)
-    rig.run(4)
-    assert announced.events == {"r": [("looked_up",), ("allocated", [(0, 0), (1, 0)], 0, None, 0), ("request_ended",)]}
-
-
 def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     a.promises.add("r")

@@ -77,9 +77,8 @@ def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
         (False, False, False, False),
     ],
 )
-def test_numbers_go_when_the_scheduler_asks_or_when_there_is_something_to_report_and_nothing_else_to_do(
-    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script
-) -> None:
+def test_numbers_go(ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script) -> None:
+    """They go when the scheduler asks, or when there is something to report and nothing else to do."""
     side = side_of(Rig("kvobs", a, b))
     assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
