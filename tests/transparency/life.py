@@ -151,7 +151,12 @@ def draw(random: Random, seed: int | None = None) -> Life:
     groups = 1 if has_plain or random.random() < 0.7 else 2
     dcp = 2 if random.random() < 0.2 and (groups == 1 or TAKES_EQUAL_GROUPS) else 1
     has_strays, has_failures = random.random() < 0.15, random.random() < 0.5
-    may = {"has_plain": has_plain, "has_strays": has_strays, "has_failures": has_failures, "groups": groups}
+    may: dict[str, Any] = {
+        "has_plain": has_plain,
+        "has_strays": has_strays,
+        "has_failures": has_failures,
+        "groups": groups,
+    }
     number = random.choice((1, 2, 2, 2, 3, 3))
     children = [_character(random, has_aggregator=executor == "mp", **may) for _ in range(number)]
     if random.random() < 0.12:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.child import Child
-from kvobs.routing.completions import Completions, OutputView, Over
+from kvobs.routing.completions import Completions, OutputView, Over, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
@@ -85,6 +85,12 @@ def test_what_ended_without_a_report_is_taken_in_all_the_same(idle: Completions)
     assert not ledger.has_ended
 
 
+def test_saves_that_were_done_before_their_promise_are_not_kept(idle: Completions) -> None:
+    idle.early.add("r")
+    idle.take_in(KVConnectorOutput())
+    assert idle.early == set()
+
+
 def freed(router: str, plan: Sequence[Sequence[Said]], promises: Sequence[set[int]], *, is_aggregated: bool) -> Any:
     """Return the free blocks after each step, in their order; ``promises`` are the children's, by request."""
     a, b = Script("a"), Script("b")
@@ -127,6 +133,15 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
             patch.setattr("kvobs.testing.rig.pickle", SimpleNamespace(dumps=lambda sent: sent, loads=lambda sent: sent))
         stock, ours = (freed(router, plan, promises, is_aggregated=is_aggregated) for router in ("stock", "kvobs"))
     assert ours == stock
+
+
+requests = st.lists(st.sampled_from([f"r{i}" for i in range(30)]), unique=True)
+
+
+@given(requests, requests)
+def test_a_save_that_no_rank_has_reported_is_released_too(ended: list[str], reported: list[str]) -> None:
+    """A connector may be given up, or has reported before its promise."""
+    assert released_set(ended, [reported], is_aggregated=True) == set(ended)
 
 
 # --- what children are shown, and change
@@ -225,7 +240,7 @@ def test_what_a_child_wipes_of_its_siblings_stays_and_is_shown_to_those_after_it
     shown.watchers[wipes].change = assign(finished_recving=own, finished_sending={"saved"} if own else None)
     assert shown.show() == ALL
     (seen,) = {tuple(map(frozenset, itemgetter("received", "sent", "failed")(w.seen[0]))) for w in shown.watchers}
-    assert seen == ({"own", "other"}, {"saved"}, {"other"})
+    assert [*map(set, seen)] == [{"own", "other"}, {"saved"}, {"other"}]
     assert all(watcher.seen[0]["output"] is shown.output for watcher in shown.watchers)
     assert shown.stray == []
 
@@ -283,6 +298,27 @@ def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
         Stray(2, "save", "own")
     ])  # fmt: skip
     assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
+
+
+@pytest.mark.parametrize("is_in", [False, True])
+def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool) -> None:
+    """vLLM has read the failures before it shows the output; every rank reports it in the next step."""
+    shown = Shown()
+    if is_in:
+        shown.all_in()
+    shown.watchers[0].change = lambda output: output.failed_recving.add("own")
+    over = shown.show()
+    assert "own" not in over.loads
+    assert shown.output.failed_recving == set()
+    assert shown.ledger.take_failures() == ("own",)
+    assert shown.watchers[1].seen[0]["failed"] == set()
+    shown.ledger.echoed("own")
+    shown.watchers[0].change = lambda output: None
+    shown.output.failed_recving = {"own"}
+    assert "own" in shown.show().loads
+    load = shown.ledger.close_load("own")
+    assert load is not None
+    assert load.failed
 
 
 @pytest.mark.parametrize("request_id", ["other", "nobody", "saved"])
