@@ -27,6 +27,14 @@ class Blocks:
         return self.groups
 
 
+def started(router: str, *scripts: Script, steps: int = 1, max_tokens: int = 2, **more: Any) -> Rig:
+    """Return a rig that has made steps with a request "r"; ``more`` are arguments of the rig."""
+    rig = Rig(router, *scripts, **more)
+    rig.add("r", max_tokens=max_tokens)
+    rig.run(steps)
+    return rig
+
+
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)

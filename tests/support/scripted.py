@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -120,12 +121,12 @@ class Tally(KVConnectorWorkerMetadata):
 
 
 class Stats(KVConnectorStats):
-    """Stats that add up: {"n": count}."""
+    """Stats that add up, such as {"n": count}."""
 
     data: dict[str, Any]
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        self.data["n"] += other.data["n"]
+        self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
     def is_empty(self) -> bool:

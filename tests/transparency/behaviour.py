@@ -13,8 +13,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from tests.support.scripted import Events, Handshake
 from tests.transparency.life import RECEIVES, WITHDRAWS, Character, Life
-from tests.transparency.messages import Count, Events, Handshake, Load, Message, Note, Save
+from tests.transparency.messages import Count, Load, Message, Note, Save
 from tests.transparency.record import Cause, Run
 
 SOURCES: Any = [*getattr(base, "CacheHitSource", ())]  # vLLM before 0.31 has none
@@ -341,13 +342,13 @@ class WorkerHalf(Half):
         return found
 
     def on_get_kv_connector_kv_cache_events(self) -> Events | None:
-        return Events([f"child {self.index} rank {self.rank} {self.step}"]) if self._at_times("events") else None
+        return Events(f"child {self.index} rank {self.rank} {self.step}") if self._at_times("events") else None
 
     def on_build_connector_worker_meta(self) -> Note | None:
         return Note({self.rank: self.step}) if self._at_times("note") else None
 
     def on_get_handshake_metadata(self) -> Handshake:
-        return Handshake(self.index, self.rank)
+        return Handshake(f"child {self.index} rank {self.rank}")
 
     def on_get_kv_connector_stats(self) -> Count | None:
         return Count.of(f"child {self.index}") if self._at_times("stats") else None

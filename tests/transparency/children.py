@@ -96,18 +96,9 @@ def _hooks(*classes: type) -> dict[str, Any]:
 
 
 _NEEDED = {
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "request_finished",
-    "request_finished_all_groups",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_finished",
-    "get_block_ids_with_load_errors",
+    *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"),
+    *("request_finished_all_groups", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load"),
+    *("save_kv_layer", "wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
 }
 """What a lean child has of its own; ``get_finished`` is how connectors of before vLLM 0.30 report."""
 

@@ -42,17 +42,6 @@ class Verdict:
         return "died" if self.stock.error else "left something" if self.stock.left else "lived"
 
 
-def _handshakes(entry: Entry, life: Life) -> Entry | None:
-    return None if "handshake" in entry.hook else entry
-
-
-def _events(entry: Entry, life: Life) -> Entry | None:
-    """Leave out what children say and read of workers' KV events."""
-    if entry.hook == "get_kv_connector_kv_cache_events":
-        return None
-    return _without_field(entry, "kv_cache_events")
-
-
 def _stats(entry: Entry, life: Life) -> Entry:
     """Leave out the stats in the output that are not the child's own."""
     if entry.hook != "update_connector_output":
@@ -93,8 +82,10 @@ def _counts(entry: Entry, life: Life) -> Entry | None:
 
 
 ALLOWED: dict[str, Callable[[Entry, Life], Entry | None]] = {
-    "handshakes-go-home": _handshakes,
-    "worker-events-collected": _events,
+    "handshakes-go-home": lambda entry, _: None if "handshake" in entry.hook else entry,
+    "worker-events-collected": lambda entry, _: (
+        None if entry.hook == "get_kv_connector_kv_cache_events" else _without_field(entry, "kv_cache_events")
+    ),
     "own-stats-shown": _stats,
     "finished-counts-by-child": _counts,
     "empty-outputs-shown": _empty_outputs,  # once the fields above are out

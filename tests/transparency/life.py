@@ -151,8 +151,14 @@ def draw(random: Random, seed: int | None = None) -> Life:
     groups = 1 if has_plain or random.random() < 0.7 else 2
     dcp = 2 if random.random() < 0.2 and (groups == 1 or TAKES_EQUAL_GROUPS) else 1
     has_strays, has_failures = random.random() < 0.15, random.random() < 0.5
-    limits = _Limits(has_plain, has_strays, has_failures, executor == "mp", groups)
-    children = [_character(random, limits) for _ in range(random.choice((1, 2, 2, 2, 3, 3)))]
+    may: dict[str, Any] = {
+        "has_plain": has_plain,
+        "has_strays": has_strays,
+        "has_failures": has_failures,
+        "groups": groups,
+    }
+    number = random.choice((1, 2, 2, 2, 3, 3))
+    children = [_character(random, has_aggregator=executor == "mp", **may) for _ in range(number)]
     if random.random() < 0.12:
         raising = random.randrange(len(children))
         children[raising] = replace(children[raising], raises=(random.choice(RAISING), random.randint(1, 8)))
@@ -194,32 +200,25 @@ def draw(random: Random, seed: int | None = None) -> Life:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What the children of one life may do at all."""
+def _character(
+    random: Random, *, has_plain: bool, has_strays: bool, has_failures: bool, has_aggregator: bool, groups: int
+) -> Character:
+    """Draw a child of a life whose children may do these things at all."""
 
-    has_plain: bool
-    has_strays: bool
-    has_failures: bool
-    has_aggregator: bool
-    groups: int
-
-
-def _character(random: Random, limits: _Limits) -> Character:
     def rate(*choices: Any) -> Any:
         return random.choice(choices)
 
-    shape = rate(FULL, PLAIN) if limits.has_plain else rate(FULL, FULL, LEAN)
+    shape = rate(FULL, PLAIN) if has_plain else rate(FULL, FULL, LEAN)
     return Character(
         shape=shape,
         hits=rate(0.0, 0.4, 0.9),
         asynchronous=rate(0.0, 0.5, 1.0),
         pending=rate(0.0, 0.0, 0.3, 0.6),
         ragged=rate(0.0, 0.3),
-        fails=rate(0.0, 0.5) if limits.has_failures else 0.0,
+        fails=rate(0.0, 0.5) if has_failures else 0.0,
         # vLLM itself ends on bad blocks where there are several groups.
-        bad_blocks=rate(0.0, 0.5) if limits.has_failures and limits.groups == 1 else 0.0,
-        offers_again=rate(0.0, 0.0, 0.0, 0.5) if limits.has_failures else 0.0,
+        bad_blocks=rate(0.0, 0.5) if has_failures and groups == 1 else 0.0,
+        offers_again=rate(0.0, 0.0, 0.0, 0.5) if has_failures else 0.0,
         promises=rate(0.0, 0.5, 1.0),
         promises_aborted=random.random() < 0.15,
         tails=rate(0.0, 0.0, 0.3),
@@ -227,8 +226,8 @@ def _character(random: Random, limits: _Limits) -> Character:
         block_frees=rate(0.0, 0.0, 0.2),
         chats=rate(0.0, 0.3),
         # Where vLLM calls update_connector_output in some steps only, such a child waits for ever by itself.
-        writes=rate(None, None, RECEIVES, WITHDRAWS) if limits.has_aggregator and shape != LEAN else None,
-        strays=rate(0.0, 0.1) if limits.has_strays else 0.0,
+        writes=rate(None, None, RECEIVES, WITHDRAWS) if has_aggregator and shape != LEAN else None,
+        strays=rate(0.0, 0.1) if has_strays else 0.0,
     )
 
 

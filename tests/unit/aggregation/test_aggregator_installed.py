@@ -29,7 +29,7 @@ def connector(**attributes: Any) -> Any:
     return SimpleNamespace(get_finished_count=lambda: None, **attributes)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put vLLM's class back after the test."""
     monkeypatch.setattr(executors, "KVOutputAggregator", stock.KVOutputAggregator)
@@ -42,7 +42,6 @@ def ignore(_: Stuck) -> None:
 ASKS = connector(aggregation=Aggregation(stuck_after_s=5, on_stuck=ignore))
 
 
-@pytest.mark.usefixtures("_vllms_own")
 def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
     for _ in range(2):
         install()
@@ -55,17 +54,13 @@ def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
         assert theirs._expected_finished_count == 4
 
 
-@pytest.mark.usefixtures("_vllms_own")
 def test_a_connectors_own_number_of_reports_is_taken() -> None:
     install()
     asks = SimpleNamespace(get_finished_count=lambda: 2, aggregation=ASKS.aggregation)
     assert Executor().aggregator_for(asks)._expected_finished_count == 2
 
 
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_vllm_whose_workers_say_more_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_whose_workers_say_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert versions.unknown_output_fields() == []
     newer = {*versions.output_fields(), "lost_blocks"}
     monkeypatch.setattr(versions, "output_fields", lambda: newer)
@@ -87,7 +82,6 @@ def tomorrows_aggregate(self: Any, outputs: Any, output_rank: int = 0, *, deadli
     """As a newer vLLM's executors could call it."""
 
 
-@pytest.mark.usefixtures("_vllms_own")
 @pytest.mark.parametrize(
     ("name", "member", "said_so"),
     [
@@ -110,7 +104,6 @@ def test_a_vllm_whose_aggregator_can_do_more_keeps_its_own(
     assert line == f"kvobs's aggregator is not used, vLLM's KVOutputAggregator is: {said_so}"
 
 
-@pytest.mark.usefixtures("_vllms_own")
 def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = stock.KVOutputAggregator.__init__
 
@@ -123,10 +116,7 @@ def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest
     assert versions.unknown_aggregator_parameters(stock.KVOutputAggregator, KVOutputAggregator) == []
 
 
-@pytest.mark.usefixtures("_vllms_own")
-def test_somebody_elses_aggregator_stays_in_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_anothers_aggregator_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class Theirs(stock.KVOutputAggregator):
         """Of another plugin."""
 
@@ -136,10 +126,7 @@ def test_somebody_elses_aggregator_stays_in_place(
     assert "has another one, tests.unit.aggregation.test_aggregator_installed" in caplog.text
 
 
-@pytest.mark.usefixtures("_vllms_own")
-def test_a_vllm_that_looks_elsewhere_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(executors, "KVOutputAggregator")
     install()
     assert not hasattr(executors, "KVOutputAggregator")

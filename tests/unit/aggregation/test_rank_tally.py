@@ -4,46 +4,10 @@ from __future__ import annotations
 
 import logging
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from kvobs.aggregation import rank_tally
 from kvobs.aggregation.rank_tally import Round, Rounds, RoundStart, Tally
-from tests.support.tally_model import RANKS, REQUESTS, Noted
-
-said = st.lists(
-    st.tuples(
-        st.lists(st.sets(st.sampled_from(REQUESTS)), min_size=RANKS, max_size=RANKS),  # by rank
-        st.sets(st.sampled_from(REQUESTS)),  # by a stranger
-        st.integers(1, RANKS + 2),  # reports expected from here on
-    ),
-    max_size=12,
-)
-
-
-@settings(max_examples=300)
-@given(said)
-def test_what_is_complete_is_what_the_model_says(steps: list[tuple[list[set[str]], set[str], int]]) -> None:
-    tally = Tally()
-    model = {request: Noted() for request in REQUESTS}
-    for number, (by_rank, by_stranger, expected) in enumerate(steps):
-        stranger = RANKS + number
-        spoken = [(rank, requests) for rank, requests in enumerate([*by_rank]) if requests]
-        spoken += [(stranger, by_stranger)] if by_stranger else []
-        given_ = [(1 << reporter, set(requests)) for reporter, requests in spoken]
-        finished = tally.count(given_, RoundStart(number, expected, RANKS))
-        reporters: dict[str, list[object]] = {
-            request: [reporter for reporter, requests in spoken if request in requests] for request in REQUESTS
-        }
-        assert finished == {request for request, noted in model.items() if noted.count(reporters[request], expected)}
-        assert given_ == [(1 << reporter, requests) for reporter, requests in spoken], (
-            "the workers' own sets are theirs"
-        )
-    assert {request for request in REQUESTS if request in tally.open} == {
-        r for r, noted in model.items() if noted.recorded
-    }
-    assert set(tally.completed) == {request for request, noted in model.items() if noted.before is not None}
 
 
 def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
@@ -51,28 +15,6 @@ def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
     assert Round(RoundStart(0, 3, 3), 0b1010).missing == (0, 2), "a stranger stands for one of them, unknown which"
     assert Round(RoundStart(0, 2, 3), 0b010).missing == (), "two of three are enough: unknown which"
     assert Round(RoundStart(0, 4, 3), 0b010).missing == ()
-
-
-def test_stuck_rounds_are_found_once_and_the_oldest_are_forgotten() -> None:
-    tally = Tally()
-    for now in range(5):
-        tally.count([(1, {f"r{now}"})], RoundStart(now, 2, 2))
-    assert tally.open.next_stuck(10) == 10
-    assert [request for request, _ in tally.open.find_stuck(1)] == ["r0", "r1"]
-    assert [request for request, _ in tally.open.find_stuck(2)] == ["r2"]
-    assert tally.open.next_stuck(10) == 13
-    tally.forget(1)
-    assert len(tally) == 3
-    assert tally.count([(2, {"r2"})], RoundStart(5, 2, 2)) == {"r2"}, "a stuck round completes when its reports come"
-
-
-def test_a_stuck_round_stays_in_its_place_when_more_reports_come() -> None:
-    rounds = Rounds()
-    rounds.count("r", 1, RoundStart(0, 3, 3))
-    rounds.find_stuck(0)
-    rounds.count("r", 2, RoundStart(9, 3, 3))
-    assert rounds.find_stuck(9) == []
-    assert rounds.stuck == {"r": Round(RoundStart(0, 3, 3), 0b011)}
 
 
 def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:

@@ -92,9 +92,7 @@ def test_keys_and_values_may_come_first() -> None:
     kv_first=st.booleans(),
     swapped=st.booleans(),
 )
-def test_the_dimension_of_blocks_follows_from_their_number(
-    blocks: int, per: int, others: int, kv_first: bool, swapped: bool
-) -> None:
+def test_blocks_are_known_by_their_number(blocks: int, per: int, others: int, kv_first: bool, swapped: bool) -> None:
     """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the child's own, of any size."""
 
     def cache(n: int) -> dict[str, torch.Tensor]:

@@ -125,9 +125,7 @@ def test_steps_longer_than_100_ms_all_flush(reports: bool) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * EVERY_NS), st.booleans(), st.booleans(), st.booleans()), max_size=60))
-def test_while_work_goes_on_no_number_waits_for_longer_than_100_ms_and_a_step(
-    steps: list[tuple[int, bool, bool, bool]],
-) -> None:
+def test_no_number_waits_for_longer_than_100_ms_and_a_step(steps: list[tuple[int, bool, bool, bool]]) -> None:
     """A number of a step is sent within 100 ms of the next one's begin, or by that step itself, or by the last."""
     rule = FlushRule()
     now, oldest = 0, None

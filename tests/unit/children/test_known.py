@@ -17,30 +17,23 @@ from kvobs.children.specs import HAND_OFF, NEVER_AGAIN, SYNC_ONLY
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
     "MooncakeConnector", "MooncakeStoreConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
-    "OffloadingConnector", "SimpleCPUOffloadConnector",
+    "OffloadingConnector", "SimpleCPUOffloadConnector"
 )  # fmt: skip
+
+
+NIXL = ["nixl", "NIXL", "nixlconnector", "NixlConector", "NixlConnectorV1"]
+UNKNOWN = ["", *["x", "Connector", "FooConnector", "RedisConnector", "SimpleConnector", "SharedStorageConnector"]]
+OTHERS = {
+    "MooncakeStore": "MooncakeStoreConnector",
+    "lmcache": "LMCacheConnectorV1",
+    "FlexKV": "FlexKVConnectorV1",
+    "OffloadConnector": "OffloadingConnector",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [
-        ("nixl", "NixlConnector"),
-        ("NIXL", "NixlConnector"),
-        ("nixlconnector", "NixlConnector"),
-        ("NixlConector", "NixlConnector"),
-        ("NixlConnectorV1", "NixlConnector"),
-        ("MooncakeStore", "MooncakeStoreConnector"),
-        ("lmcache", "LMCacheConnectorV1"),
-        ("FlexKV", "FlexKVConnectorV1"),
-        ("OffloadConnector", "OffloadingConnector"),
-        ("FooConnector", None),
-        ("RedisConnector", None),
-        ("SimpleConnector", None),
-        ("SharedStorageConnector", None),
-        ("Connector", None),
-        ("", None),
-        ("x", None),
-    ],
+    [*((name, "NixlConnector") for name in NIXL), *OTHERS.items(), *((name, None) for name in UNKNOWN)],
 )
 def test_a_name_is_taken_for_the_one_that_was_meant(name: str, meant: str | None) -> None:
     assert nearest(name, NAMES) == meant

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
 from kvobs.children.specs import async_only
-from kvobs.children.validation import (
-    Validated,
-    clashing_layouts,
-    find_classes,
-    transfer_config,
-    validate,
-)
+from kvobs.children.validation import Validated, clashing_layouts, find_classes, transfer_config, validate
 from kvobs.schema import config
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig
@@ -170,7 +164,7 @@ GROUPS = "because with several KV cache groups a failed load can't be reported"
         ("OffloadingConnector", None),
     ],
 )
-def test_isolation_that_leaves_hits_unused_is_a_warning(
+def test_isolation_that_wastes_hits_is_a_warning(
     name: str, found: str | None, groups: int, sibling: str | None
 ) -> None:
     """Exactly where the router refuses the offers: ``async_only`` is what it is given."""

@@ -98,9 +98,7 @@ class Rig:
 @pytest.mark.parametrize("cost", [GPU, CPU, ALIKE])
 @pytest.mark.parametrize("decodes", [0, 16, 64])
 @pytest.mark.parametrize("seed", range(5))
-def test_prefills_are_predicted_within_5_percent_after_500_steps_and_after_a_change(
-    cost: Cost, decodes: int, seed: int
-) -> None:
+def test_prefills_are_predicted_within_5_percent_after_500_steps(cost: Cost, decodes: int, seed: int) -> None:
     rig = Rig(cost, seed, decodes)
     rig.step(500)
     assert rig.error < 0.05
@@ -141,9 +139,7 @@ def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.04])
 @pytest.mark.parametrize("decodes", [0, 1, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_load_saves_nothing_where_a_step_takes_as_long_without_its_tokens(
-    noise: float, decodes: int, seed: int
-) -> None:
+def test_a_load_saves_nothing_where_its_step_takes_as_long_without(noise: float, decodes: int, seed: int) -> None:
     """Below the roofline's knee. Larger loads save what computing their part above it would take."""
     rig = Rig(KNEE, seed, decodes, noise)
     rig.step(600)
@@ -249,9 +245,7 @@ ONE, TWO, THREE = (1, 1, 0, 0, 1), (2, 3, 0, 0, 1), (0, 0, 3, 30, 0)
     ],
     ids=["after a pause", "scheduled ahead", "nothing to learn", "an output without a step", "a lost output"],
 )
-def test_a_step_lasts_from_its_scheduling_or_from_the_output_before_to_its_output(
-    in_flight: int, events: list[Any], ends: list[Any]
-) -> None:
+def test_a_step_lasts_to_its_output(in_flight: int, events: list[Any], ends: list[Any]) -> None:
     """A pair is a step that is scheduled, a number the time of an output."""
     times, found = StepTimes(in_flight), []
     for event in events:

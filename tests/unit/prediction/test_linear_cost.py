@@ -47,9 +47,7 @@ def test_an_exact_cost_is_found(cost: tuple[float, float, float], seed: int) -> 
     ),
     st.booleans(),
 )
-def test_whatever_comes_the_estimate_is_finite_and_not_negative(
-    observed: list[tuple[int, int, float, float]], has_floor: bool
-) -> None:
+def test_the_estimate_is_finite_and_positive(observed: list[tuple[int, int, float, float]], has_floor: bool) -> None:
     linear = LinearCost(PENALTIES, has_floor=has_floor)
     for tokens, attended, took, base in observed:
         linear.learn(tokens, attended, took, base)

@@ -94,9 +94,7 @@ def test_the_first_load_is_what_the_next_of_its_size_takes(tokens: int, seconds:
 
 
 @given(LOADS, SIZES)
-def test_what_is_predicted_for_the_last_three_sizes_lies_among_what_was_seen(
-    loads: list[tuple[int, float]], tokens: int
-) -> None:
+def test_a_prediction_for_the_last_sizes_is_among_those_seen(loads: list[tuple[int, float]], tokens: int) -> None:
     """Whatever came before them."""
     times = times_of(*loads, *((tokens, seconds) for seconds in (0.1, 0.2, 0.3)))
     assert expected(times, tokens) == pytest.approx(0.2, rel=0.5 + 1e-9)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, child_config, counted, started
+from tests.support.scripted import Stats
 from tests.support.stock import wrong_in_stock
 
 KV = (2 * BLOCK, True)
@@ -151,9 +153,8 @@ class LockingConnector(ScriptedConnector):
 @pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}], ids=["default", "earlier"])
 def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, [NOT_YET, NOT_YET, KV]
-    rig = Rig(router, connectors=[child_config(a), here(b, "LockingConnector")], kvobs=options)
-    rig.add("r", max_tokens=3)
-    rig.run(3)
+    connectors = [child_config(a), here(b, "LockingConnector")]
+    rig = started(router, connectors=connectors, kvobs=options, max_tokens=3, steps=3)
     a.say(0, received="r")
     rig.run(6)
     assert rig.status("r") == "gone"
@@ -189,9 +190,7 @@ def assigns(**fields: Any) -> Callable[[Any], None]:
 def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router: str, a: Script, b: Script) -> None:
     """As FlexKV, and any router within the router."""
     a.offers["r"] = KV
-    rig = Rig(router, a, b, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2)
     a.on_output = assigns(finished_recving={"r"})
     rig.step()
     a.on_output = None
@@ -202,9 +201,7 @@ def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router
 @wrong_in_stock(AssertionError, "takes the assignment for all there is: the siblings' requests hang")
 def test_what_it_wipes_of_its_siblings_arrives(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = KV
-    rig = Rig(router, a, b)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b)
     a.say(0, received="r")
     b.on_output = assigns(finished_recving=set(), finished_sending=None)
     rig.run(4)
@@ -243,9 +240,7 @@ def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, 
     """Each rank has an engine of its own, which gets the reports of one worker."""
     a.offers["r"] = KV
     b.promises.add("r")
-    rig = Rig(router, a, b, ranks=2, external_rank=rank)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2, external_rank=rank)
     a.say(rank, received="r")
     rig.run(3)
     assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
@@ -302,3 +297,54 @@ def test_nothing_is_reset_but_what_vllm_resets(router: str, a: Script, b: Script
     assert a.called("reset_cache") == b.called("reset_cache") == []
     rig.connector.reset_cache()
     assert len(a.called("reset_cache")) == len(b.called("reset_cache")) == 1
+
+
+# --- a router within the router
+
+
+def nested(path: str, *scripts: Script) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": path,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [*map(child_config, scripts)]},
+    }
+
+
+def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
+    inner = nested(ROUTERS["stock"], a, b)
+    outer = Script("outer")
+    rig = Rig("kvobs", connectors=[inner, child_config(outer)], ranks=2)
+    b.offers["r"] = KV
+    a.promises.add("r")
+    rig.add("r")
+    rig.step()
+    assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK]
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [0]
+    for rank in (0, 1):
+        b.say(rank, received="r")
+    rig.run(3)
+    assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
+    for rank in (0, 1):
+        a.say(rank, saved="r")
+    rig.run(2)
+    assert rig.status("r") == "gone"
+    assert counted(rig, "kvobs_loads_total", 0, "async", "ok") == 1
+    assert counted(rig, "kvobs_saves_total", 0, "ok") == 1
+    assert_nothing_is_left(rig)
+
+
+def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> None:
+    inner = nested(ROUTERS["stock"], a)
+    rig = Rig("kvobs", connectors=[inner, child_config(b)])
+    a.stats.append(Stats(data={"n": 3}))
+    rig.run(2)
+    noted = [payload for payload in rig.stats if "MultiConnector" in payload]
+    assert str(noted).count("'n': 3") >= 1
+
+
+def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:
+    inner = nested("kvobs", a)
+    with pytest.raises(ConfigError, match=r"connectors\[0\].*kvobs within kvobs; list its connectors here"):
+        Rig("kvobs", connectors=[inner, child_config(b)])
+    assert a.calls == b.calls == []

@@ -17,9 +17,7 @@ from tests.support.rig import assert_nothing_is_left, counted
 
 
 @pytest.mark.parametrize("hook", [*OF_SCHEDULER, *OF_WORKER])
-def test_a_failure_in_any_hook_keeps_the_child_out_until_it_is_over(
-    engine: Isolating, a: Script, b: Script, hook: str
-) -> None:
+def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b: Script, hook: str) -> None:
     """The child has a load under way; a sibling goes on; after the quarantine it loads again."""
     engine.rig.add("before", max_tokens=2)
     engine.run_to_end("before")
@@ -78,7 +76,7 @@ def test_a_load_that_did_not_begin_on_a_rank_is_recomputed(engine: Isolating, a:
 
 @pytest.mark.parametrize("ranks", [{0}, {0, 1}])
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_a_load_that_may_have_begun_has_failed_and_is_waited_for(
+def test_a_load_that_may_have_begun_has_failed(
     engine: Isolating, a: Script, ranks: set[int], is_reported: bool
 ) -> None:
     """``start_load_kv`` raised half-way: something may be writing into these blocks."""
@@ -117,9 +115,7 @@ def test_the_order_of_a_load_may_come_with_a_later_steps(engine: Isolating, a: S
 
 
 @pytest.mark.parametrize("hook", ["handle_preemptions", "get_num_new_matched_tokens"])
-def test_what_was_under_way_when_a_child_failed_elsewhere_may_still_arrive(
-    engine: Isolating, a: Script, hook: str
-) -> None:
+def test_what_was_under_way_at_a_failure_may_still_arrive(engine: Isolating, a: Script, hook: str) -> None:
     """Also a load that begins in the step of the failure."""
     a.offers["r"] = KV
     a.promises.add("saved")
@@ -138,7 +134,7 @@ def test_what_was_under_way_when_a_child_failed_elsewhere_may_still_arrive(
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_child_that_is_out_is_asked_for_results_as_it_is_otherwise(
+def test_a_child_that_is_out_is_asked_for_results(
     engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some take results only while they have a step's metadata: those would fail in every step that they are out."""
@@ -178,9 +174,7 @@ def test_what_never_arrives_is_given_up(engine: Isolating, a: Script, caplog: py
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_what_a_child_promises_while_it_is_out_is_held_until_it_reports_or_is_given_up(
-    engine: Isolating, a: Script, is_reported: bool
-) -> None:
+def test_a_promise_made_while_out_is_held_or_given_up(engine: Isolating, a: Script, is_reported: bool) -> None:
     a.raises["start_load_kv"] = FAILURE
     a.promises.add("r")
     engine.rig.add("r", max_tokens=2)
@@ -215,20 +209,6 @@ def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating
     engine.run_to_end("first", "second")
     assert counted(engine.rig, "kvobs_saves_total", 0, "abandoned") == 2
     assert_nothing_is_left(engine.rig)
-
-
-def test_what_begins_after_a_quarantine_is_not_given_up_with_what_was_before(engine: Isolating, a: Script) -> None:
-    engine.rig.add("first", max_tokens=1)
-    a.raises["take_events"] = FAILURE
-    engine.step()
-    a.raises.clear()
-    engine.run_to_end("first")
-    engine.step(seconds=1.1)
-    a.offers["r"] = KV
-    engine.rig.add("r", max_tokens=1)
-    engine.step(2)
-    engine.step(2, seconds=GIVE_UP_NS / S)
-    assert engine.rig.status("r") == "WAITING_FOR_REMOTE_KVS"
 
 
 def test_events_that_fail_while_they_are_read_are_contained(engine: Isolating, a: Script) -> None:

@@ -22,7 +22,7 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
         ("recompute", "best", {"kv_role": "kv_producer"}, "'best' .* has kv_role kv_producer"),
     ],
 )
-def test_the_limits_of_isolation_are_errors_at_the_start(
+def test_limits_of_isolation_are_errors_at_the_start(
     policy: str, isolate: str, more: dict[str, Any], says: str
 ) -> None:
     best, other = Script("best"), Script("other")
@@ -71,7 +71,7 @@ def test_what_a_child_waits_for_while_it_is_out_is_still_waited_for(engine: Isol
 
 
 @pytest.mark.parametrize("policy", ["first", "longest"])
-def test_nobody_waits_for_the_answer_of_a_child_that_is_out(
+def test_nobody_waits_for_a_child_that_is_out(
     policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """It had said "not yet", and would have had a minute to say more."""
@@ -183,9 +183,7 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_child_that_is_not_isolated_and_can_not_be_built_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_another_child_that_can_not_be_built_ends_start(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     b.raises["__init__"] = FAILURE
     with pytest.raises(ConnectionError, match="store is gone"):
         Isolating(monkeypatch, a, b)

@@ -1,27 +1,14 @@
-"""How long a best-effort connector is out, and what happens to requests and transfers meanwhile."""
+"""How long a best-effort connector is out, for slowness too, and what happens to requests and transfers meanwhile."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from kvobs.testing import BLOCK, Script
-from tests.support.best_effort import FAILURE, KV, Isolating, S
-from tests.support.rig import counted
-
-
-def test_a_quarantine_is_twice_as_long_each_time_that_its_trial_fails(engine: Isolating, a: Script) -> None:
-    engine.rig.add("r", max_tokens=10_000 // 64)
-    lasted: list[int] = []
-    for _ in range(8):
-        a.raises["wait_for_save"] = FAILURE
-        engine.step(2)
-        assert engine.is_out
-        began = engine.now_ns
-        a.raises.clear()
-        while engine.is_out:
-            engine.step(seconds=0.25)
-        lasted.append(round((engine.now_ns - began) / S))
-    assert lasted == [1, 2, 4, 8, 16, 32, 60, 60]
+from tests.support.best_effort import FAILURE, KV, OF_SCHEDULER, OF_WORKER, Isolating, S
+from tests.support.rig import assert_nothing_is_left, counted
 
 
 def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Script) -> None:
@@ -32,9 +19,7 @@ def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Scr
     assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
 
 
-def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_next(
-    engine: Isolating, a: Script
-) -> None:
+def test_requests_that_ended_in_a_step_without_it_come_with_the_next(engine: Isolating, a: Script) -> None:
     """LMCache reports a promised save when it is given the request there."""
     engine.rig.add("r", max_tokens=1)
     engine.rig.add("longer", max_tokens=8)
@@ -47,18 +32,7 @@ def test_requests_that_ended_in_a_step_that_left_it_out_are_given_to_it_in_the_n
     assert [given for given in a.called("get_transfer_results") if "r" in given] == [{"r"}, {"r"}], "once on each rank"
 
 
-def test_the_log_says_that_it_failed_on_a_worker(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    a.raises["save_kv_layer"] = FAILURE
-    engine.rig.add("r", max_tokens=2)
-    engine.step(2)
-    assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
-
-
-def test_what_a_child_raises_is_one_short_line_of_the_log(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_one_short_line_of_the_log(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["build_connector_meta"] = RuntimeError("x\nINFO forged " + "x" * 10**6)
     engine.step()
     (line,) = (line.getMessage() for line in caplog.records if "It is in quarantine" in line.getMessage())
@@ -73,7 +47,7 @@ def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolati
 
 
 @pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
-def test_a_request_that_arrives_after_the_quarantine_begins_the_probation_without_waiting_for_a_step(
+def test_a_request_after_the_quarantine_begins_trial(
     engine: Isolating, a: Script, seconds: float, is_known: bool
 ) -> None:
     """An idle engine has no steps: its next request may be the first to arrive."""
@@ -106,6 +80,7 @@ def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplo
     engine.rig.add("r", max_tokens=3)
     with caplog.at_level("INFO"):
         engine.step(2)
+        assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
         a.raises.clear()
         engine.step(seconds=1.1)
         assert "connector 'best' is enabled again on probation" in caplog.text
@@ -114,9 +89,7 @@ def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplo
     assert a.called("reset_cache") == []
 
 
-def test_a_child_that_failed_at_its_start_is_out_for_good(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_failed_at_its_start_is_out(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     a.raises["set_host_xfer_buffer_ops"] = FAILURE
     engine.rig.workers[1].set_host_xfer_buffer_ops(print)
     engine.rig.add("r", max_tokens=2)
@@ -130,9 +103,7 @@ def test_a_child_that_failed_at_its_start_is_out_for_good(
 @pytest.mark.parametrize(
     ("hook", "is_out"), [("set_xfer_handshake_metadata", True), ("reset_cache", False), ("get_finished_count", False)]
 )
-def test_a_child_is_out_for_good_after_a_failure_in_a_scheduler_hook_that_is_not_called_again(
-    engine: Isolating, a: Script, hook: str, is_out: bool
-) -> None:
+def test_out_for_good_after_a_hook_that_is_called_once(engine: Isolating, a: Script, hook: str, is_out: bool) -> None:
     a.raises[hook] = FAILURE
     getattr(engine.rig.connector, hook)(*([{}] if is_out else []))
     assert engine.is_out
@@ -145,3 +116,93 @@ def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: 
     engine.rig.add("r")
     with pytest.raises(ConnectionError, match="store is gone"):
         engine.step()
+
+
+# --- slow in the scheduler's step
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, engine: Isolating, a: Script) -> dict[str, float]:
+    """Seconds that the best-effort child takes, by hook; asked of a clock of the test's own."""
+    took: dict[str, float] = {}
+    now = [0]
+
+    def pass_time(hook: str, _detail: Any) -> None:
+        now[0] += int(took.get(hook, 0) * S)
+
+    monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: now[0])
+    a.on_call = pass_time
+    return took
+
+
+def test_a_slow_lookup(engine: Isolating, a: Script, slow: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    slow["get_num_new_matched_tokens"] = 4.4
+    a.offers["r"] = KV
+    for request in ("r", "s", "t"):
+        engine.rig.add(request, max_tokens=2)
+    engine.run_to_end("r", "s", "t")
+    assert engine.is_out
+    assert counted(engine.rig, "kvobs_admitted_tokens_total", 0) == 0, "the load would be slow, or fail"
+    assert len(a.called("get_num_new_matched_tokens")) == 1, "at most one call in a back-off is slow"
+    assert "failed in get_num_new_matched_tokens, which took 4.4 s" in caplog.text
+    engine.step(seconds=8 * 4.4 + 0.1)
+    for request in ("u", "v"):
+        engine.rig.add(request, max_tokens=2)
+    engine.run_to_end("u", "v")
+    assert a.called("get_num_new_matched_tokens") == ["r", "u"], "the next new request is the trial"
+    assert engine.epoch == 2
+    slow.clear()
+    engine.step(seconds=60.1)
+    a.offers["w"] = KV
+    engine.rig.add("w", max_tokens=1)
+    engine.step(2)
+    engine.say(a, received="w")
+    engine.run_to_end("w")
+    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") == 1
+    assert_nothing_is_left(engine.rig)
+
+
+def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
+    """It would block the step again; from then on it sees no more of that request than its end."""
+    a.offers["r"] = [(None, False), (None, False), KV]
+    engine.rig.add("r", max_tokens=2)
+    engine.step()
+    slow["update_connector_output"] = 3
+    engine.step()
+    assert engine.is_out
+    asked = len(a.called("get_num_new_matched_tokens"))
+    engine.run_to_end("r")
+    assert len(a.called("get_num_new_matched_tokens")) == asked
+    assert a.called("request_finished") == ["r"]
+    assert_nothing_is_left(engine.rig)
+
+
+def test_a_lookup_that_times_out_is_not_repeated(
+    engine: Isolating, a: Script, b: Script, slow: dict[str, float]
+) -> None:
+    """It raises after seconds, and has been asked about several requests before."""
+    for request in ("r", "s", "t"):
+        a.offers[request] = [(None, False), KV]
+        engine.rig.add(request, max_tokens=2)
+    engine.step()
+    slow["get_num_new_matched_tokens"] = 3
+    a.raises["get_num_new_matched_tokens"] = TimeoutError("no answer")
+    engine.run_to_end("r", "s", "t")
+    assert a.called("get_num_new_matched_tokens") == ["r", "s", "t", "r"]
+    assert engine.epoch == 1
+    assert_nothing_is_left(engine.rig)
+
+
+def test_a_worker_may_take_its_time(engine: Isolating, a: Script, slow: dict[str, float]) -> None:
+    slow.update({hook: 100 for hook in OF_WORKER if hook != "get_kv_connector_stats"})  # which has both sides
+    engine.rig.add("r", max_tokens=2)
+    engine.run_to_end("r")
+    assert not engine.is_out
+
+
+def test_slowness_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]) -> None:
+    engine = Isolating(monkeypatch, a, b, isolate_slow_ms=5_000)
+    slow.update(dict.fromkeys(OF_SCHEDULER, 4))
+    engine.rig.add("r", max_tokens=2)
+    engine.run_to_end("r")
+    assert not engine.is_out

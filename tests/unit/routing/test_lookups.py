@@ -22,7 +22,7 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, counts_of
+from tests.support.rig import assert_nothing_is_left, counts_of, started
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -123,7 +123,7 @@ def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list
     ("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all"), ("fastest", "all")]
 )
 @given(st.lists(st.tuples(*[st.sampled_from(ANSWERS)] * 3), max_size=8))
-def test_a_lookup_is_judged_by_its_own_answers_however_often_it_is_repeated(
+def test_a_lookup_is_judged_by_its_own_answers(
     policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]
 ) -> None:
     """And counted, and in progress, once for each outcome of a request."""
@@ -186,15 +186,6 @@ def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
     assert set(asker.offers.settle("r", None, 0).left_open) == set()
 
 
-def test_what_was_left_open_is_that_of_the_last_lookup() -> None:
-    asker = Asker((16, True), (None, False), wait_for="earlier")
-    asker.ask()
-    asker.answers[1] = (0, False)
-    asker.ask()
-    assert set(asker.offers.settle("r", None, 0).left_open) == set()
-    assert set(asker.offers.settle("unknown", None, 0).left_open) == set()
-
-
 def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
     """ExampleConnector's, where vLLM has more itself."""
     asker = Asker((-16, False), (16, True))
@@ -221,8 +212,13 @@ def test_synchronous_offers_of_some_are_not_used() -> None:
     asker = Asker((32, False), (16, False), async_only={0})
     assert asker.ask() == Offer(1, 16, False)
     assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 32, False), Offer(1, 16, False)], "it is unused"
+    assert lost(asker, 0) == {"other_chosen": 16}
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
+    alone = Asker((32, False), async_only=(0,))
+    alone.ask()
+    alone.offers.settle("r", None, 0)
+    assert lost(alone, 0) == {"declined": 32}, "vLLM has no part in it"
 
 
 @POLICIES
@@ -290,14 +286,6 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
     assert [asker.count(i, "kvobs_offered_tokens_total") for i in range(len(tokens))] == tokens
 
 
-def test_what_kvobs_itself_does_not_take_is_declined() -> None:
-    """Nothing is loaded, and vLLM has no part in it."""
-    asker = Asker((32, False), async_only=(0,))
-    asker.ask()
-    asker.offers.settle("r", None, 0)
-    assert lost(asker, 0) == {"declined": 32}
-
-
 @pytest.mark.parametrize("is_withdrawn", [False, True])
 def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost(is_withdrawn: bool) -> None:
     """vLLM asks again in each step as long as it has no blocks."""
@@ -360,9 +348,7 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clo
 
 
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
-def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for_whatever_other_requests_are(
-    answer: Answer,
-) -> None:
+def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer: Answer) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
     isolation = SimpleNamespace(
         asks=lambda child, request: True, discards=lambda child, request: (child, request) == (0, "r")
@@ -379,74 +365,35 @@ KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
 
-class Request:
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens() -> None:
+    """But not in a step in which its last call was slow, and not about what has ended."""
+    calls: list[Any] = []
+    answers = {"r": NOT_YET, "ended": KV}
 
+    def lookup(request: Any, local: int) -> Answer:
+        calls.append((request.request_id, local))
+        return answers[request.request_id]
 
-class Cache:
-    """A connector with an answer; it remembers what it was called with."""
-
-    def __init__(self) -> None:
-        self.answer: tuple[int | None, bool] = NOT_YET
-        self.calls: list[tuple[Any, ...]] = []
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self.calls.append(("lookup", request.request_id, num_computed_tokens))
-        return self.answer
-
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self.calls.append(("allocated", request.request_id, blocks, num_external_tokens))
-
-
-class Lookups:
-    def __init__(self) -> None:
-        self.caches = [Cache(), Cache()]
-        recorder = Recorder(2)
-        children = [Child(i, str(i), cache, recorder) for i, cache in enumerate(self.caches)]
-        self.visibility = [Visibility(), Visibility()]
-        self.open = OpenLookups(children, self.visibility)
-
-    def poll(self, slow: int | None = None) -> None:
-        self.open.poll(lambda index: index == slow)
-
-
-@pytest.mark.parametrize("answer", [(0, False), (32, True), (16, False)])
-def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens(
-    answer: tuple[int, bool],
-) -> None:
-    lookups = Lookups()
-    _, cache = lookups.caches
-    lookups.open.leave_open(Request("r"), "blocks", 48, {1})
-    assert lookups.open.has(1, "r")
-    assert not lookups.open.has(0, "r")
-    for n in (1, 2):
-        lookups.poll()
-        assert cache.calls == [("lookup", "r", 48)] * n
-    cache.answer = answer
-    lookups.poll()
-    assert cache.calls[2:] == [("lookup", "r", 48), ("allocated", "r", "blocks", 0)]
-    lookups.poll()
-    assert len(cache.calls) == 4, "once"
-    assert len(lookups.open) == 0
-    assert lookups.caches[0].calls == []
-
-
-def test_a_request_that_ends_or_is_looked_up_again_is_not_asked_about_any_more() -> None:
-    lookups = Lookups()
-    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
-    lookups.open.leave_open(Request("s"), "blocks", 0, {1})
-    lookups.open.forget("r")
-    lookups.open.forget("r")
-    lookups.poll()
-    assert [cache.calls for cache in lookups.caches] == [[], [("lookup", "s", 0)]]
-
-
-def test_one_whose_last_call_was_slow_is_not_asked_in_this_step() -> None:
-    lookups = Lookups()
-    lookups.open.leave_open(Request("r"), "blocks", 0, {0, 1})
-    lookups.poll(slow=0)
-    assert [len(cache.calls) for cache in lookups.caches] == [0, 1]
+    connector = SimpleNamespace(
+        get_num_new_matched_tokens=lookup,
+        update_state_after_alloc=lambda request, *given: calls.append((request.request_id, *given)),
+    )
+    children = [Child(0, "0", SimpleNamespace(), Recorder(2)), Child(1, "1", connector, Recorder(2))]
+    lookups = OpenLookups(children, [Visibility(), Visibility()])
+    for request_id in answers:
+        lookups.leave_open(SimpleNamespace(request_id=request_id), "blocks", 48, {1})
+    for _ in range(2):
+        lookups.forget("ended")
+    assert [lookups.has(child, "r") for child in (0, 1)] == [False, True]
+    lookups.poll(lambda child: child == 1)
+    assert calls == []
+    for _ in range(2):
+        lookups.poll(lambda child: False)
+    answers["r"] = KV
+    for _ in range(2):
+        lookups.poll(lambda child: False)
+    assert calls == [("r", 48)] * 3 + [("r", "blocks", 0)]
+    assert len(lookups) == 0
 
 
 # --- under vLLM's scheduler
@@ -454,9 +401,7 @@ def test_one_whose_last_call_was_slow_is_not_asked_in_this_step() -> None:
 
 def waiting_for_earlier(a: Script, b: Script, *answers: Any) -> Rig:
     a.offers["r"], b.offers["r"] = [KV, MISS], [NOT_YET, *answers]
-    rig = Rig("kvobs", a, b, kvobs={"wait_for": "earlier"})
-    rig.add("r", max_tokens=4)
-    rig.step()
+    rig = started("kvobs", a, b, kvobs={"wait_for": "earlier"}, max_tokens=4)
     assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
     return rig
 

@@ -93,10 +93,7 @@ def test_a_child_gets_the_handshakes_of_its_own_workers_only() -> None:
 
 def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
     """Through the calls that vLLM's aggregator makes."""
-    ranks: list[Any] = [
-        MultiKVEvents({0: Events("x", "y")}),
-        MultiKVEvents({0: Events("x"), 2: Events("z")}),
-    ]
+    ranks: list[Any] = [MultiKVEvents({0: Events("x", "y")}), MultiKVEvents({0: Events("x"), 2: Events("z")})]
     merged, other = ranks
     merged.add_events(other.get_all_events())
     merged.increment_workers(1)

@@ -108,9 +108,7 @@ def test_a_synchronous_load_takes_what_its_step_waited_for_it(policy: Policy) ->
 
 
 @pytest.mark.parametrize(("failed", "more_s"), [({}, 0), ({"failed_on": {0}}, 0.105)])
-def test_the_tokens_of_a_failed_load_are_computed_after_all(
-    policy: Policy, failed: dict[str, Any], more_s: float
-) -> None:
+def test_the_tokens_of_a_failed_load_are_computed(policy: Policy, failed: dict[str, Any], more_s: float) -> None:
     """Otherwise one that fails at once would be the fastest."""
     policy.load(0, 1, **failed)
     assert policy.decide(1000).predicted[0] == pytest.approx(0.001 + more_s + 0.015, rel=0.05)
@@ -153,9 +151,7 @@ def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypat
 # --- in an engine
 
 
-def test_an_engine_computes_what_it_would_load_more_slowly(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_an_engine_computes_what_it_loads_slower(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Asked always, discarded where it does not pay: every connector gets the blocks, with 0 tokens."""
     engine = Observed(monkeypatch, a, b, ranks=1, load_policy="fastest")
     engine.token_s = 0.005

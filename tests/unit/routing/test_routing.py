@@ -6,7 +6,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, transfer_config
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, child_config, counted, started
 
 KV = (2 * BLOCK, True)  # an offer of two blocks, loaded in the background
 SYNC = (2 * BLOCK, False)
@@ -17,9 +17,7 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 @both
 def test_r2_one_child_loads_and_the_others_get_the_same_blocks_and_no_tokens(router: str, a: Script, b: Script) -> None:
     b.offers["r"] = KV
-    rig = Rig(router, a, b)
-    rig.add("r")
-    rig.step()
+    started(router, a, b)
     ((_, tokens_a, blocks_a),) = a.called("update_state_after_alloc")
     ((_, tokens_b, blocks_b),) = b.called("update_state_after_alloc")
     assert (tokens_a, tokens_b, blocks_a) == (0, 2 * BLOCK, blocks_b)
@@ -35,14 +33,10 @@ def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: S
 
 
 @both
-def test_r5_blocks_are_released_once_after_the_last_promised_save_on_every_rank(
-    router: str, a: Script, b: Script
-) -> None:
-    rig = Rig(router, a, b, ranks=2)
+def test_r5_blocks_are_released_once_after_the_last_promised_save(router: str, a: Script, b: Script) -> None:
     a.promises.add("r")
     b.promises.add("r")
-    rig.add("r")
-    rig.run(3)
+    rig = started(router, a, b, ranks=2, steps=3)
     released = []
     for script, rank in ((a, 0), (b, 1), (b, 0), (a, 1)):
         assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
@@ -102,9 +96,7 @@ def test_r8_shutdown_reaches_every_child_after_one_raised(router: str, a: Script
 @both
 def test_r9_the_second_allocation_call_has_no_tokens_and_keeps_the_owner(router: str, a: Script, b: Script) -> None:
     b.offers["r"] = KV
-    rig = Rig(router, a, b)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b)
     b.say(0, received="r")
     rig.run(2)
     assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK, 0]
@@ -114,9 +106,7 @@ def test_r9_the_second_allocation_call_has_no_tokens_and_keeps_the_owner(router:
 def test_r9_r10_attempts_and_admissions_are_counted_apart(a: Script, b: Script) -> None:
     """Stock counts nothing per child."""
     a.offers["r"] = [(None, False), (None, False), KV]
-    rig = Rig("kvobs", a, b)
-    rig.add("r")
-    rig.run(3)
+    rig = started("kvobs", a, b, steps=3)
     a.say(0, received="r")
     rig.run(3)
     assert len(a.called("get_num_new_matched_tokens")) >= 3
@@ -133,9 +123,7 @@ def test_r9_r10_attempts_and_admissions_are_counted_apart(a: Script, b: Script) 
 
 def test_a_failure_on_one_rank_is_reported_once_by_all(a: Script, b: Script) -> None:
     a.offers["r"] = [KV, (0, False)]
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started("kvobs", a, b, ranks=2)
     a.say(0, failed="r")
     a.say(1, received="r")
     output = rig.step()
@@ -153,9 +141,7 @@ def test_a_failure_on_one_rank_is_reported_once_by_all(a: Script, b: Script) -> 
 def test_a_failed_load_of_an_aborted_request_releases_it_once(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     b.promises.add("r")
-    rig = Rig("kvobs", a, b)
-    rig.add("r")
-    rig.step()
+    rig = started("kvobs", a, b)
     a.say(0, failed="r")
     rig.step()
     rig.abort("r")
@@ -163,14 +149,4 @@ def test_a_failed_load_of_an_aborted_request_releases_it_once(a: Script, b: Scri
     assert rig.status("r") == "FINISHED_ABORTED"
     b.say(0, saved="r")
     assert rig.step().finished_sending == {"r"}
-    assert_nothing_is_left(rig)
-
-
-def test_policy_fail_ends_the_request_and_releases_its_blocks(a: Script, b: Script) -> None:
-    a.offers["r"] = KV
-    rig = Rig("kvobs", a, b, policy="fail")
-    rig.add("r")
-    rig.step()
-    a.say(0, failed="r")
-    rig.run(3)
     assert_nothing_is_left(rig)

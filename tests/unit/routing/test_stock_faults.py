@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children.configured import read_specs
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
-from tests.support.rig import Blocks, assert_nothing_is_left, child_config, counted
+from tests.support.rig import Blocks, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Events, Handshake, Stats
 from tests.support.stock import wrong_in_stock
 
@@ -33,9 +33,7 @@ def build_prom(router: str, registry: CollectorRegistry, *connectors: dict[str, 
 @wrong_in_stock(AssertionError, "unions all children's reports: the scheduler asserts, or resumes too early")
 def test_w1_only_the_owners_report_of_a_load_counts(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = KV
-    rig = Rig(router, a, b, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2)
     b.say(0, received="r")
     a.say(0, received="r")
     b.say(1, received="r")
@@ -79,18 +77,14 @@ def test_w2_a_failure_of_a_child_that_owns_no_load_has_no_effect(router: str, a:
 @wrong_in_stock(AssertionError, "the first non-zero hit wins the whole request")
 def test_w3_policy_longest_takes_the_longest_offer(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = (BLOCK, True), (3 * BLOCK, True)
-    rig = Rig(router, a, b, kvobs={"load_policy": "longest"})
-    rig.add("r")
-    rig.step()
+    started(router, a, b, kvobs={"load_policy": "longest"})
     assert b.called("update_state_after_alloc")[0][1] == 3 * BLOCK
 
 
 def test_w3_what_the_losers_offered_beyond_the_winner_is_counted(a: Script, b: Script) -> None:
     """Stock counts nothing per child."""
     a.offers["r"], b.offers["r"] = (BLOCK, True), (3 * BLOCK, True)
-    rig = Rig("kvobs", a, b)
-    rig.add("r")
-    rig.step()
+    rig = started("kvobs", a, b)
     assert counted(rig, "kvobs_offered_tokens_total", 1) == 3 * BLOCK
     assert counted(rig, "kvobs_unused_hit_tokens_total", 1, "other_chosen") == 2 * BLOCK
     assert counted(rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 0
@@ -100,9 +94,7 @@ def test_w3_what_the_losers_offered_beyond_the_winner_is_counted(a: Script, b: S
 @wrong_in_stock(AssertionError, "one child's 'not yet' hides an earlier child's ready hit")
 def test_w4_a_hit_needs_no_answer_from_later_children(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, (None, False)
-    rig = Rig(router, a, b, kvobs={"wait_for": "earlier"})
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, kvobs={"wait_for": "earlier"})
     assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
 
 
@@ -110,9 +102,7 @@ def test_w4_a_hit_needs_no_answer_from_later_children(router: str, a: Script, b:
 def test_w4_by_default_every_answer_is_waited_for_as_in_stock(router: str, a: Script, b: Script) -> None:
     """N5: LMCache's server keeps locks for a lookup that nobody comes back to."""
     a.offers["r"], b.offers["r"] = KV, [(None, False), (None, False), (0, False)]
-    rig = Rig(router, a, b)
-    rig.add("r")
-    rig.run(2)
+    rig = started(router, a, b, steps=2)
     assert rig.status("r") == "WAITING"
     assert b.called("update_state_after_alloc") == []
     rig.step()
@@ -123,9 +113,7 @@ def test_w4_by_default_every_answer_is_waited_for_as_in_stock(router: str, a: Sc
 @wrong_in_stock(AssertionError, "waits for a slow child without end")
 def test_w4_a_slow_child_is_waited_for_only_so_long(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = (None, False), KV
-    rig = Rig(router, a, b, kvobs={"lookup_timeout_ms": 0.001})
-    rig.add("r")
-    rig.run(2)
+    rig = started(router, a, b, kvobs={"lookup_timeout_ms": 0.001}, steps=2)
     assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK]
     if router == "kvobs":
         assert counted(rig, "kvobs_lookups_total", 0, "timeout") == 1
@@ -228,10 +216,8 @@ def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: st
 @wrong_in_stock(AssertionError, "None from one child hides the other's count: the request is never released")
 def test_w11_a_child_that_reports_on_one_rank_completes(router: str, a: Script, b: Script) -> None:
     b.finished_count = 1
-    rig = Rig(router, a, b, ranks=2)
     b.promises.add("r")
-    rig.add("r")
-    rig.run(3)
+    rig = started(router, a, b, ranks=2, steps=3)
     b.say(0, saved="r")
     rig.run(2)
     assert rig.status("r") == "gone"
@@ -240,11 +226,9 @@ def test_w11_a_child_that_reports_on_one_rank_completes(router: str, a: Script, 
 @wrong_in_stock(ValueError, "unequal finished counts raise at start")
 def test_w11_children_may_state_different_counts(router: str, a: Script, b: Script) -> None:
     a.finished_count, b.finished_count = 2, 1
-    rig = Rig(router, a, b, ranks=2)
     a.offers["r"] = KV
     b.promises.add("r")
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2)
     for rank in (0, 1):
         a.say(rank, received="r")
     rig.run(4)
@@ -258,9 +242,7 @@ def test_w11_a_count_above_the_number_of_ranks_is_theirs(router: str, a: Script)
     a.finished_count = 3
     a.offers["r"] = KV
     a.promises.add("r")
-    rig = Rig(router, a, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, ranks=2)
     for word in ("received", "saved"):
         for rank in (0, 1):
             a.say(rank, **{word: "r"})
@@ -272,10 +254,8 @@ def test_w11_a_count_above_the_number_of_ranks_is_theirs(router: str, a: Script)
 
 @wrong_in_stock(AssertionError, "any child's report counts down another's promise")
 def test_w12_only_the_promising_childs_report_releases(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, a, b)
     a.promises.add("r")
-    rig.add("r")
-    rig.run(3)
+    rig = started(router, a, b, steps=3)
     b.say(0, saved="r")
     rig.run(2)
     assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
@@ -317,9 +297,7 @@ def test_w12_a_report_before_its_promise_is_held(a: Script, b: Script) -> None:
 
 @wrong_in_stock(AssertionError, "an early report frees a running request: the scheduler asserts")
 def test_w12_a_running_request_survives_an_early_report(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, a, b)
-    rig.add("r", max_tokens=5)
-    rig.step()
+    rig = started(router, a, b, max_tokens=5)
     a.say(0, saved="r")
     rig.run(8)
     assert rig.status("r") == "gone"
@@ -353,9 +331,7 @@ def test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect(router: st
 @wrong_in_stock(RuntimeError, "block errors with several KV cache groups end the engine")
 def test_w16_with_several_groups_the_load_fails_and_is_recomputed(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = [KV, (0, False)]
-    rig = Rig(router, a, b, ranks=2, groups=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2, groups=2)
     blocks = a.called("update_state_after_alloc")[0][2][1]
     a.bad_blocks[1] = {blocks[1]}
     for rank in (0, 1):
@@ -405,9 +381,7 @@ def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
     a.offers["r"] = KV
     saves = a if saver == "a" else b
     saves.promises.add("r")
-    rig = Rig(router, a, b, ranks=2)
-    rig.add("r")
-    rig.step()
+    rig = started(router, a, b, ranks=2)
     rig.abort("r")
     rig.step()
     completions = []

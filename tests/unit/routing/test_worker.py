@@ -13,7 +13,7 @@ from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.payload.stats import has_content
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left
+from tests.support.rig import assert_nothing_is_left, started
 
 
 def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
@@ -77,9 +77,8 @@ def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
         (False, False, False, False),
     ],
 )
-def test_numbers_go_when_the_scheduler_asks_or_when_there_is_something_to_report_and_nothing_else_to_do(
-    ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script
-) -> None:
+def test_numbers_go(ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script) -> None:
+    """They go when the scheduler asks, or when there is something to report and nothing else to do."""
     side = side_of(Rig("kvobs", a, b))
     assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
@@ -145,10 +144,7 @@ def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -
     assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
 
 
-def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(
-    a: Script,
-    b: Script,
-) -> None:
+def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(a: Script, b: Script) -> None:
     """By their blocks; one without counts like one with a block. All of the time is divided."""
     blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
     side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
@@ -177,7 +173,7 @@ def test_bad_blocks_of_async_loads(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_bad_blocks_that_are_nobodys_are_passed_on_where_they_name_their_request(
+def test_bad_blocks_of_nobody_may_be_passed_on(
     groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
@@ -218,9 +214,7 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
     a.finished_count = 1
     a.offers["r"] = (2 * BLOCK, True)
     a.promises.add("r")
-    rig = Rig("kvobs", a, b, ranks=2)
-    rig.add("r", max_tokens=1)
-    rig.step()
+    rig = started("kvobs", a, b, ranks=2, max_tokens=1)
     assert all(list(w._side._began) == [(0, "r")] for w in rig.workers)
     a.say(0, received="r", saved="r" if is_early else "")  # in the step of its promise
     rig.run(3)
@@ -230,9 +224,7 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
     assert_nothing_is_left(rig)
 
 
-def test_of_transfers_that_nobody_ends_the_last_begun_are_known(
-    a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_endless_transfers_the_last_begun_are_known(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
     side = side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))
     assert list(side._began) == [(0, "s"), (0, "t")]

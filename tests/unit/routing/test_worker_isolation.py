@@ -15,7 +15,6 @@ from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 STEP = frozenset(name for name, hook in HOOKS.items() if hook.cadence in (Cadence.STEP, Cadence.LAYER))
-SAVING = frozenset({"save_kv_layer", "wait_for_save"})
 OPEN: frozenset[str] = frozenset()
 
 
@@ -34,7 +33,7 @@ class Worker:
         self.gate = Gate(0, recorder)
         self.gates = WorkerGates([
             Child(0, "best", connector or Loader(), recorder, gate=self.gate),
-            Child(1, "other", Loader(), recorder),
+            Child(1, "other", Loader(), recorder)
         ])  # fmt: skip
 
     def begin(
@@ -44,9 +43,7 @@ class Worker:
         if sync:
             orders[sync] = LoadOrder(0, False, ((1, 2),))
         meta = MultiKVConnectorMetadata(
-            metadata=(own, "metadata"),
-            orders=Orders(orders),
-            isolated=Isolated({0: IsolationState(epoch, is_out)}, {}),
+            metadata=(own, "metadata"), orders=Orders(orders), isolated=Isolated({0: IsolationState(epoch, is_out)}, {})
         )
         self.gates.begin_step(meta)
         return meta
@@ -59,11 +56,6 @@ class Worker:
 
     def load(self) -> None:
         self.gate.guard("start_load_kv", lambda: None)()
-
-
-def load_of(meta: MultiKVConnectorMetadata) -> LoadOrder:
-    assert meta.orders is not None
-    return meta.orders.loads["r"]
 
 
 @pytest.mark.parametrize("is_out", [False, True])
@@ -105,42 +97,6 @@ def test_a_child_without_metadata_is_left_out_of_the_step(is_built: bool) -> Non
     assert worker.gate.closed == OPEN
 
 
-@pytest.mark.parametrize("hook", ["handle_preemptions", "start_load_kv", "wait_for_layer_load"])
-def test_what_a_failed_synchronous_load_leaves_unfilled_is_not_saved(hook: str) -> None:
-    worker = Worker()
-    meta = worker.begin(0, sync="r")
-    worker.load()
-    assert worker.gates.failed_sync_loads(meta) == []
-    worker.fail(hook)
-    assert worker.gate.closed == SAVING
-    assert worker.gates.failed_sync_loads(meta) == [("r", load_of(meta))]
-    worker.begin(0)
-    assert worker.gate.closed == OPEN
-
-
-@pytest.mark.parametrize("own", ["metadata", None])
-def test_a_synchronous_load_that_never_began_has_failed(own: Any) -> None:
-    worker = Worker()
-    meta = worker.begin(0, own=own, sync="r")
-    assert worker.gates.failed_sync_loads(meta) == [("r", load_of(meta))]
-
-
-def test_asynchronous_loads_that_can_not_have_begun_and_those_that_may_have() -> None:
-    """One that may have begun has failed, and is waited for: it may still be writing."""
-    worker = Worker()
-    meta = worker.begin(0, mine=0, others=1)
-    assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
-    worker.fail("start_load_kv")
-    assert worker.gates.failed_loads(meta) == [(0, "mine", False)]
-    worker.load()
-    assert worker.gates.failed_loads(meta) == []
-    meta = worker.begin(0, mine=0)
-    worker.load()
-    assert worker.gates.failed_loads(meta) == []
-    meta = worker.begin(0, own=None, mine=0)
-    assert worker.gates.failed_loads(meta) == [], "the order may come with a later step's metadata"
-
-
 def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
     """Its ``start_load_kv`` is empty, so that kvobs does not call it."""
 
@@ -151,18 +107,6 @@ def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
     meta = worker.begin(0, sync="s", mine=0)
     assert worker.gates.failed_loads(meta) == []
     assert worker.gates.failed_sync_loads(meta) == []
-
-
-def test_finished_requests_of_steps_that_left_it_out_come_with_the_next() -> None:
-    """LMCache reports a promised save when it is given the request there."""
-    worker = Worker()
-    worker.begin(0, own=None)
-    worker.gates.finished(0, {"r"})
-    worker.begin(0, own=None)
-    worker.gates.finished(0, {"s"})
-    worker.begin(0)
-    assert worker.gates.finished(0, {"t"}) == {"r", "s", "t"}
-    assert worker.gates.finished(0, {"u"}) == {"u"}
 
 
 @pytest.mark.parametrize("hook", ["register_kv_caches", "set_host_xfer_buffer_ops", "__init__"])

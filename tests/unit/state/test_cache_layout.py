@@ -16,18 +16,9 @@ from kvobs.state.cache_layout import CacheLayout
 
 @pytest.mark.parametrize(
     ("local", "external", "expected"),
-    [
-        (0, 32, (11, 12)),
-        (16, 16, (12,)),
-        (16, 17, (12, 13)),
-        (8, 8, (11,)),
-        (0, 64, (11, 12, 13)),
-        (48, 16, ()),
-    ],
+    [(0, 32, (11, 12)), (16, 16, (12,)), (16, 17, (12, 13)), (8, 8, (11,)), (0, 64, (11, 12, 13)), (48, 16, ())],
 )
-def test_the_blocks_of_a_load_are_those_beyond_the_local_tokens(
-    local: int, external: int, expected: tuple[int, ...]
-) -> None:
+def test_the_blocks_of_a_load_are_beyond_local_tokens(local: int, external: int, expected: tuple[int, ...]) -> None:
     assert CacheLayout((16,)).loaded([[11, 12, 13]], local, external) == (expected,)
 
 

@@ -1,13 +1,312 @@
-"""The ledger against a naive model, and case by case: what opens, completes, fails, closes and releases."""
+"""The ledger against a naive model, and case by case: what opens, completes, fails, closes and releases.
+
+The model sees random lookups, allocations, reports on any rank in any order, aborts and resumes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import ReportKind, Stuck
-from tests.unit.state.ledger_model import LedgerAgainstModel, report
+from kvobs.state.transfers import Report, ReportKind, Stray, Stuck
+
+REQUESTS = ("r0", "r1", "r2")
+CHILDREN = (0, 1)
+RANKS = (0, 1)
+LOAD_ENDS_SAVE = (0,)  # this child does as FlexKV
+TOKENS, HELD = 16, 24
+LOAD_KINDS = [ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED]
+
+requests = st.sampled_from(REQUESTS)
+children = st.sampled_from(CHILDREN)
+ranks = st.sampled_from(RANKS)
+
+
+def report(kind: ReportKind, request: str, child: int, rank: int = 0) -> Report:
+    return Report(rank, kind, request, child, 0)
+
+
+@dataclass
+class Noted:
+    """What the test itself knows of one live request: only what was said, nothing derived."""
+
+    candidate: tuple[int, bool] | None = None
+    owner: int | None = None
+    load: tuple[int, bool, int] | None = None  # child, is_async, ranks expected
+    arrived: set[int] = field(default_factory=set)
+    failed: bool = False  # vLLM must be told
+    holed: bool = False  # bad blocks that vLLM knows of
+    echo: str = "none"  # none, ordered, done
+    saved: dict[int, set[int]] = field(default_factory=dict)
+    promised: dict[int, int] = field(default_factory=dict)  # child -> ranks expected
+    done: set[int] = field(default_factory=set)  # children whose promise is settled
+    tails: set[int] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)  # children that completed their save on the scheduler's side
+    load_added: bool = False  # its child said on the scheduler's side that the load is in
+    saves_added: bool = False
+    finished: bool = False
+    held: bool = False
+    awaited: bool = False
+
+    def load_is_over(self) -> bool:
+        if self.load is None:
+            return True
+        arrived = len(self.arrived) >= self.load[2]
+        return arrived and (not self.failed or self.echo == "done")
+
+    def saves_are_over(self) -> bool:
+        return all(self.save_is_over(child) for child in self.promised)
+
+    def save_is_over(self, child: int) -> bool:
+        return child in self.done or len(self.saved.get(child, ())) >= self.promised[child]
+
+
+class LedgerAgainstModel(RuleBasedStateMachine):
+    """Each rule does the same to the ledger and to the model; ``settle`` compares what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(LOAD_ENDS_SAVE)
+        self.noted: dict[str, Noted] = {}
+        self.stray = 0
+
+    @rule(request=requests, candidate=st.none() | st.tuples(children, st.booleans()))
+    def look_up(self, request: str, candidate: tuple[int, bool] | None) -> None:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
+            return
+        self.ledger.propose(request, candidate)
+        noted.candidate = candidate
+
+    @rule(request=requests, tokens=st.sampled_from([0, TOKENS]), expected=st.sampled_from([1, 2]))
+    def allocate(self, request: str, tokens: int, expected: int) -> None:
+        noted = self.noted.get(request)
+        if noted is None or noted.finished or noted.load is not None:
+            return  # vLLM allocates for a load only after the one before is over
+        load = self.ledger.admit(request, tokens, expected)
+        if tokens and noted.candidate:
+            child, is_async = noted.candidate
+            assert load is not None
+            assert (load.child, load.is_async, load.tokens) == (child, is_async, tokens)
+            noted.load, noted.arrived, noted.owner = (child, is_async, expected), set(), child
+            noted.failed, noted.holed, noted.echo = False, False, "none"
+        else:
+            assert load is None
+        noted.candidate = None
+
+    @rule(request=requests, child=children, rank=ranks, kind=st.sampled_from(LOAD_KINDS))
+    def report_load(self, request: str, child: int, rank: int, kind: ReportKind) -> None:
+        noted = self.noted.get(request)
+        stray = self.ledger.record(report(kind, request, child, rank))
+        owns = noted is not None and noted.load is not None and noted.load[:2] == (child, True)
+        expected = Stray(child, "load" if kind is ReportKind.RECEIVED else "failure", request)
+        assert stray == (None if owns else expected)
+        if noted is not None and owns and not noted.load_is_over() and noted.echo == "none":
+            noted.failed |= kind in (ReportKind.FAILED, ReportKind.SPOILED)
+            noted.holed |= kind is ReportKind.HOLED
+            if kind in (ReportKind.RECEIVED, ReportKind.FAILED):  # bad blocks are no arrival
+                noted.arrived.add(rank)
+
+    @rule(request=requests, child=children, rank=ranks)
+    def report_sync(self, request: str, child: int, rank: int) -> None:
+        assert self.ledger.record(report(ReportKind.SYNC_DONE, request, child, rank)) is None
+        noted = self.noted.get(request)
+        if noted is not None and noted.load is not None and noted.load[:2] == (child, False):
+            noted.arrived.add(rank)
+
+    @rule(request=requests, child=children, rank=ranks)
+    def report_save(self, request: str, child: int, rank: int) -> None:
+        noted = self.noted.get(request)
+        stray = self.ledger.record(report(ReportKind.SAVED, request, child, rank))
+        if noted is None or (noted.finished and child not in noted.promised):
+            assert stray == Stray(child, "save", request)
+        if noted is not None and (not noted.finished or child in noted.promised):
+            noted.saved.setdefault(child, set()).add(rank)
+
+    @rule(request=requests, child=children)
+    def accept_tail(self, request: str, child: int) -> None:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
+            return
+        self.ledger.accept_tail(request, child)
+        assert child in self.ledger.tails(request)
+        noted.tails.add(child)
+        noted.saved.pop(child, None)  # not about that block
+
+    @rule(request=requests, child=children)
+    def add_load(self, request: str, child: int) -> None:
+        """Let a child's scheduler side say that its load is in: that counts for all ranks."""
+        noted = self.noted.get(request)
+        if noted is not None and noted.load is not None and len(noted.arrived) >= noted.load[2]:
+            return  # it has been shown so
+        is_in = self.ledger.complete_load(request, child, 1)
+        if noted is None or noted.load is None or noted.load[:2] != (child, True):
+            assert is_in is None
+            return
+        assert is_in is not noted.failed
+        noted.arrived.update(range(noted.load[2]))
+        noted.load_added = is_in is True
+
+    @rule(request=requests, child=children)
+    def add_save(self, request: str, child: int) -> None:
+        noted = self.noted.get(request)
+        are_in = self.ledger.complete_save(request, child, 1)
+        if noted is None or not noted.finished or child not in noted.promised or child in noted.done:
+            assert are_in is None
+            return
+        if not noted.save_is_over(child):
+            noted.saved.setdefault(child, set()).update(range(noted.promised[child]))
+        noted.given_up.add(child)
+        assert are_in is noted.saves_are_over()
+        noted.saves_added |= are_in
+
+    @rule(request=requests, promises=st.dictionaries(children, st.sampled_from([1, 2])))
+    def finish(self, request: str, promises: dict[int, int]) -> None:
+        noted = self.noted.setdefault(request, Noted())
+        if noted.finished:
+            return
+        promises = {**dict.fromkeys(noted.tails, 2), **promises}
+        assert self.ledger.tails(request) == noted.tails
+        finished = self.ledger.finish(request, promises.items(), 0, HELD)
+        noted.finished, noted.promised = True, promises
+        noted.held = not noted.saves_are_over()
+        noted.awaited = noted.held or (noted.load is not None and noted.load[1])
+        assert finished.holds == noted.held
+        assert {f.child for f in finished.stray} == set(noted.saved) - set(promises)
+        noted.done = {c for c, n in promises.items() if len(noted.saved.get(c, ())) >= n}
+        assert set(finished.early) == noted.done
+
+    @rule(withdraws=st.none() | st.tuples(requests, children))
+    def settle(self, withdraws: tuple[str, int] | None = None) -> None:
+        """Do what the scheduler's side does with each step's output, and compare with the model."""
+        self._echo()
+        received: set[str] = set()
+        sent: set[str] = set()
+        loads, saves = self.ledger.take_loads_in(), self.ledger.take_saves_in()
+        for request in saves:
+            assert self.noted[request].saves_are_over(), "handed out before all promises are met"
+        loads += [request for request, noted in self.noted.items() if noted.load_added and request not in loads]
+        saves += [request for request, noted in self.noted.items() if noted.saves_added and request not in saves]
+        if withdraws is not None and withdraws[0] in saves:
+            self._withdraw(*withdraws)
+            saves = [request for request in saves if self.noted[request].saves_are_over()]
+        received.update(filter(self._close_load, loads))
+        for request in (*saves, *self.ledger.take_saves_in()):
+            assert self.noted[request].saves_are_over()
+            noted = self.noted[request]
+            noted.saves_added = False
+            closed = self.ledger.close_saves(request)
+            assert set(closed) <= set(noted.promised)
+            noted.done.update(noted.promised)
+        for request, noted in list(self.noted.items()):
+            assert not (noted.load is not None and noted.load_is_over()), "a load that is in was not handed out"
+            if noted.finished and noted.load is None and noted.done >= set(noted.promised):
+                if noted.awaited:
+                    (sent if noted.held else received).add(request)
+                del self.noted[request]
+        assert self.ledger.take_saves_in() == self.ledger.take_loads_in() == []
+        assert self.ledger.take_received() == received
+        assert self.ledger.take_sent() == sent
+
+    def _echo(self) -> None:
+        echoes = self.ledger.take_failures()
+        assert set(echoes) == {r for r, t in self.noted.items() if t.load and t.failed and t.echo == "none" and _in(t)}
+        for request in echoes:
+            self.noted[request].echo = "done"
+            self.ledger.echoed(request)
+
+    def _close_load(self, request: str) -> bool:
+        """Close a load that is in; return whether vLLM goes on with its request."""
+        noted = self.noted[request]
+        assert noted.load_is_over(), "closed before its owner finished on every rank"
+        load = self.ledger.close_load(request)
+        assert load is not None
+        assert noted.load is not None
+        assert load.failed >= (noted.failed or noted.holed)
+        assert load.aborted is (noted.finished and load.is_async)
+        child, is_async, _ = noted.load
+        noted.load, noted.load_added = None, False
+        is_over = not noted.finished or child not in noted.promised or noted.save_is_over(child)
+        if is_async and child in LOAD_ENDS_SAVE and not is_over:
+            noted.saved[child] = set(RANKS)
+            noted.given_up.add(child)
+        return is_async and not noted.finished
+
+    def _withdraw(self, request: str, child: int) -> None:
+        """Let a child say that its save is not in after all; ranks may report it again."""
+        noted = self.noted[request]
+        has_one = child in noted.promised and child not in noted.done and child not in noted.given_up
+        assert self.ledger.reopen_save(request, child) is has_one
+        if has_one:
+            noted.saved[child] = set()
+            noted.saves_added = False
+
+    @precondition(lambda self: self.noted)
+    @rule()
+    def everything_is_reported(self) -> None:
+        """Let every open load and promise complete, end every request: nothing may be left."""
+        for request, noted in list(self.noted.items()):
+            if not noted.finished:
+                self.finish(request, {})
+        for request, noted in list(self.noted.items()):
+            for rank in RANKS:
+                if noted.load is not None and noted.load[1]:
+                    self.report_load(request, noted.load[0], rank, ReportKind.RECEIVED)
+                elif noted.load is not None:
+                    self.report_sync(request, noted.load[0], rank)
+                for child in noted.promised:
+                    self.report_save(request, child, rank)
+        self.settle()
+        assert self.noted == {}
+        assert len(self.ledger) == 0
+
+    @invariant()
+    def knows_the_choice_and_the_saves_of_live_requests_only(self) -> None:
+        assert set(self.ledger) <= set(self.noted)
+        for request, noted in self.noted.items():
+            if request in self.ledger:
+                choice = noted.owner if noted.candidate is None or noted.finished else noted.candidate[0]
+                assert (self.ledger.choice(request), self.ledger.owner(request)) == (choice, noted.owner)
+            if request in self.ledger and noted.finished:
+                for rank in RANKS:
+                    saved = [rank in noted.saved.get(c, ()) or noted.save_is_over(c) for c in noted.promised]
+                    assert self.ledger.is_saved_on(rank, request) is all(saved)
+
+    @invariant()
+    def knows_what_each_child_has_open(self) -> None:
+        for child in CHILDREN:
+            loads, saves = self.ledger.in_flight(child)
+            open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == child]
+            assert sorted(loads.begun_before(0)) == sorted(open_loads)
+            assert loads.tokens == TOKENS * len(open_loads)
+            open_saves = [r for r, noted in self.noted.items() if child in noted.promised and child not in noted.done]
+            assert sorted(saves.begun_before(0)) == sorted(open_saves)
+            assert saves.tokens == HELD * len(open_saves)
+
+    @invariant()
+    def knows_what_some_ranks_have_reported_and_others_not(self) -> None:
+        halves = {
+            ("load", noted.load[0], request)
+            for request, noted in self.noted.items()
+            if noted.load is not None and 0 < len(noted.arrived) < noted.load[2]
+        }
+        halves |= {
+            ("save", child, request)
+            for request, noted in self.noted.items()
+            for child, expected in noted.promised.items()
+            if child not in noted.done and 0 < len(noted.saved.get(child, ())) < expected
+        }
+        assert set(self.ledger.incomplete.since) == halves
+
+
+def _in(noted: Noted) -> bool:
+    return noted.load is not None and len(noted.arrived) >= noted.load[2]
+
 
 LedgerAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestLedger = LedgerAgainstModel.TestCase
@@ -54,18 +353,6 @@ def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_oth
     assert ledger.take_sent() == {"r"}
     assert len(ledger) == 0
     assert [len(each) for child in (0, 1) for each in ledger.in_flight(child)] == [0, 0, 0, 0]
-
-
-def test_the_end_of_a_load_is_not_that_of_its_childs_promise_otherwise() -> None:
-    """LMCache MP promises a save of every request."""
-    ledger = opened(expected=1)
-    ledger.finish("r", [(0, 1)])
-    ledger.record(report(ReportKind.RECEIVED, "r", 0), 20)
-    assert ledger.close_load("r", 30) is not None
-    assert ledger.take_saves_in() == []
-    assert ledger.take_sent() == set()
-    ledger.record(report(ReportKind.SAVED, "r", 0), 40)
-    assert ledger.take_saves_in() == ["r"]
 
 
 def test_saves_of_a_live_request_are_not_closed() -> None:
@@ -133,38 +420,6 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
 # What a child's scheduler side adds to the workers' reports, or withdraws
 
 
-def test_a_load_that_a_child_adds_after_a_rank_failed_is_reported_as_failed_first_and_once() -> None:
-    ledger = opened(expected=2)
-    ledger.record(report(ReportKind.FAILED, "r", 0, 1), 10)
-    assert ledger.take_failures() == (), "the other rank has not reported"
-    assert ledger.complete_load("r", 0, 20) is False
-    assert ledger.incomplete.take_stuck(100, 2) == []
-    assert ledger.take_failures() == ("r",)
-    assert ledger.complete_load("r", 0, 30) is False
-    assert ledger.take_failures() == (), "it is on its way"
-    ledger.echoed("r")
-    assert ledger.take_loads_in() == ["r"]
-    load = ledger.close_load("r")
-    assert load is not None
-    assert (load.outcome, load.arrived) == ("failed", {0: 20, 1: 10})
-
-
-def test_a_child_adds_its_own_promised_saves_only_and_those_of_siblings_stay_open() -> None:
-    ledger = Ledger()
-    ledger.arrive("live")
-    ledger.record(report(ReportKind.SAVED, "live", 0))
-    ledger.finish("r", [(0, 2), (1, 1)])
-    ledger.record(report(ReportKind.SAVED, "r", 0, 1), 10)
-    for request, child in (("r", 2), ("live", 0), ("live", 1), ("unknown", 0)):
-        assert ledger.complete_save(request, child, 5) is None
-    assert ledger.complete_save("r", 0, 20) is False
-    assert ledger.incomplete.take_stuck(100, 2) == []
-    assert ledger.complete_save("r", 1, 30) is True
-    closed = ledger.close_saves("r")
-    assert [(child, save.arrived) for child, save in closed.items()] == [(0, {0: 20, 1: 20}), (1, {0: 30})]
-    assert ledger.complete_save("r", 0, 40) is None
-
-
 def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
     ledger = Ledger()
     ledger.finish("r", [(0, 1)], 10)
@@ -175,21 +430,3 @@ def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was
     assert ledger.take_saves_in() == ["r"]
     (save,) = ledger.close_saves("r").values()
     assert save.outcome == "ok"
-
-
-def test_a_child_withdraws_its_own_open_saves_only_and_none_that_it_has_completed_itself() -> None:
-    ledger = Ledger()
-    ledger.arrive("live")
-    ledger.record(report(ReportKind.SAVED, "live", 0))
-    ledger.finish("r", [(0, 1), (1, 1), (2, 1)])
-    ledger.complete_save("r", 0, 5)
-    ledger.record(report(ReportKind.SAVED, "r", 2))
-    for request, child in (("r", 0), ("r", 3), ("live", 0), ("unknown", 0)):
-        assert not ledger.reopen_save(request, child)
-    assert ledger.reopen_save("r", 2)
-    ledger.record(report(ReportKind.SAVED, "r", 1))
-    assert ledger.take_saves_in() == []
-    ledger.record(report(ReportKind.SAVED, "r", 2))
-    assert ledger.take_saves_in() == ["r"]
-    ledger.close_saves("r")
-    assert not ledger.reopen_save("r", 2)

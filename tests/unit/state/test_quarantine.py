@@ -11,28 +11,18 @@ from kvobs.state.quarantine import FIRST_NS, FOR_GOOD, LONGEST_NS, NEVER_NS, Qua
 S = 10**9
 
 
-def test_it_is_back_on_trial_and_then_fit() -> None:
-    child = Quarantine()
-    assert child.look(0) is None
-    assert child.fail(10 * S)
-    assert (child.state, child.epoch, child.length_ns) == (State.OUT, 1, FIRST_NS)
-    assert child.look(11 * S - 1) is None
-    assert child.look(11 * S) is State.TRIAL
-    assert not child.is_out
-    assert child.look(12 * S - 1) is None
-    assert child.look(12 * S) is State.FIT
-    assert child.look(10**6 * S) is None
-
-
 def test_failing_again_on_trial_doubles_and_being_fit_forgets() -> None:
     child, now, lengths = Quarantine(), 0, []
     for _ in range(9):
         assert child.fail(now)
         lengths.append(child.length_ns)
+        assert child.look(now + child.length_ns - 1) is None
         now += child.length_ns
         assert child.look(now) is State.TRIAL
     assert lengths == [S, 2 * S, 4 * S, 8 * S, 16 * S, 32 * S, *[LONGEST_NS] * 3]
+    assert child.look(now + LONGEST_NS - 1) is None
     assert child.look(now + LONGEST_NS) is State.FIT
+    assert child.look(10**6 * S) is None
     child.fail(now + LONGEST_NS)
     assert child.length_ns == FIRST_NS
 

@@ -27,20 +27,6 @@ def test_the_silent_ranks_are_named_once() -> None:
     assert halves.take_stuck(11, 3) == [(0, Stuck("load", "young", (1, 2)))]
 
 
-def test_ranks_are_not_named_where_it_is_not_known_which_were_to_report() -> None:
-    halves = IncompleteTransfers()
-    halves.note("load", 0, "r", load(1, expected=2), 1)
-    assert halves.take_stuck(1, 3) == [(0, Stuck("load", "r", ()))]
-
-
-def test_what_is_over_is_forgotten() -> None:
-    halves = IncompleteTransfers()
-    halves.note("load", 0, "r", load(0), 1)
-    halves.forget("load", 0, "r")
-    halves.forget("save", 0, "never")
-    assert len(halves) == 0
-
-
 @pytest.mark.parametrize(
     ("expected", "ranks", "slowest"),
     [
@@ -53,9 +39,7 @@ def test_what_is_over_is_forgotten() -> None:
     ],
     ids=["two", "three", "one is enough", "alone", "one is missing", "one reported before the order"],
 )
-def test_the_slowest_rank_took_longest_where_all_have_reported(
-    expected: int, ranks: dict[int, Report], slowest: Slowest | None
-) -> None:
+def test_the_slowest_rank_took_longest(expected: int, ranks: dict[int, Report], slowest: Slowest | None) -> None:
     assert Load(0, 1, True, expected, ranks=ranks).slowest == Save(expected=expected, ranks=ranks).slowest == slowest
 
 
@@ -63,9 +47,7 @@ def test_the_slowest_rank_took_longest_where_all_have_reported(
     ("is_async", "arrived", "duration"),
     [(True, {0: 12, 1: 25}, 15), (True, {0: 7}, 0), (True, {}, 0), (False, {0: 12, 1: 25}, 9), (False, {}, 0)],
 )
-def test_a_load_lasts_until_its_last_rank_and_a_synchronous_one_as_long_as_on_its_slowest(
-    is_async: bool, arrived: dict[int, int], duration: int
-) -> None:
+def test_how_long_a_load_lasts(is_async: bool, arrived: dict[int, int], duration: int) -> None:
     ranks = took(5, 9) if arrived else {}
     assert Load(0, 16, is_async, 2, 10, arrived=arrived, ranks=ranks).duration_ns == duration
 
