@@ -24,7 +24,6 @@ BY_NAME = {alert.name: alert for alert in alerts(SITE)}
 RECORDINGS = rules.recordings(Asks())
 FOLDER = Path(__file__).parents[3] / "dashboards"
 NAMES = pytest.mark.parametrize("name", BY_NAME)
-# --- form
 
 
 def test_the_file_is_the_groups_and_promtool_takes_it() -> None:

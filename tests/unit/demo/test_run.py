@@ -5,6 +5,7 @@ import urllib.request
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 from urllib.error import URLError
 
 import pytest
@@ -84,17 +85,10 @@ def test_the_exporter_listens_beside_the_server(
 
 def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a last scrape it need not serve the last numbers any longer."""
-    answers = [BytesIO(), BytesIO()]
-
-    def ask(url: str, timeout: float) -> BytesIO:
-        assert (url, timeout) == ("http://127.0.0.1:9464/metrics", 1)
-        if not answers:
-            raise URLError("refused")
-        return answers.pop()
-
+    ask = mock.Mock(side_effect=[BytesIO(), BytesIO(), URLError("refused")])
     monkeypatch.setattr(urllib.request, "urlopen", ask)
     run.see_exporter_end("http://127.0.0.1:9464/metrics")
-    assert not answers
+    assert ask.call_args_list == [mock.call("http://127.0.0.1:9464/metrics", timeout=1)] * 3
 
 
 def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +121,8 @@ def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-
-    def run_rounds(_server: object, requests: int) -> list[object]:
-        rounds.append(requests)
-        return []
-
+    run_rounds = mock.Mock(return_value=[])
     monkeypatch.setattr(load, "run_rounds", run_rounds)
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
-    assert rounds == ([20, 20] if repeat else [])
+    assert [call.args[1] for call in run_rounds.call_args_list] == ([20, 20] if repeat else [])
