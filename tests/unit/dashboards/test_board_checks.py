@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from dashboards.__main__ import FILES
-from tests.support.board_checks import CHECKS, of_tempo, series
-from tests.support.boards import Board, Panel
+from tests.support.boards import CHECKS, Board, Panel, of_tempo, series
 
 BOARDS: dict[str, Board] = {path: json.loads(text()) for path, text in FILES.items() if path.startswith("boards/")}
 SLOW_LOADS = BOARDS["boards/kvobs-slow-loads.json"]  # it has a panel of every sort that checks are about

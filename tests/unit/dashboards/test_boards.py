@@ -19,8 +19,7 @@ from dashboards.panels import CHILD_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
 from kvobs.schema.signals import SIGNALS
-from tests.support.board_checks import QUERIED, asked
-from tests.support.boards import Board, metric, panels, queries
+from tests.support.boards import QUERIED, Board, asked, metric, panels, queries
 
 TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
 BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
