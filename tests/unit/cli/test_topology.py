@@ -29,8 +29,7 @@ SHAPES = [(p, d, k) for p in SIZES for d in SIZES for k in HEADS if fits((p, d),
 @st.composite
 def pairs(draw: st.DrawFn) -> Pair:
     prefill, decode, heads = draw(st.sampled_from(SHAPES))
-    size = draw(st.sampled_from([1, 16, 48, 128]))
-    times = draw(st.sampled_from([1, 2, 3, 16]))
+    size, times = draw(st.sampled_from([1, 16, 48, 128])), draw(st.sampled_from([1, 2, 3, 16]))
     return Pair(Engine(prefill, size), Engine(decode, size * times), heads, draw(st.booleans()))
 
 

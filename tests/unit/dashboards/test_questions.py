@@ -217,13 +217,10 @@ def test_an_engine_is_on_the_side_of_its_producer_or_consumer(tmp_path: Path) ->
     assert answers(tmp_path, SPLIT, held) == {"nixl": 128, "cpu": 64}
     asked = questions.DECODE.rate(signals.LOADS, "instance", "connector").replace("$connector", "cpu")
     assert answers(tmp_path, SPLIT, asked, label="instance") == {"d:9464": 1}, "whichever connector is chosen"
-
-
-def test_vllms_queue_is_that_of_the_engines_of_a_side(tmp_path: Path) -> None:
-    for selection, waiting in ((questions.PREFILL_VLLM, 7), (questions.DECODE_VLLM, 14)):
-        assert answers(tmp_path, SPLIT, selection.vllm_gauge("num_requests_waiting")) == {"": waiting}
-        asked = selection.vllm_gauge("num_requests_waiting").replace("$role", "kv_consumer")
-        assert answers(tmp_path, SPLIT, asked) == ({} if selection is questions.PREFILL_VLLM else {"": 14})
+    for side, waiting, chosen in ((questions.PREFILL_VLLM, 7, {}), (questions.DECODE_VLLM, 14, {"": 14})):
+        queue = side.vllm_gauge("num_requests_waiting")
+        assert answers(tmp_path, SPLIT, queue) == {"": waiting}, "vLLM's queue is that of the side's engines"
+        assert answers(tmp_path, SPLIT, queue.replace("$role", "kv_consumer")) == chosen
 
 
 def test_a_connector_of_an_engine_has_its_role(tmp_path: Path) -> None:

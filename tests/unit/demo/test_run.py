@@ -93,8 +93,7 @@ def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatc
 
 def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     """And vLLM's own from its server; what its server has of kvobs does not count."""
-    texts = {"/metrics": 'kvobs_loads_total{connector="cpu"} 3\n'}
-    site = Site(lambda path: (200, texts[path]))
+    site = Site({"/metrics": (200, 'kvobs_loads_total{connector="cpu"} 3\n')}.__getitem__)
     made = server.Server(Path("model"), Path("log"), run.multi_connector(run.host_memory(), names=["cpu"]))
     there = server.parse_metrics('vllm:x_total 1\nkvobs_loads_total{connector="cpu"} 2\n')
     monkeypatch.setattr(server.Server, "metrics", lambda _self: there)

@@ -134,8 +134,8 @@ def multis(draw: st.DrawFn) -> dict[str, Any]:
     extra: dict[str, Any] = {**draw(EXTRA), "connectors": draw(st.lists(singles, min_size=1, max_size=3))}
     if draw(st.booleans()):
         extra["kvobs"] = draw(st.fixed_dictionaries({}, optional={"load_policy": st.just("longest"), "names": names}))
-    config = {"kv_connector": "MultiConnector", "kv_role": draw(OWN["kv_role"]), "kv_connector_extra_config": extra}
-    config |= draw(st.fixed_dictionaries({}, optional=MORE))
+    own = {"kv_connector": "MultiConnector", "kv_role": draw(OWN["kv_role"]), "kv_connector_extra_config": extra}
+    config: dict[str, Any] = own | draw(st.fixed_dictionaries({}, optional=MORE))
     module = draw(st.sampled_from([None, STOCK_MODULE, "absent"]))
     return config if module == "absent" else {**config, "kv_connector_module_path": module}
 

@@ -20,7 +20,7 @@ from kvobs.telemetry.payload.wire import Increments
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
 
-about = pytest.approx
+about: Any = pytest.approx
 TEN = about(10)  # seconds, between two times as floats
 
 
