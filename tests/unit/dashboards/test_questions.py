@@ -302,7 +302,8 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
         questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"disk": 1},
     ),
     "the oldest of what is open": (
-        {OLDEST("cpu", "load"): "NaN " * 20, OLDEST("disk", "load"): "NaN " * 20, OLDEST("disk", "save"): "540x20"},
+        {OLDEST("cpu", "load"): "NaN " * 20, OLDEST("disk", "lookup"): "NaN " * 20, OLDEST("disk", "load"): "570x20",
+         OLDEST("disk", "save"): "540x20"},
         questions.oldest(*by_child), {"disk": 60},
     ),
     "a version that begins": ({BUILD("1"): "1x20", BUILD("2"): "_x8 1x20"}, questions.new_versions(), {"": 1}),
