@@ -1,8 +1,9 @@
 """Tables are aligned, cut at a terminal's edge and whole in a pipe; numbers are short, and about right."""
 
-from __future__ import annotations
-
 import io
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -33,11 +34,13 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_those_that_fit(is_terminal: bool
     assert lines[3] == "[red]  [/]    :smile:", "names are not markup"
 
 
+def examples(*numbers: float) -> Callable[[Any], Any]:
+    """Always try these, too: they are near to where a text changes its form."""
+    return lambda test: reduce(lambda made, number: example(number)(made), numbers, test)
+
+
 @given(st.floats(0, 1e12))
-@example(999.6)
-@example(9.96)
-@example(99_960.0)
-@example(0.004)
+@examples(999.6, 9.96, 99_960.0, 0.004)
 def test_amounts_are_short_and_about_right(number: float) -> None:
     text = amount(number)
     assert len(text) <= 6
@@ -50,13 +53,7 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 @given(st.floats(1e-5, 8e8))
-@example(192.0)
-@example(599.4)
-@example(599.6)
-@example(5939.0)
-@example(59.97)
-@example(0.9996)
-@example(1e-5)
+@examples(192.0, 599.4, 599.6, 5939.0, 59.97, 0.9996, 1e-5)
 def test_durations_are_short_and_about_right(seconds: float) -> None:
     text = duration(seconds)
     assert len(text) <= 6

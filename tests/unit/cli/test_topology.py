@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,7 @@ SHAPES = [(p, d, k) for p in SIZES for d in SIZES for k in HEADS if fits((p, d),
 @st.composite
 def pairs(draw: st.DrawFn) -> Pair:
     prefill, decode, heads = draw(st.sampled_from(SHAPES))
-    size = draw(st.sampled_from([1, 16, 48, 128]))
-    times = draw(st.sampled_from([1, 2, 3, 16]))
+    size, times = draw(st.sampled_from([1, 16, 48, 128])), draw(st.sampled_from([1, 2, 3, 16]))
     return Pair(Engine(prefill, size), Engine(decode, size * times), heads, draw(st.booleans()))
 
 
@@ -106,12 +106,8 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
                                     "decode rank; blocks of 16 tokens."),
     ],
 )  # fmt: skip
-def test_the_facts_are_printed_in_words(pair: tuple[int, int, int, int, int, bool], says: str) -> None:
-    prefill_tp, prefill_block, decode_tp, decode_block, heads, is_mla = pair
-    assert facts(Pair(Engine(prefill_tp, prefill_block), Engine(decode_tp, decode_block), heads, is_mla)) == says
-
-
-def test_what_does_not_fit_is_refused() -> None:
+def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> None:
+    assert facts(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
     for made in (lay_out, as_dict):
         with pytest.raises(ValueError, match="TP size 3 with 8 KV heads"):
             made(Pair(Engine(3, 16), Engine(1, 16), 8))
@@ -138,16 +134,13 @@ def test_a_model_s_folder_says_how_many_heads_it_has(
     ("content", "says"),
     [
         ("{", "config.json is not valid JSON: Expecting property name"),
-        ("[]", "config.json has no model configuration"),
         ('{"text_config": 8}', "config.json has no model configuration"),
         ("{}", "num_key_value_heads is null, must be .* --kv-heads N"),
         ('{"text_config": {}, "num_key_value_heads": 8}', "num_key_value_heads is null, must be"),
-        ('{"num_key_value_heads": "8"}', 'num_key_value_heads is "8", must be'),
-        ('{"num_key_value_heads": true}', "num_key_value_heads is true, must be"),
-        ('{"num_key_value_heads": 0}', "num_key_value_heads is 0, must be"),
-        ('{"num_key_value_heads": [4, 8]}', r"num_key_value_heads is \[4, 8\], must be"),
+        *((f'{{"num_key_value_heads": {text}}}', re.escape(f"num_key_value_heads is {text}, must be"))
+          for text in ('"8"', "true", "0", "[4, 8]")),
     ],
-)
+)  # fmt: skip
 def test_a_config_without_the_numbers_is_refused_by_its_path(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=says) as caught:
@@ -157,9 +150,6 @@ def test_a_config_without_the_numbers_is_refused_by_its_path(tmp_path: Path, con
 
 def test_a_folder_that_is_none_is_refused_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    for folder, reason in (
-        (tmp_path / "nowhere", "No such file"),
-        (tmp_path, "Is a directory"),
-    ):
+    for folder, reason in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ValueError, match=f"^{folder}/config.json: {reason}.*; give the folder of a model"):
             read_model(folder)

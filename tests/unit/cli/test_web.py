@@ -1,11 +1,9 @@
 """A page is read whole, or the reason is named within the time; nothing of a server steers the terminal."""
 
-from __future__ import annotations
-
-import socket
+import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -23,35 +21,22 @@ def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def saying(text: bytes, *, again: bool = False) -> Iterator[str]:
     """Answer each connection with these bytes, again and again or once; never close it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    kept: list[socket.socket] = []
     over = threading.Event()
 
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            kept.append(connection)
-            try:
-                connection.sendall(text)
-                while again and not over.wait(0.05):
-                    connection.sendall(text[-1:])
-            except OSError:
-                continue
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.request.sendall(text)
+                while not over.wait(0.05):
+                    self.request.sendall(text[-1:] if again else b"")
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-    finally:
-        over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
-        for connection in kept:
-            connection.close()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/metrics"
+        finally:
+            over.set()
+            server.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -82,19 +67,13 @@ def test_where_nobody_answers_the_reason_is_named(url: str) -> None:
         get(url)
 
 
-# --- addresses
-
-
 ADDRESSES = {
     "localhost:8000": "http://localhost:8000/metrics",
-    "localhost:8000/": "http://localhost:8000/metrics",
     "localhost": "http://localhost:8000/metrics",
     "gpu-7/metrics/": "http://gpu-7:8000/metrics/",
     "[::1]": "http://[::1]:8000/metrics",
     "http://gpu-7": "http://gpu-7/metrics",
-    "http://gpu-7:8000": "http://gpu-7:8000/metrics",
     "https://vllm.example/prefill/metrics": "https://vllm.example/prefill/metrics",
-    "gpu-7:8000/metrics/": "http://gpu-7:8000/metrics/",
     "[::1]:8000": "http://[::1]:8000/metrics",
     "http://gpu-7/metrics?name=x#there": "http://gpu-7/metrics?name=x",
 }

@@ -19,8 +19,7 @@ from dashboards.panels import CHILD_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
 from kvobs.schema.signals import SIGNALS
-from tests.support.board_checks import QUERIED, asked
-from tests.support.boards import Board, metric, panels, queries
+from tests.support.boards import QUERIED, Board, asked, metric, panels, queries
 
 TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
 BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
@@ -31,11 +30,10 @@ OVERVIEW, CONNECTOR, SLOW_LOADS = (
 each = pytest.mark.parametrize("path", BOARDS)
 
 
-def test_the_files_are_what_the_generator_makes() -> None:
+def test_the_files_are_what_the_generator_makes_and_the_check_names_one_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     assert differences(GENERATED) == []
-
-
-def test_check_names_the_file_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for path in FILES:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text((GENERATED / path).read_text())
@@ -94,15 +92,10 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
     assert {panel["type"] for panel in first} == {"stat"}
     text = json.dumps(first)
     for name in (
-        "kvobs_loads_total",
-        "kvobs_load_duration_seconds_bucket",
-        "kvobs_load_stall_seconds_bucket",
-        "kvobs_quarantined",
-        "kvobs_oldest_in_flight_timestamp_seconds",
-        "kvobs_call_in_progress_seconds",
-        "prompt_tokens_by_source_total",
-        "kvobs_prefill_saved_seconds_total",
-    ):
+        "kvobs_loads_total", "kvobs_load_duration_seconds_bucket", "kvobs_load_stall_seconds_bucket",
+        "kvobs_oldest_in_flight_timestamp_seconds", "kvobs_quarantined", "prompt_tokens_by_source_total",
+        "kvobs_prefill_saved_seconds_total", "kvobs_call_in_progress_seconds",
+    ):  # fmt: skip
         assert name in text
     judged = [panel for panel in first if len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1]
     assert len(judged) >= 6
@@ -115,10 +108,8 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
 def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> None:
     table = next(panel for panel in panels(OVERVIEW) if panel["type"] == "table")
     assert table["gridPos"]["y"] == max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels(OVERVIEW)[:9])
-    assert table["options"]["sortBy"] == [
-        {"desc": True, "displayName": "State"},
-        {"desc": True, "displayName": "Failure share"},
-    ]
+    order = [{"desc": True, "displayName": name} for name in ("State", "Failure share")]
+    assert table["options"]["sortBy"] == order
     words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
     shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
     assert [shown[str(n)]["text"] for n in range(6)] == [
@@ -135,33 +126,22 @@ def test_the_child_board_goes_from_red_to_use_to_what_is_optional() -> None:
     assert repeated == {"Requests: $connector", "Ranks (requires more than one rank): $connector"}
     assert [closed for _, closed in rows] == [False, False, *[True] * (len(rows) - 2)]
     assert [title.split(":")[0] for title, _ in rows[:2]] == ["Requests", "Saturation"]
-    assert {title[title.index("(") : title.index(")") + 1] for title, _ in rows if "(" in title} == {
-        "(requires more than one rank)",
-        "(requires a connector with a host buffer)",
-        "(quarantine requires the option isolate)",
-        "(requires the option exporter)",
-    }
+    assert {title.partition("(")[2].partition(")")[0] for title, _ in rows if "(" in title} == {
+        "requires more than one rank", "requires a connector with a host buffer", "requires the option exporter",
+        "quarantine requires the option isolate",
+    }  # fmt: skip
 
 
-def test_a_request_can_be_searched_for() -> None:
+def test_durations_are_shown_twice_and_lead_to_traces_and_so_does_a_request() -> None:
     assert [v["name"] for v in SLOW_LOADS["templating"]["list"] if v["type"] == "textbox"] == ["request", "trace"]
     (table,) = [panel for panel in panels(SLOW_LOADS) if "${request}" in str(panel.get("targets"))]
     assert table["targets"][0]["query"].startswith('{ span.gen_ai.request.id =~ ".*${request}.*" } | select(')
-
-
-def test_durations_are_shown_twice_and_lead_to_traces() -> None:
-    heat = next(panel for panel in panels(CONNECTOR) if panel["type"] == "heatmap")
-    assert heat["targets"][0]["format"] == "heatmap"
-    assert heat["targets"][0]["exemplar"] is True
-    assert heat["targets"][0]["expr"].startswith("sum by (le) (increase(")
+    heat = next(panel for panel in panels(CONNECTOR) if panel["type"] == "heatmap")["targets"][0]
+    assert (heat["format"], heat["exemplar"]) == ("heatmap", True)
+    assert heat["expr"].startswith("sum by (le) (increase(")
     lined = next(panel for panel in panels(CONNECTOR) if panel["title"] == "Load duration by mode (p50, p95, p99)")
     assert [target["legendFormat"].split()[-1] for target in lined["targets"]] == ["p50", "p95", "p99"]
     assert all(target["exemplar"] for target in lined["targets"])
-
-
-def test_what_failed_has_one_colour_everywhere() -> None:
-    assert looks.BY_OUTCOME["failed"] == looks.BAD == looks.VERDICTS[looks.FAILING][1]
-    assert looks.BY_OUTCOME["ok"] == looks.GOOD == looks.VERDICTS[looks.WELL][1]
 
 
 def test_every_metric_is_on_a_board() -> None:
@@ -203,13 +183,13 @@ def test_lines_of_several_connectors_differ() -> None:
         for shown in (p for p in inside if p["type"] == "timeseries" and not repeats and not panel.get("collapsed")):
             assert all(t["legendFormat"].startswith(CHILD_LEGEND) for t in shown["targets"]), shown["title"]
             overrides = shown["fieldConfig"]["overrides"]
-            dashed = {
-                o["matcher"]["options"] for o in overrides for p in o["properties"] if p["id"] == "custom.lineStyle"
-            }
-            assert len(shown["targets"]) - len(dashed) <= 1, shown["title"]
+            styles = [p for o in overrides for p in o["properties"] if p["id"] == "custom.lineStyle"]
+            assert len(shown["targets"]) - len(styles) <= 1, shown["title"]
 
 
-def test_in_tables_only_what_is_not_well_has_a_colour() -> None:
+def test_what_failed_has_one_colour_everywhere_and_in_tables_what_is_well_has_none() -> None:
+    assert looks.BY_OUTCOME["failed"] == looks.BAD == looks.VERDICTS[looks.FAILING][1]
+    assert looks.BY_OUTCOME["ok"] == looks.GOOD == looks.VERDICTS[looks.WELL][1]
     tables = [panel for content in BOARDS.values() for panel in panels(content) if panel["type"] == "table"]
     properties = [p for panel in tables for o in panel["fieldConfig"]["overrides"] for p in o["properties"]]
     bases = [p["value"]["steps"][0] for p in properties if p["id"] == "thresholds"]

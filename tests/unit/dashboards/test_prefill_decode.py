@@ -11,11 +11,8 @@ PANELS = {panel["title"]: panel for panel in panels(BOARD)}
 
 def line(title: str) -> list[str]:
     """Return the panels beside this one, from left to right."""
-    y = PANELS[title]["gridPos"]["y"]
-    return sorted(
-        (name for name, panel in PANELS.items() if panel["gridPos"]["y"] == y),
-        key=lambda name: PANELS[name]["gridPos"]["x"],
-    )
+    at = {name: (panel["gridPos"]["y"], panel["gridPos"]["x"]) for name, panel in PANELS.items()}
+    return sorted((name for name in at if at[name][0] == at[title][0]), key=lambda name: at[name])
 
 
 def text(*titles: str) -> str:

@@ -20,10 +20,8 @@ def answers(
     tmp_path: Path, series: dict[str, str], expr: str, at: str = "10m", label: str = "connector"
 ) -> dict[str, float]:
     """Return an expression's values by child, or another label, for series written without host labels."""
-    filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr).replace(
-        "$__rate_interval", "4m"
-    )
-    filled = filled.replace("$cluster", ".*")
+    filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr)
+    filled = filled.replace("$__rate_interval", "4m").replace("$cluster", ".*")
     whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
     made = [{"series": name, "values": values} for name, values in whole.items()]
     file = tmp_path / "test.yml"
@@ -99,36 +97,21 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     }
 
 
-def test_what_never_failed_has_a_share_of_zero_and_what_did_nothing_has_none(tmp_path: Path) -> None:
-    series = (
-        child("idle")
-        | child("well", loads_total__ok=RISING)
-        | child("half", loads_total__ok=RISING, loads_total__failed=RISING)
-        | child("raising", call_errors_total=RISING)
-    )
-    assert answers(tmp_path, series, questions.failing_share(*by_child)) == {"well": 0, "half": 0.5, "raising": 1}
+def on(number: int, series: dict[str, str]) -> dict[str, str]:
+    """Return series of an engine with this number."""
+    of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
+    return {name.replace("}", of): values for name, values in series.items()}
 
 
-def test_who_fails_most_is_named_and_nobody_is_if_none_does(tmp_path: Path) -> None:
-    asked = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_child)}) > 0)")
-    well, half = (
-        child("well", loads_total__ok=RISING),
-        child("half", loads_total__ok=RISING, loads_total__failed=RISING),
-    )
-    assert answers(tmp_path, well | half, asked) == {"half": 0.5}
-    assert answers(tmp_path, well, asked) == {"none": 0}
-    assert answers(tmp_path, {}, asked) == {}
+FAILING_MOST = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_child)}) > 0)")
 
 
 def fleet(engines: int, failing: int) -> dict[str, str]:
     """Return one child on many engines, of which some fail all loads, and the others none."""
     made: dict[str, str] = {}
     for number in range(engines):
-        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
-        one = child(
-            "disk", loads_total__failed=RISING if number < failing else STEADY, loads_total__ok=RISING, **CALLED
-        )
-        made |= {name.replace("}", of): values for name, values in one.items()}
+        failed = RISING if number < failing else STEADY
+        made |= on(number, child("disk", loads_total__failed=failed, loads_total__ok=RISING, **CALLED))
     return made
 
 
@@ -143,26 +126,11 @@ def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path)
 def test_one_slow_engine_of_256_is_the_slowest(tmp_path: Path) -> None:
     series: dict[str, str] = {}
     for number in range(256):
-        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
-        times = slow("disk") if number == 7 else fast("disk")
-        series |= {name.replace("}", of): values for name, values in times.items()}
+        series |= on(number, slow("disk") if number == 7 else fast("disk"))
     asked = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
     assert answers(tmp_path, series, promql.worst(f"({asked}) >= 0"), label="instance") == {
         "gpu-7:8000": pytest.approx(3.98)
     }
-
-
-def test_the_speed_of_a_load_is_that_of_its_own_time(tmp_path: Path) -> None:
-    """600 bytes a minute in loads that took 6 seconds of it."""
-    series = child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle")
-    assert answers(tmp_path, series, questions.load_speed(*by_child)) == {"disk": pytest.approx(100)}
-
-
-def test_the_share_of_engines_that_fail(tmp_path: Path) -> None:
-    for failing in (0, 1, 16):
-        found = answers(tmp_path, fleet(64, failing), questions.engines_failing())
-        assert found == {"": failing / 64}
-    assert answers(tmp_path, {}, questions.engines_failing()) == {}
 
 
 def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_labels(tmp_path: Path) -> None:
@@ -179,20 +147,6 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
     }  # fmt: skip
 
 
-def test_every_configured_child_has_a_value(tmp_path: Path) -> None:
-    series = child("idle") | child("half", loads_total__failed=RISING)
-    assert answers(tmp_path, series, questions.child_or_zero(questions.failures(*by_child))) == {"idle": 0, "half": 1}
-
-
-def test_shares_of_hits_and_unused_hit_tokens(tmp_path: Path) -> None:
-    series = child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING)
-    series |= child("disk", offered_tokens_total="0+600x20")
-    for reason, lost in {"other_chosen": RISING, "aborted": "0+600x20"}.items():
-        series[f'kvobs_unused_hit_tokens_total{{connector="disk",reason="{reason}"}}'] = lost
-    assert answers(tmp_path, series, questions.hit_share(*by_child)) == {"cpu": 0.25}
-    assert answers(tmp_path, series, questions.unused_hit_share(*by_child)) == {"disk": pytest.approx(0.1)}
-
-
 def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> None:
     """A connector whose loads all fail has saved nothing yet, and has been waited for."""
     series = child("quick", prefill_saved_seconds_total="0+180x20", load_waited_seconds_total=RISING)
@@ -207,30 +161,10 @@ def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
     series: dict[str, str] = {}
     gaining = {"prefill_saved_seconds_total": "0+180x20", "load_waited_seconds_total": RISING}
     for number, (name, counters) in enumerate((("disk", gaining), ("disk", {}), ("cpu", {}))):
-        of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
-        series |= {each.replace("}", of): values for each, values in child(name, **counters).items()}
+        series |= on(number, child(name, **counters))
     assert answers(tmp_path, series, questions.net_gain_share(*by_child)) == {"disk": 1}
     assert answers(tmp_path, series, questions.net_gain_share()) == {"": pytest.approx(2 / 3)}
     assert answers(tmp_path, series, questions.saved_share(*by_child)) == {"disk": 1.5, "cpu": 0}
-    assert answers(tmp_path, {}, questions.net_gain_share()) == {}
-
-
-def test_an_engine_with_two_connectors_is_one(tmp_path: Path) -> None:
-    series = child("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | child("cpu")
-    assert answers(tmp_path, series, questions.net_gain_share()) == {"": 1}
-
-
-def test_the_share_of_loads_that_do_not_pay(tmp_path: Path) -> None:
-    series = child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20")
-    series |= child("quick", loads_total__ok=RISING) | child("idle")
-    assert answers(tmp_path, series, questions.slower_share(*by_child)) == {"slow": 0.5, "quick": 0}
-
-
-def test_the_error_of_the_estimate(tmp_path: Path) -> None:
-    series = {f'kvobs_step_seconds_total{{kind="{kind}"}}': RISING for kind in ("prefill", "decode")}
-    series['kvobs_step_estimate_error_seconds_total{kind="prefill"}'] = "0+6x20"
-    found = answers(tmp_path, series, questions.estimate_error("kind"), label="kind")
-    assert found == {"prefill": pytest.approx(0.1), "decode": 0}
 
 
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
@@ -255,13 +189,6 @@ def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path:
         series["vllm:prompt_tokens_total{x" + '="1"' + of("vllm", at, model)] = "0+240x20"
         series["vllm:prompt_tokens_by_source_total{source" + '="external_kv_transfer"' + of("vllm", at, model)] = RISING
     assert answers(tmp_path, series, questions.loaded_share()) == {"": 0.25}
-
-
-def test_a_child_is_numbered_by_its_place(tmp_path: Path) -> None:
-    asked = questions.numbered(SELECTION.rate(signals.LOADS, *by_child))
-    assert answers(tmp_path, child("cpu", loads_total__ok="0+120x20"), asked, label="index") == {"0": 2}
-    differing = child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"}
-    assert answers(tmp_path, differing, asked) == {"disk": 1}
 
 
 def engine(name: str, roles: dict[str, str]) -> dict[str, str]:
@@ -290,19 +217,10 @@ def test_an_engine_is_on_the_side_of_its_producer_or_consumer(tmp_path: Path) ->
     assert answers(tmp_path, SPLIT, held) == {"nixl": 128, "cpu": 64}
     asked = questions.DECODE.rate(signals.LOADS, "instance", "connector").replace("$connector", "cpu")
     assert answers(tmp_path, SPLIT, asked, label="instance") == {"d:9464": 1}, "whichever connector is chosen"
-
-
-def test_vllms_queue_is_that_of_the_engines_of_a_side(tmp_path: Path) -> None:
-    for selection, waiting in ((questions.PREFILL_VLLM, 7), (questions.DECODE_VLLM, 14)):
-        assert answers(tmp_path, SPLIT, selection.vllm_gauge("num_requests_waiting")) == {"": waiting}
-        asked = selection.vllm_gauge("num_requests_waiting").replace("$role", "kv_consumer")
-        assert answers(tmp_path, SPLIT, asked) == ({} if selection is questions.PREFILL_VLLM else {"": 14})
-
-
-def test_engines_of_both_roles_count_for_both_sides(tmp_path: Path) -> None:
-    series = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
-    for selection in (questions.PREFILL, questions.DECODE):
-        assert answers(tmp_path, series, selection.rate(signals.LOADS, *by_child)) == {"nixl": 2}
+    for side, waiting, chosen in ((questions.PREFILL_VLLM, 7, {}), (questions.DECODE_VLLM, 14, {"": 14})):
+        queue = side.vllm_gauge("num_requests_waiting")
+        assert answers(tmp_path, SPLIT, queue) == {"": waiting}, "vLLM's queue is that of the side's engines"
+        assert answers(tmp_path, SPLIT, queue.replace("$role", "kv_consumer")) == chosen
 
 
 def test_a_connector_of_an_engine_has_its_role(tmp_path: Path) -> None:
@@ -320,23 +238,9 @@ def test_a_restart_is_that_of_a_process_that_runs_kvobs(tmp_path: Path) -> None:
     running = 'kvobs_build_info{job="y",instance="vllm:8000",model_name="m",engine="0",version="1"}'
     assert answers(tmp_path, begun | {running: "1x20"}, f"count({questions.restarts()})") == {"": 1}
     assert answers(tmp_path, begun | {running: "1x20"}, questions.restarts(), "15m") == {}
-
-
-def test_an_exporter_that_is_back_is_a_restart_of_its_engine(tmp_path: Path) -> None:
-    up = 'kvobs_engine_up{job="y",instance="vllm:9464",model_name="m",engine="0"}'
-    series = {up: "1x3 stale _x3 1x20"}
-    assert answers(tmp_path, series, questions.restarts(), "10m", "instance") == {"vllm:9464": 1}
-    assert answers(tmp_path, series, questions.restarts(), "15m", "instance") == {}
-
-
-def test_the_age_of_the_oldest_is_that_of_what_is_open(tmp_path: Path) -> None:
-    nothing = "NaN " * 20
-    series = {
-        'kvobs_oldest_in_flight_timestamp_seconds{connector="cpu",kind="load"}': nothing,
-        'kvobs_oldest_in_flight_timestamp_seconds{connector="disk",kind="load"}': nothing,
-        'kvobs_oldest_in_flight_timestamp_seconds{connector="disk",kind="save"}': "540x20",
-    }
-    assert answers(tmp_path, series, questions.oldest(*by_child)) == {"disk": 60}
+    back = {'kvobs_engine_up{job="y",instance="vllm:9464",model_name="m",engine="0"}': "1x3 stale _x3 1x20"}
+    assert answers(tmp_path, back, questions.restarts(), "10m", "instance") == {"vllm:9464": 1}, "an exporter is back"
+    assert answers(tmp_path, back, questions.restarts(), "15m", "instance") == {}
 
 
 def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
@@ -351,18 +255,88 @@ def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
     assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
 
 
-def test_spans_lost_in_collectors_by_either_name(tmp_path: Path) -> None:
-    """The metric's name depends on the collector's settings; neither its job nor its address is an engine's."""
-    of = '{job="otel-collector",instance="%s",exporter="otlp_grpc"}'
-    series = {"otelcol_exporter_send_failed_spans" + of % "a:8888": RISING}
-    series["otelcol_exporter_send_failed_spans_total" + of % "b:8888"] = "0+120x20"
-    series["otelcol_exporter_sent_spans" + of % "a:8888"] = "0+600x20"
-    asked = questions.lost_in_collectors("otelcol_exporter_send_failed_spans")
-    assert answers(tmp_path, series, asked, label="instance") == {"a:8888": 1, "b:8888": 2}
+OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{{connector="{}",kind="{}"}}'.format
+UNUSED = 'kvobs_unused_hit_tokens_total{{connector="disk",reason="{}"}}'.format
+STEP = 'kvobs_step_seconds_total{{kind="{}"}}'.format
+LOST = 'otelcol_exporter_{}{{job="otel-collector",instance="{}:8888",exporter="otlp_grpc"}}'.format
+BUILD = 'kvobs_build_info{{version="{}",vllm_version="0.32"}}'.format
+BOTH_ROLES = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
+OK, HALF = child("well", loads_total__ok=RISING), child("half", loads_total__ok=RISING, loads_total__failed=RISING)
+ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
+    "of what never failed 0, of what did nothing none": (
+        child("idle") | OK | HALF | child("raising", call_errors_total=RISING),
+        questions.failing_share(*by_child), {"well": 0, "half": 0.5, "raising": 1},
+    ),
+    "the one that fails most": (OK | HALF, FAILING_MOST, {"half": 0.5}),
+    "nobody, if none fails": (OK, FAILING_MOST, {"none": 0}),
+    "nothing without connectors": ({}, FAILING_MOST, {}),
+    "no engine without connectors": ({}, questions.engines_failing(), {}),
+    **{f"{n} of 64 engines": (fleet(64, n), questions.engines_failing(), {"": n / 64}) for n in (0, 1, 16)},
+    "each that is configured": (
+        child("idle") | HALF, questions.child_or_zero(questions.failures(*by_child)), {"idle": 0, "half": 1}
+    ),
+    "bytes in the time of loads": (  # 600 bytes a minute in loads that took 6 seconds of it
+        child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle"),
+        questions.load_speed(*by_child), {"disk": 100},
+    ),
+    "shares of hits": (
+        child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING),
+        questions.hit_share(*by_child), {"cpu": 0.25},
+    ),
+    "shares of unused hit tokens": (
+        child("disk", offered_tokens_total="0+600x20")
+        | {UNUSED("other_chosen"): RISING, UNUSED("aborted"): "0+600x20"},
+        questions.unused_hit_share(*by_child), {"disk": 0.1},
+    ),
+    "an engine with two connectors is one": (
+        child("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | child("cpu"),
+        questions.net_gain_share(), {"": 1},
+    ),
+    "no engine": ({}, questions.net_gain_share(), {}),
+    "loads that do not pay": (
+        child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20") | OK | child("idle"),
+        questions.slower_share(*by_child), {"slow": 0.5, "well": 0},
+    ),
+    "a connector in two places": (
+        child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"},
+        questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"disk": 1},
+    ),
+    "the oldest of what is open": (
+        {OLDEST("cpu", "load"): "NaN " * 20, OLDEST("disk", "lookup"): "NaN " * 20, OLDEST("disk", "load"): "570x20",
+         OLDEST("disk", "save"): "540x20"},
+        questions.oldest(*by_child), {"disk": 60},
+    ),
+    "a version that begins": ({BUILD("1"): "1x20", BUILD("2"): "_x8 1x20"}, questions.new_versions(), {"": 1}),
+    "no version after a while": ({BUILD("1"): "1x20", BUILD("2"): "_x2 1x20"}, questions.new_versions(), {}),
+    **{
+        f"engines of both roles on the side {role}": (BOTH_ROLES, selection.rate(signals.LOADS, *by_child), {"nixl": 2})
+        for role, selection in (("prefill", questions.PREFILL), ("decode", questions.DECODE))
+    },
+}  # fmt: skip
+BY_LABEL: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
+    "index": (
+        child("cpu", loads_total__ok="0+120x20"), questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"0": 2}
+    ),
+    "kind": (
+        {STEP("prefill"): RISING, STEP("decode"): RISING,
+         'kvobs_step_estimate_error_seconds_total{kind="prefill"}': "0+6x20"},
+        questions.estimate_error("kind"), {"prefill": 0.1, "decode": 0},
+    ),
+    "instance": (  # the name depends on the collector's settings; neither its job nor its address is an engine's
+        {LOST("send_failed_spans", "a"): RISING, LOST("send_failed_spans_total", "b"): "0+120x20",
+         LOST("sent_spans", "a"): "0+600x20"},
+        questions.lost_in_collectors("otelcol_exporter_send_failed_spans"), {"a:8888": 1, "b:8888": 2},
+    ),
+}  # fmt: skip
 
 
-def test_a_version_is_marked_when_it_begins(tmp_path: Path) -> None:
-    build = 'kvobs_build_info{version="%s",vllm_version="0.32"}'
-    series = {build % "1": "1x20", build % "2": "_x8 1x20"}
-    assert answers(tmp_path, series, questions.new_versions()) == {"": 1}
-    assert answers(tmp_path, series, questions.new_versions(), "15m") == {}
+@pytest.mark.parametrize("case", ANSWERS)
+def test_a_question_is_answered(case: str, tmp_path: Path) -> None:
+    series, asked, expected = ANSWERS[case]
+    assert answers(tmp_path, series, asked) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("label", BY_LABEL)
+def test_a_question_is_answered_by_a_label(label: str, tmp_path: Path) -> None:
+    series, asked, expected = BY_LABEL[label]
+    assert answers(tmp_path, series, asked, label=label) == pytest.approx(expected)

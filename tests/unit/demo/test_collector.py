@@ -1,15 +1,13 @@
 """The demo's collector, and the one of the tests, fed by the exporters that vLLM uses."""
 
-from __future__ import annotations
-
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,11 +44,9 @@ def collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
 
 
 def exporter(collector: Collector, exporters: ExitStack, timeout: float = 5, **more: Any) -> SpanExporter:
-    made: SpanExporter
-    if isinstance(collector, GrpcCollector):
-        made = GrpcExporter(endpoint=collector.endpoint, insecure=True, timeout=timeout, **more)
-    else:
-        made = HttpExporter(endpoint=collector.endpoint, timeout=timeout, **more)
+    of_grpc = isinstance(collector, GrpcCollector)
+    cls: Any = partial(GrpcExporter, insecure=True) if of_grpc else HttpExporter
+    made: SpanExporter = cls(endpoint=collector.endpoint, timeout=timeout, **more)
     exporters.callback(made.shutdown)
     return made
 
@@ -61,53 +57,37 @@ def export(collector: Collector, *spans: ReadableSpan, timeout: float = 5, **mor
 
 
 def test_a_span_arrives_with_all_that_was_sent(collector: Collector) -> None:
+    attributes = {"kv_transfer.tokens": 64, "share": 0.5, "outcome": "ok", "is_sync": True, "ranks": [0, 1]}
     sent = sdk_span(
-        "kv.load cpu",
-        parent=context(TRACE, 7),
-        kind=SpanKind.SERVER,
-        attributes={"kv_transfer.tokens": 64, "share": 0.5, "outcome": "ok", "is_sync": True, "ranks": [0, 1]},
-        links=[Link(context(OTHER_TRACE, 9))],
-        status=Status(StatusCode.ERROR),
-        resource=Resource({"service.name": "prefill"}),
-        instrumentation_scope=InstrumentationScope("kvobs"),
-    )
+        "kv.load cpu", parent=context(TRACE, 7), kind=SpanKind.SERVER, attributes=attributes,
+        links=[Link(context(OTHER_TRACE, 9))], status=Status(StatusCode.ERROR),
+        resource=Resource({"service.name": "prefill"}), instrumentation_scope=InstrumentationScope("kvobs"),
+    )  # fmt: skip
     assert export(collector, sent, sdk_span("root")) is SpanExportResult.SUCCESS
     arrived, root = sorted(collector.spans, key=lambda span: span.name)
     assert arrived == ReceivedSpan(
-        name="kv.load cpu",
-        trace_id=f"{TRACE:032x}",
-        span_id=f"{1:016x}",
-        parent_id=f"{7:016x}",
-        start_ns=1_000,
-        end_ns=2_000,
-        attributes={"kv_transfer.tokens": 64, "share": 0.5, "outcome": "ok", "is_sync": True, "ranks": [0, 1]},
-        links=((f"{OTHER_TRACE:032x}", f"{9:016x}"),),
-        kind="SERVER",
-        error=True,
-        scope="kvobs",
-        resource={"service.name": "prefill"},
-    )
+        "kv.load cpu", trace_id=f"{TRACE:032x}", span_id=f"{1:016x}", parent_id=f"{7:016x}", start_ns=1_000,
+        end_ns=2_000, attributes=attributes, links=((f"{OTHER_TRACE:032x}", f"{9:016x}"),), kind="SERVER",
+        error=True, scope="kvobs", resource={"service.name": "prefill"},
+    )  # fmt: skip
     assert (root.parent_id, root.links, root.kind, root.error, dict(root.attributes)) == ("", (), "INTERNAL", False, {})
 
 
-def test_spans_are_kept_in_order_of_arrival_and_by_trace(collector: Collector) -> None:
+def test_spans_are_kept_in_order_of_arrival_and_by_trace_and_many_senders_lose_none(collector: Collector) -> None:
     export(collector, sdk_span("a", 1), sdk_span("b", 2, OTHER_TRACE))
     export(collector, sdk_span("c", 3))
     assert [span.name for span in collector.spans] == ["a", "b", "c"]
     assert [span.name for span in collector.trace(f"{TRACE:032x}")] == ["a", "c"]
-
-
-def test_many_senders_at_once_lose_nothing(collector: Collector) -> None:
+    collector.spans.clear()
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda i: export(collector, sdk_span("x", i + 1), sdk_span("y", i + 1)), range(40)))
     assert set(results) == {SpanExportResult.SUCCESS}
     assert sorted(span.span_id for span in collector.spans) == sorted([f"{i + 1:016x}" for i in range(40)] * 2)
 
 
-@pytest.mark.parametrize("compression", [Compression.Gzip, Compression.NoCompression])
-def test_http_bodies_may_be_compressed(compression: Compression) -> None:
+def test_http_bodies_may_be_compressed() -> None:
     with Collector() as collector:
-        assert export(collector, sdk_span("a"), compression=compression) is SpanExportResult.SUCCESS
+        assert export(collector, sdk_span("a"), compression=Compression.Gzip) is SpanExportResult.SUCCESS
     assert [span.name for span in collector.spans] == ["a"]
 
 
@@ -120,9 +100,6 @@ def test_what_is_no_span_is_refused(body: bytes, headers: dict[str, str]) -> Non
         caught.value.close()
     assert caught.value.code == 400
     assert collector.spans == []
-
-
-# --- the tests' own
 
 
 def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port() -> None:
@@ -141,7 +118,6 @@ def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port() -> None:
 
 
 def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops() -> None:
-    before = set(threading.enumerate())
     with GrpcCollector() as collector, ThreadPoolExecutor(1) as pool:
         collector.hang = True
         waiting = pool.submit(export, collector, sdk_span("a"), timeout=1.5)
@@ -150,6 +126,3 @@ def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops(
         collector.stop()
         assert waiting.result() is SpanExportResult.FAILURE
     assert collector.spans == []
-    for thread in set(threading.enumerate()) - before:
-        thread.join(30)
-        assert not thread.is_alive()

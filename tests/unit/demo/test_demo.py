@@ -23,7 +23,7 @@ from kvobs.demo.server import Completion, ServerError, parse_metrics
 
 
 def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
-    """Two folders hold the same bytes, or answers could not be compared between runs."""
+    """Or answers could not be compared between runs."""
     one, two = model.make_model(tmp_path / "one"), model.make_model(tmp_path / "two")
     names = sorted(path.name for path in one.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -69,19 +69,24 @@ def test_the_model_answers_in_printable_characters_only() -> None:
 # --- host_offload
 
 
-def offload_job(blocks_per_chunk: int, group_sizes: list[int], firsts: list[int], rng: np.random.Generator) -> None:
-    """Store a job's blocks to host memory, wipe them, load them, and compare every byte of the whole cache."""
+@given(
+    st.integers(1, 4), st.lists(st.integers(0, 12), min_size=2, max_size=2),
+    st.lists(st.integers(0, 9), min_size=2, max_size=2), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_blocks_come_back_from_host_memory_byte_for_byte(
+    blocks_per_chunk: int, group_sizes: list[int], firsts: list[int], seed: int
+) -> None:
+    """A job's blocks are stored to host memory, wiped, and loaded; every byte of the whole cache is compared."""
+    rng = np.random.default_rng(seed)
     blocks, chunks, page, used = 64, 48, 24, 20  # the last 4 bytes of a page are padding
     caches = [torch.from_numpy(rng.integers(-128, 128, (blocks, page), dtype=np.int8)) for _ in range(3)]
     refs = [[CanonicalKVCacheRef(0, used), CanonicalKVCacheRef(1, page)], [CanonicalKVCacheRef(2, used)]]
-    worker = HostWorker(
-        CanonicalKVCaches([CanonicalKVCacheTensor(cache, page) for cache in caches], refs), blocks_per_chunk, chunks
-    )
+    tensors = [CanonicalKVCacheTensor(cache, page) for cache in caches]
+    worker = HostWorker(CanonicalKVCaches(tensors, refs), blocks_per_chunk, chunks)
     block_ids = rng.permutation(blocks)[: sum(group_sizes)].tolist()
-    needed = [
-        -(-(first % blocks_per_chunk + size) // blocks_per_chunk) if size else 0
-        for size, first in zip(group_sizes, firsts, strict=True)
-    ]
+    each = zip(group_sizes, firsts, strict=True)
+    needed = [-(-(first % blocks_per_chunk + size) // blocks_per_chunk) if size else 0 for size, first in each]
     engine_spec = GPULoadStoreSpec(block_ids, group_sizes, firsts)
     host_spec = CPULoadStoreSpec(rng.permutation(chunks)[: sum(needed)].tolist())
 
@@ -97,24 +102,9 @@ def offload_job(blocks_per_chunk: int, group_sizes: list[int], firsts: list[int]
 
     done = worker.get_finished()
     moved = group_sizes[0] * (used + page) + group_sizes[1] * used
-    assert [(result.job_id, result.success, result.transfer_size) for result in done] == [
-        (7, True, moved),
-        (8, True, moved),
-    ]
+    results = [(result.job_id, result.success, result.transfer_size) for result in done]
+    assert results == [(7, True, moved), (8, True, moved)]
     assert worker.get_finished() == []
-
-
-@given(
-    blocks_per_chunk=st.integers(1, 4),
-    group_sizes=st.tuples(st.integers(0, 12), st.integers(0, 12)),
-    firsts=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=150, deadline=None)
-def test_blocks_come_back_from_host_memory_byte_for_byte(
-    blocks_per_chunk: int, group_sizes: tuple[int, int], firsts: tuple[int, int], seed: int
-) -> None:
-    offload_job(blocks_per_chunk, list(group_sizes), list(firsts), np.random.default_rng(seed))
 
 
 def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
@@ -129,18 +119,14 @@ def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
 # --- load
 
 
-def test_prompts_differ_and_share_their_document() -> None:
+def test_prompts_differ_for_exampleconnector_too_and_share_their_document() -> None:
     both = [load.prompts(questions, 24) for questions in (0, 1)]
-    assert len({prompt for prompts in both for prompt in prompts}) == 48
     for prompts in both:
         starts = {prompt[: 28 * load.BLOCK] for prompt in prompts}
         assert len(starts) == len(load.DOCUMENTS)
-    assert max(map(len, both[0] + both[1])) + load.ANSWER_TOKENS < 2048
-
-
-def test_exampleconnector_finds_each_prompt_again_and_takes_no_two_for_one() -> None:
-    """It looks a prompt that ends one token into a block up under another key, and distinguishes whole blocks only."""
-    prompts = load.prompts(0, 24) + load.prompts(1, 24)
+    prompts = both[0] + both[1]
+    assert max(map(len, prompts)) + load.ANSWER_TOKENS < 2048
+    # ExampleConnector distinguishes whole blocks only, and a prompt that ends one token into one has another key.
     assert len({prompt[: (len(prompt) - 1) // load.BLOCK * load.BLOCK] for prompt in prompts}) == len(prompts)
     many = load.prompts(0, 400) + load.prompts(1, 400)
     assert not [prompt for prompt in many if len(prompt) % load.BLOCK == 1]
@@ -169,10 +155,15 @@ class FakeServer:
 def test_the_load_repeats_its_prompts_around_cache_resets() -> None:
     """Rounds 1 and 3, and 2 and 4, ask the same; caches are emptied between rounds, cpu's only before the third."""
     server = FakeServer()
-    results = list(load.run_rounds(server, 40))
+    counts: list[tuple[str, int, int]] = []
+    results = list(load.run_rounds(server, 40, on_answer=lambda part, *done: counts.append((part.title, *done))))
+    assert counts == [(part.title, done, 10) for part in load.ROUNDS for done in range(1, 11)]
     assert [len(result.answers) for result in results] == [10] * 4
     assert results[0].answers == results[2].answers
     assert results[1].answers == results[3].answers
+    assert load.differing(results) == []
+    changed = load.RoundResult(load.ROUNDS[2], 1.0, 10, {**results[2].answers, "b": (4,)})
+    assert load.differing([load.RoundResult(load.ROUNDS[0], 1.0, 10, {"b": (3,)}), changed]) == ["b"]
     assert [entry for entry in server.seen if entry.startswith("reset")] == ["reset", "reset external", "reset"]
     assert [server.seen.index("reset"), server.seen.index("reset external")] == [10, 21]
     assert all(result.prompt_tokens == sum(map(len, result.answers)) for result in results)
@@ -193,19 +184,6 @@ def test_the_load_stops_at_the_first_failure() -> None:
     assert len(server.seen) == sent < 100
 
 
-def test_progress_counts_every_answer() -> None:
-    recorded: list[tuple[str, int, int]] = []
-    list(load.run_rounds(FakeServer(), 16, on_answer=lambda part, *counts: recorded.append((part.title, *counts))))
-    assert recorded == [(part.title, done, 4) for part in load.ROUNDS for done in (1, 2, 3, 4)]
-
-
-def test_an_answer_that_changes_between_rounds_is_found() -> None:
-    result = load.RoundResult(load.ROUNDS[0], 1.0, 10, {"a": (1, 2), "b": (3,)})
-    again = load.RoundResult(load.ROUNDS[2], 1.0, 10, {"a": (1, 2), "b": (4,)})
-    assert load.differing([result, again]) == ["b"]
-    assert load.differing([result, result]) == []
-
-
 # --- report
 
 BEFORE = """
@@ -216,7 +194,6 @@ vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_co
 """
 
 AFTER = """
-# TYPE kvobs_lookups_total counter
 kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="hit"} 11.0
 kvobs_lookups_total{connector="cpu",engine="1",model_name="tiny",outcome="hit"} 5.0
 kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"} 6.0
@@ -246,15 +223,9 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
     """Over all engines and both modes, and nothing that was there before."""
     cpu, disk, other = report.totals_of(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert cpu == report.ConnectorTotals(
-        name="cpu",
-        lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0},
-        offered=4096,
-        unused=0,
-        loads={"ok": 4, "failed": 0, "aborted": 2},
-        loaded=3968,
-        load_s=0.08,
-        waited_s=0.75,
-    )
+        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0}, offered=4096, unused=0,
+        loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, waited_s=0.75,
+    )  # fmt: skip
     assert cpu.load_ms == 20
     assert (cpu.asked, disk.asked, disk.offered, disk.unused, disk.loaded) == (19, 0, 2048, 64, 0)
     assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
@@ -272,8 +243,8 @@ def test_the_report_says_where_prompt_tokens_came_from() -> None:
     assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
 
 
-def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
-    console = Console(width=width, color_system=None)
+def shown(rows: list[report.ConnectorTotals]) -> str:
+    console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(report.table(rows))
     return capture.get()
@@ -281,17 +252,12 @@ def shown(rows: list[report.ConnectorTotals], width: int = 100) -> str:
 
 def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
-    text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)), width=80)
+    text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)))
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if "disk" in line)
     assert row.count("54,321") == 1
     assert "…" not in text
-
-
-def test_columns_that_nobody_needs_are_left_out() -> None:
+    assert all(word in text for word in ("yet", "failed"))
     quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
-    assert not any(word in shown(quiet) for word in ("yet", "timed", "failed"))
-    busy = report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER))
-    assert "yet" in shown(busy)
-    assert "failed" in shown(busy)
+    assert not any(word in shown(quiet) for word in ("yet", "timed", "failed")), "columns that nobody needs"

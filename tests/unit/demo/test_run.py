@@ -5,6 +5,7 @@ import urllib.request
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 from urllib.error import URLError
 
 import pytest
@@ -84,23 +85,15 @@ def test_the_exporter_listens_beside_the_server(
 
 def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a last scrape it need not serve the last numbers any longer."""
-    answers = [BytesIO(), BytesIO()]
-
-    def ask(url: str, timeout: float) -> BytesIO:
-        assert (url, timeout) == ("http://127.0.0.1:9464/metrics", 1)
-        if not answers:
-            raise URLError("refused")
-        return answers.pop()
-
+    ask = mock.Mock(side_effect=[BytesIO(), BytesIO(), URLError("refused")])
     monkeypatch.setattr(urllib.request, "urlopen", ask)
     run.see_exporter_end("http://127.0.0.1:9464/metrics")
-    assert not answers
+    assert ask.call_args_list == [mock.call("http://127.0.0.1:9464/metrics", timeout=1)] * 3
 
 
 def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     """And vLLM's own from its server; what its server has of kvobs does not count."""
-    texts = {"/metrics": 'kvobs_loads_total{connector="cpu"} 3\n'}
-    site = Site(lambda path: (200, texts[path]))
+    site = Site({"/metrics": (200, 'kvobs_loads_total{connector="cpu"} 3\n')}.__getitem__)
     made = server.Server(Path("model"), Path("log"), run.multi_connector(run.host_memory(), names=["cpu"]))
     there = server.parse_metrics('vllm:x_total 1\nkvobs_loads_total{connector="cpu"} 2\n')
     monkeypatch.setattr(server.Server, "metrics", lambda _self: there)
@@ -127,13 +120,8 @@ def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-
-    def run_rounds(_server: object, requests: int) -> list[object]:
-        rounds.append(requests)
-        return []
-
+    run_rounds = mock.Mock(return_value=[])
     monkeypatch.setattr(load, "run_rounds", run_rounds)
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
-    assert rounds == ([20, 20] if repeat else [])
+    assert [call.args[1] for call in run_rounds.call_args_list] == ([20, 20] if repeat else [])

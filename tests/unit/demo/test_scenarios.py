@@ -19,17 +19,15 @@ def test_the_demos_configuration_is_valid_with_each_fault_and_without(fault: str
 
 
 def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:
-    labels = {"model_name": "m", "connector": "cpu", "mode": "async"}
+    def sample(series: str, value: float, **labels: str) -> Sample:
+        return Sample(f"kvobs_{series}", {"model_name": "m", "connector": "cpu", "mode": "async", **labels}, value)
+
     samples = [
-        Sample("kvobs_load_duration_seconds_sum", {**labels, "engine": "0"}, 3.0),
-        Sample("kvobs_load_duration_seconds_count", {**labels, "engine": "0"}, 2.0),
-        Sample("kvobs_load_duration_seconds_sum", {**labels, "engine": "1"}, 1.0),
-        Sample("kvobs_load_duration_seconds_count", {**labels, "engine": "1"}, 2.0),
-        Sample("kvobs_load_duration_seconds_count", {**labels, "connector": "disk"}, 0.0),
-        Sample("kvobs_loads_total", {**labels, "outcome": "ok"}, 4.0),
-        Sample("kvobs_loads_total", {**labels, "outcome": "failed"}, 0.0),
-        Sample("kvobs_lookups_total", {"connector": "cpu", "outcome": "hit"}, 4.0),
-    ]
+        sample("load_duration_seconds_sum", 3, engine="0"), sample("load_duration_seconds_count", 2, engine="0"),
+        sample("load_duration_seconds_sum", 1, engine="1"), sample("load_duration_seconds_count", 2, engine="1"),
+        sample("load_duration_seconds_count", 0, connector="disk"), sample("loads_total", 4, outcome="ok"),
+        sample("loads_total", 0, outcome="failed"), sample("lookups_total", 4, outcome="hit"),
+    ]  # fmt: skip
     assert list(evidence(FAULTS["slow-connector"], samples)) == [
         'kvobs_loads_total{connector="cpu", mode="async", outcome="ok"} 4',
         'kvobs_load_duration_seconds{connector="cpu", mode="async"} 1 s on average, 4 times',

@@ -1,7 +1,5 @@
 """A trace as the demo shows it, character by character."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -58,10 +56,7 @@ trace 4bf92f3577b34da6a3ce929d0e0e4736  cmpl-1-0
     └── kv.load.rank 1              4.20  18.90 ms   █████
         └── kv.call start_load_kv   4.20  18.30 ms   ████             sampled: slow"""
     )
-
-
-def test_order_of_arrival_and_repeats_change_nothing() -> None:
-    assert shown(*reversed(LOADED), *LOADED) == shown(*LOADED)
+    assert shown(*reversed(LOADED), *LOADED) == shown(*LOADED), "order of arrival and repeats change nothing"
 
 
 def test_a_failure_is_red_and_says_why() -> None:
@@ -101,14 +96,8 @@ def test_a_span_without_its_parent_names_its_connector_and_no_span_is_no_line() 
 
 @pytest.mark.parametrize(
     ("begin", "end", "whole", "expected"),
-    [
-        (0, 160, 160, "█" * 16),
-        (0, 80, 160, "█" * 8),
-        (80, 160, 160, " " * 8 + "█" * 8),
-        (0, 0, 160, "█"),
-        (160, 160, 160, " " * 15 + "█"),  # an instant at the end has a place too
-        (0, 0, 0, "█"),
-    ],
-)
+    [(0, 160, 160, "█" * 16), (0, 80, 160, "█" * 8), (80, 160, 160, " " * 8 + "█" * 8), (0, 0, 160, "█"),
+     (160, 160, 160, " " * 15 + "█"), (0, 0, 0, "█")],  # an instant at the end has a place too
+)  # fmt: skip
 def test_a_bar_lies_where_its_span_does_and_is_never_empty(begin: int, end: int, whole: int, expected: str) -> None:
     assert bar(begin, end, whole) == expected

@@ -1,7 +1,5 @@
 """The check of the text: whether kvobs takes part, where metrics and spans go, and features that are off."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -33,22 +31,16 @@ def test_a_policy_of_a_child_is_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("config", "router", "path"),
-    [
-        (config_of(kv_connector_module_path=None), Router.STOCK, "kv_connector_module_path"),
-        (dict(TWO[0]), Router.NONE, "kv_connector"),
-        (config_of(), Router.KVOBS, None),
-    ],
-)
-@pytest.mark.parametrize("variable", ["1", None])
+    [(config_of(kv_connector_module_path=None), Router.STOCK, "kv_connector_module_path"),
+     (dict(TWO[0]), Router.NONE, "kv_connector"), (config_of(), Router.KVOBS, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("variable", ["1", "0"])
 def test_it_says_whether_kvobs_takes_part(
-    config: dict[str, Any], router: Router, path: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], router: Router, path: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the variable, a plain MultiConnector is kvobs's."""
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # plugins may be loaded
-    if variable is not None:
-        monkeypatch.setenv(ENABLE_VARIABLE, variable)
-    else:
-        monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
+    monkeypatch.setenv(ENABLE_VARIABLE, variable)
     checked = check(config)
     by_variable = variable == "1" and router is Router.STOCK
     assert checked.by_variable is by_variable
@@ -113,10 +105,6 @@ def test_the_environment_can_turn_tracing_on_without_parents_and_off(monkeypatch
     assert check(config_of()).off["tracing"] == "OTEL_SDK_DISABLED is true here"
 
 
-def test_it_says_who_keeps_the_hybrid_manager_off() -> None:
-    assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
-
-
 SWITCHES = [
     ("isolation", {"isolate": ["ExampleConnector"]}), ("timeline", {"timeline": {"dir": "/tmp/t"}}),
     ("request reports", {"report": True}), ("request reports", {"request_log": "stderr"}),
@@ -128,6 +116,7 @@ SWITCHES = [
 def test_a_feature_is_off_without_its_option(feature: str, on: dict[str, Any]) -> None:
     assert check_text(config_of()).off[feature].startswith(("kvobs.", "neither kvobs."))
     assert feature not in check_text(config_of(kvobs=on, kv_load_failure_policy="recompute")).off
+    assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
 @pytest.mark.parametrize(("role", "reads"), [("kv_producer", (2, 4)), ("kv_consumer", (4, 2)), ("kv_both", (4, 2))])
@@ -136,32 +125,24 @@ def test_a_producer_is_read_from_and_any_other_reads(role: str, reads: tuple[int
     engines = check(config_of(kv_role=role), Flags(kv_heads=8, engines=(own, other))).engines
     assert engines is not None
     assert (engines.prefill.tp_size, engines.decode.tp_size) == reads
-
-
-def test_engines_that_do_not_fit_are_a_mistake() -> None:
-    checked = check_text(config_of(), Flags(kv_heads=8, engines=(Engine(2, 16), Engine(3, 16))))
-    assert [m.path for m in checked.mistakes] == ["--tensor-parallel-size, --remote-tensor-parallel-size"]
-    assert checked.engines is None
+    unfit = check_text(config_of(kv_role=role), Flags(kv_heads=8, engines=(own, Engine(3, 16))))
+    assert [m.path for m in unfit.mistakes] == ["--tensor-parallel-size, --remote-tensor-parallel-size"]
+    assert unfit.engines is None
 
 
 def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
     secret = "hunter2"
-    bad = config_of([{**TWO[0], "kv_port": secret, "password": secret, PATH: secret}], engine_id=[secret])
-    checked = check(bad)
+    checked = check(config_of([{**TWO[0], "kv_port": secret, "password": secret, PATH: secret}], engine_id=[secret]))
     assert len(checked.mistakes) == 4
     assert secret not in repr(checked)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "is_one"),
-    [
-        *((one, True) for one in ("http://c:4317", "c:4317", "grpc://c", "dns:c:4317", "[::1]:4317")),
-        *((other, False) for other in ("nonsense", "", "http://")),
-    ],
-)
-def test_an_endpoint_without_scheme_and_port_is_a_slip(endpoint: str, is_one: bool) -> None:
-    noted = [w.path for w in check_text(config_of(), Flags(otlp_traces_endpoint=endpoint)).warnings]
-    assert noted == ([] if is_one else ["--otlp-traces-endpoint"])
+@pytest.mark.parametrize("endpoint", ["http://c:4317", "c:4317", "grpc://c", "dns:c:4317", "[::1]:4317"])
+def test_an_endpoint_has_a_scheme_or_a_port(endpoint: str) -> None:
+    assert check_text(config_of(), Flags(otlp_traces_endpoint=endpoint)).warnings == []
+    for slip in ("nonsense", "", "http://"):
+        (warning,) = check_text(config_of(), Flags(otlp_traces_endpoint=slip)).warnings
+        assert warning.path == "--otlp-traces-endpoint"
 
 
 # --- the exporter's port
@@ -173,16 +154,13 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_without_a_port_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: pytest.fail("tried"))
-    for exporter in (None, {"port": None, "otlp_metrics": True}):
-        assert check_text(config_of(kvobs={"exporter": exporter})).mistakes == []
-
-
-def test_a_free_port_is_left_free() -> None:
+def test_a_free_port_is_left_free_and_without_a_port_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = {"port": claim_port(0)}
     for _ in range(2):
         assert check_text(config_of(kvobs={"exporter": exporter})).warnings == []
+    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: pytest.fail("tried"))
+    for none in (None, {"port": None, "otlp_metrics": True}):
+        assert check_text(config_of(kvobs={"exporter": none})).mistakes == []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
@@ -214,18 +192,13 @@ def test_an_address_of_another_machine_is_a_warning(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exporter", "path", "fix"),
-    [
-        ({"prot": 9464}, "kvobs.exporter.prot", "use 'port'"),
-        ({"port": 0}, "kvobs.exporter.port", "use an allowed value, or remove the option"),
-        ({"port": None}, "kvobs.exporter", "use an allowed value, or remove the option"),
-        ({"host": ""}, "kvobs.exporter.host", "use an allowed value, or remove the option"),
-        (True, "kvobs.exporter", "use an allowed value, or remove the option"),
-    ],
+    ("exporter", "path"),
+    [({"prot": 9464}, ".prot"), ({"port": 0}, ".port"), ({"port": None}, ""), ({"host": ""}, ".host"), (True, "")],
 )
-def test_mistakes_in_the_exporters_options_have_their_path(exporter: Any, path: str, fix: str) -> None:
+def test_mistakes_in_the_exporters_options_have_their_path(exporter: Any, path: str) -> None:
     (mistake,) = check_text(config_of(kvobs={"exporter": exporter})).mistakes
-    assert (mistake.path, mistake.fix) == (f"{PATH}.{path}", fix)
+    fix = "use 'port'" if path == ".prot" else "use an allowed value, or remove the option"
+    assert (mistake.path, mistake.fix) == (f"{PATH}.kvobs.exporter{path}", fix)
     assert mistake.allowed or mistake.found.startswith("found '', ")
 
 

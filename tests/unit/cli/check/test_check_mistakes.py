@@ -1,7 +1,5 @@
 """A mistake is found where it is, and ends the start; nothing else does."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -72,6 +70,12 @@ BAD: dict[str, tuple[Any, list[str]]] = {
 }  # fmt: skip
 
 
+CURES = {
+    "no role": 'add "kv_role": "kv_both"', "isolated, hands KV over": "remove it from the list",
+    "isolated, policy fail": 'set it to "recompute" at the top level',
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*MooncakeConnectorWorker.__del__")  # that of one that was not built to its end
 @pytest.mark.parametrize("kind", BAD)
 def test_a_mistake_is_found_where_it_is_and_ends_the_start(kind: str) -> None:
@@ -80,6 +84,7 @@ def test_a_mistake_is_found_where_it_is_and_ends_the_start(kind: str) -> None:
     checked = check(config)
     assert paths(checked) == where
     assert all(finding.says and finding.fix for finding in checked.mistakes)
+    assert CURES.get(kind, "") in checked.mistakes[0].fix
     with pytest.raises(Exception):  # noqa: B017, PT011 whatever vLLM raises
         start(config)
 
@@ -97,15 +102,9 @@ def test_all_mistakes_are_found_in_one_run() -> None:
     bad = [{"kv_connector": "NixlConector", "kv_role": "both"}, {**TWO[1], "x": 1}, 7]
     checked = check(config_of(bad, {"load_policy": "best", "nmaes": []}, kv_prot=1), Flags(True, "http://x"))
     assert paths(checked) == [
-        "kv_prot",
-        "connectors[2]",
-        "kvobs.load_policy",
-        "kvobs.nmaes",
-        "connectors[0].kv_role",
-        "connectors[1].x",
-        "--disable-log-stats, --otlp-traces-endpoint",
-        "connectors[0].kv_connector",
-    ]
+        "kv_prot", "connectors[2]", "kvobs.load_policy", "kvobs.nmaes", "connectors[0].kv_role", "connectors[1].x",
+        "--disable-log-stats, --otlp-traces-endpoint", "connectors[0].kv_connector",
+    ]  # fmt: skip
     fixes = [finding.fix for finding in checked.mistakes]
     assert (fixes[0], fixes[3], fixes[7]) == ("use 'kv_port'", "use 'names'", "use 'NixlConnector'")
 
@@ -130,6 +129,12 @@ def test_every_option_that_is_refused_is_reported_and_no_other(options: dict[str
     assert checked.mistakes == list(refused)
 
 
+SOME_KEYS = (
+    "kv_role", "kv_port", "kv_buffer_device", "engine_id", "kv_load_failure_policy", "isolate", "names", "x"
+)  # fmt: skip
+SOME_VALUES = VALUES | st.sampled_from(["kv_both", "kv_consumer", ["b"], ["a", "b"], "1", "fail"])
+
+
 @given(st.data())
 def test_the_check_finds_a_mistake_exactly_where_the_start_fails(data: st.DataObject) -> None:
     """Over configurations with some key or other changed, at the top level, in a child, or in the options."""
@@ -137,19 +142,7 @@ def test_the_check_finds_a_mistake_exactly_where_the_start_fails(data: st.DataOb
     extra = config[PATH]
     for _ in range(data.draw(st.integers(0, 2))):
         place = data.draw(st.sampled_from([config, *extra["connectors"], extra["kvobs"]]))
-        keys = [
-            "kv_role",
-            "kv_port",
-            "kv_buffer_device",
-            "engine_id",
-            "kv_load_failure_policy",
-            "isolate",
-            "names",
-            "x",
-        ]
-        place[data.draw(st.sampled_from(keys))] = data.draw(
-            VALUES | st.sampled_from(["kv_both", "kv_consumer", ["b"], ["a", "b"], "1", "fail"])
-        )
+        place[data.draw(st.sampled_from(SOME_KEYS))] = data.draw(SOME_VALUES)
     assert (check(config).mistakes == []) == starts(config)
 
 

@@ -1,7 +1,5 @@
 """The facts about a connector's class are those of the connector that vLLM builds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any

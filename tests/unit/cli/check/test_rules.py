@@ -1,7 +1,5 @@
 """The rules for a connector's own options are right: vLLM refuses or ignores what they name, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -70,16 +68,12 @@ def test_a_disk_path_without_the_backend_is_a_warning() -> None:
     assert paths == [[f"{PATH}.connectors[0].{PATH}.disk_path"], [], []]
 
 
-def test_a_class_from_elsewhere_has_other_options() -> None:
+def test_a_class_from_elsewhere_has_other_options_and_so_may_an_engine_have_libraries() -> None:
+    assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
     assert findings(elsewhere) == ([], [])
     spec = entry_of("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "my.specs"})
     assert findings(spec) == ([], [])
-
-
-def test_without_vllm_no_library_is_missing() -> None:
-    """The engine may be elsewhere."""
-    assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
 
 
 VALUES = st.recursive(

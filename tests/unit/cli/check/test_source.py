@@ -1,9 +1,8 @@
 """A configuration is read from JSON, a `vllm serve` line, and a YAML file; rewritten, it keeps all that it says."""
 
-from __future__ import annotations
-
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,37 +54,27 @@ def test_dotted_names_are_nested_and_their_values_json_where_they_are() -> None:
     assert parse(line).config == {"kv_connector_extra_config": extra}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"vllm serve m -tp 4 --disable-log-stats --otlp-traces-endpoint=http://c:4317 --kv-transfer-config '{TEXT}'",
-        f"tensor-parallel-size: 4\ndisable-log-stats: true\notlp_traces_endpoint: http://c:4317\n"
-        f"kv-transfer-config: '{TEXT}'\n",
-    ],
-)
-def test_the_options_beside_it_are_read(text: str) -> None:
-    flags = parse(text).flags
-    assert str(flags["tensor-parallel-size"]) == "4"
-    assert (flags["disable-log-stats"], flags["otlp-traces-endpoint"]) == (True, "http://c:4317")
+def test_the_options_beside_it_are_read() -> None:
+    line = "vllm serve m -tp 4 --disable-log-stats --otlp-traces-endpoint=http://c:4317 --kv-transfer-config "
+    file = "tensor-parallel-size: 4\ndisable-log-stats: true\notlp_traces_endpoint: http://c:4317\nkv-transfer-config: "
+    for text in (line, file):
+        flags = parse(f"{text}'{TEXT}'\n").flags
+        assert str(flags["tensor-parallel-size"]) == "4"
+        assert (flags["disable-log-stats"], flags["otlp-traces-endpoint"]) == (True, "http://c:4317")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "the configuration is empty"),
-        (" \n", "the configuration is empty"),
-        ('{"a": 1,}', "a comma before a closing bracket: "),
         ('{"a": true,\n "b": [1,\n]}', "a comma before a closing bracket: Expecting value: line 3 column 1"),
         ("{'kv_connector': 'NixlConnector'}", "written as in Python; JSON has double quotes"),
-        ('{"a": True}', "written as in Python"),
         ("{kv_connector:NixlConnector,kv_role:kv_both}", "its quotes are missing, as if a shell had removed them"),
         (f"'{TEXT}'", "it has quotes around it, remove them"),
         (f"{TEXT} {TEXT}", "not valid JSON: Extra data: line 1 column "),
         (TEXT[:-1], "not valid JSON: Expecting ',' delimiter: line 1 column "),
         ("[]", "is a list, needs an object"),
-        ("null", "is a NoneType, needs an object"),
         ("[" * 100_000, "nested too deep"),
-        ('{"kv_role": }', "not valid JSON: Expecting value: line 1"),
         ("vllm serve m --port 8000", "has no --kv-transfer-config"),
         ("vllm serve m --kv-transfer-config", "--kv-transfer-config has no value"),
         ("vllm serve m --kv-transfer-config '{", "a quote that is not closed"),
@@ -96,16 +85,8 @@ def test_the_options_beside_it_are_read(text: str) -> None:
     ],
 )
 def test_any_other_text_is_named_for_what_it_is(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=".*") as error:
+    with pytest.raises(ValueError, match=re.escape(says)):
         parse(text)
-    assert says in str(error.value)
-
-
-def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(TEXT, encoding="utf-16")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        read(str(path))
 
 
 @given(st.text() | st.text(alphabet="{}[]\"':,\n -#kv_connetrasf=.\\", max_size=60))
@@ -153,12 +134,8 @@ def multis(draw: st.DrawFn) -> dict[str, Any]:
     extra: dict[str, Any] = {**draw(EXTRA), "connectors": draw(st.lists(singles, min_size=1, max_size=3))}
     if draw(st.booleans()):
         extra["kvobs"] = draw(st.fixed_dictionaries({}, optional={"load_policy": st.just("longest"), "names": names}))
-    config = {
-        "kv_connector": "MultiConnector",
-        "kv_role": draw(OWN["kv_role"]),
-        "kv_connector_extra_config": extra,
-        **draw(st.fixed_dictionaries({}, optional=MORE)),
-    }
+    own = {"kv_connector": "MultiConnector", "kv_role": draw(OWN["kv_role"]), "kv_connector_extra_config": extra}
+    config: dict[str, Any] = own | draw(st.fixed_dictionaries({}, optional=MORE))
     module = draw(st.sampled_from([None, STOCK_MODULE, "absent"]))
     return config if module == "absent" else {**config, "kv_connector_module_path": module}
 
@@ -212,6 +189,8 @@ def test_a_class_that_no_child_may_be_called_by_gets_no_name(connector: str) -> 
     assert config["kv_connector_extra_config"] == {
         "connectors": [{"kv_connector": connector, "kv_role": "kv_both"}]
     } | ({"kvobs": {"names": ["kvobs-2"]}} if connector == "kvobs" else {})
+    another = {"kv_connector": "MultiConnector", "kv_connector_module_path": "somebody.elses", "kv_role": "kv_both"}
+    assert rewrite(another)["kv_connector_extra_config"]["connectors"] == [another]
 
 
 @pytest.mark.parametrize("extra", [None, [], "text", {}, {"connectors": 3}, {"connectors": [{}], "kvobs": 1}])
@@ -221,9 +200,3 @@ def test_what_is_wrong_stays_as_wrong_as_it_was(extra: Any) -> None:
     config = rewrite(stock)
     assert config == stock | {"kv_connector_module_path": "kvobs"}
     assert check(config).mistakes
-
-
-def test_another_router_of_that_name_is_a_child() -> None:
-    stock = {"kv_connector": "MultiConnector", "kv_connector_module_path": "somebody.elses", "kv_role": "kv_both"}
-    config = rewrite(stock)
-    assert config["kv_connector_extra_config"]["connectors"] == [stock]

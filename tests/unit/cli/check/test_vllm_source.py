@@ -1,7 +1,5 @@
 """What is read from vLLM's source is what vLLM says when it is imported."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """Recordings are read as they were written, whatever is in the folder beside them."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 
@@ -80,7 +78,8 @@ def test_the_last_part_has_what_goes_on_in_it() -> None:
     assert (process.first_ns, process.last_ns) == (EPOCH + 1000, EPOCH + 1300)
 
 
-def test_runs_and_engines_are_named_where_there_are_several() -> None:
+def test_runs_and_engines_are_named_where_there_are_several_and_a_request_is_its_hash() -> None:
+    assert (request_name(-1), request_name(5)) == ("f" * 16, "0" * 15 + "5")
     scheduler, rank = recorded(), recorded(rank=3)
     second, earlier = recorded(engine=1), recorded(run="q")
     assert process_names([scheduler, rank]) == ["scheduler", "rank 3"]
@@ -89,7 +88,3 @@ def test_runs_and_engines_are_named_where_there_are_several() -> None:
     assert process_names([earlier, second]) == ["run 1, engine 0 scheduler", "run 2, engine 1 scheduler"]
     assert engine_names([("r", 0), ("r", 0)]) == ["", ""]
     assert engine_names([("q", 0), ("r", 1)]) == ["run 1, engine 0", "run 2, engine 1"]
-
-
-def test_a_request_is_its_hash() -> None:
-    assert (request_name(-1), request_name(5)) == ("f" * 16, "0" * 15 + "5")

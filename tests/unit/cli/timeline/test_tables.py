@@ -1,22 +1,10 @@
 """The tables of a recording: what is in progress, the slowest loads, and a line for each request."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from kvobs.cli.timeline import recordings
-from kvobs.cli.timeline.tables import (
-    IN_PROGRESS_AT_MOST,
-    SLOWEST_AT_MOST,
-    Passage,
-    as_dict,
-    in_progress,
-    of_processes,
-    of_requests,
-    passages,
-    slowest_loads,
-)
+from kvobs.cli.timeline import recordings, tables
+from kvobs.cli.timeline.tables import Passage, as_dict, in_progress, of_requests, passages, slowest_loads
 from kvobs.cli.timeline.transfers import join
 from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, What, pack
 from kvobs.testing import Script
@@ -42,14 +30,14 @@ def test_what_is_in_progress_has_its_age_and_the_ranks_that_it_waits_for() -> No
 
 
 def test_more_than_there_is_room_for_is_counted() -> None:
-    many = [(i * MS, 0, LOAD, i) for i in range(IN_PROGRESS_AT_MOST + 3)]
+    many = [(i * MS, 0, LOAD, i) for i in range(tables.IN_PROGRESS_AT_MOST + 3)]
     lines = in_progress(join([recorded(*many, LAST)]))
-    assert (len(lines), lines[-1]) == (1 + IN_PROGRESS_AT_MOST + 1, "and 3 more: see --requests")
+    assert (len(lines), lines[-1]) == (1 + tables.IN_PROGRESS_AT_MOST + 1, "and 3 more: see --requests")
     assert (in_progress(join([recorded(LAST)])), slowest_loads(join([recorded(LAST)]))) == ([], [])
 
 
 def test_the_slowest_loads_come_first_with_their_last_rank() -> None:
-    loads = [(0, i * MS, LOADED, i) for i in range(1, SLOWEST_AT_MOST + 3)]
+    loads = [(0, i * MS, LOADED, i) for i in range(1, tables.SLOWEST_AT_MOST + 3)]
     scheduler = recorded((0, 0, LOAD, 2), *loads, (0, 30 * MS, FAILED, 99), (0, 90 * MS, pack(What.SAVE_ENDED, 0), 5))
     ranks = [recorded((0, (4 + 2 * rank) * MS, LOADED, 7), rank=rank) for rank in (0, 1)]
     lines = slowest_loads(join([scheduler, *ranks]))
@@ -60,12 +48,15 @@ def test_the_slowest_loads_come_first_with_their_last_rank() -> None:
     ]
 
 
-def test_processes_have_their_engine_and_the_length_of_their_records() -> None:
+def test_processes_and_requests_have_their_engine_where_there_are_several() -> None:
+    """And processes the length of their records."""
+    found = passages(join([recorded((0, 0, ASKED, 5), engine=engine) for engine in (0, 3)]))
+    assert [line.split()[-2:] for line in of_requests(found)[1:]] == [["engine", "0"], ["engine", "3"]]
     processes = [recorded((0, ms * MS, LOADED, 5), engine=engine) for engine, ms in enumerate((40_060, 50))]
     assert [" ".join(line.split()[1:]) for line in slowest_loads(join(processes))[1:]] == [
         "40 s 00000000 - - engine 0, one", "50 ms 00000000 - - engine 1, one"
     ]  # fmt: skip
-    assert [" ".join(line.split()[:-1]) for line in of_processes(processes)[1:]] == [
+    assert [" ".join(line.split()[:-1]) for line in tables.of_processes(processes)[1:]] == [
         "engine 0 scheduler 7 ended 0 1 0 40.1 s", "engine 1 scheduler 7 ended 0 1 0 50 ms"
     ]  # fmt: skip
 
@@ -95,14 +86,10 @@ def texts(found: list[Passage]) -> list[str]:
     return [" ".join(line.split()[1:]) for line in of_requests(found)[1:]]
 
 
-def test_a_line_says_how_long_a_request_waited_for_what() -> None:
+def test_a_line_says_how_long_a_request_waited_for_what_and_marks_what_goes_on() -> None:
     assert texts(of(*WHOLE)) == ["12345678 2.0 ms 60 ms 1 +38 ms 3.0 ms 1,024 one, save two 30 ms"]
-
-
-def test_what_goes_on_is_marked() -> None:
-    assert texts(of(*WHOLE[:1], (5 * MS, 0, ASKED, 7))) == [
-        "12345678 >111 ms - - - - -", "00000000 >106 ms - - - - -"
-    ]  # fmt: skip
+    looked_up = texts(of(*WHOLE[:1], (5 * MS, 0, ASKED, 7)))
+    assert looked_up == ["12345678 >111 ms - - - - -", "00000000 >106 ms - - - - -"]
     assert texts(of(*WHOLE[:3])) == ["12345678 2.0 ms >109 ms 1 +38 ms - 1,024 one open"]
     missing = passages(join([recorded(*WHOLE[:3]), recorded(*ON_RANKS[0][:1], rank=0)]))
     assert texts(missing) == ["12345678 2.0 ms >1.0 ms - - 1,024 one open: rank 0"]
@@ -111,9 +98,8 @@ def test_what_goes_on_is_marked() -> None:
 def test_how_it_ended_is_said_unless_it_went_well() -> None:
     failed = (2 * MS, 60 * MS, pack(What.LOAD_ENDED, 0, n=OUTCOMES.index("failed")), REQUEST)
     abandoned = (90 * MS, 30 * MS, pack(What.SAVE_ENDED, 1, n=OUTCOMES.index("abandoned")), REQUEST)
-    assert texts(of(*WHOLE[:3], failed, abandoned)) == [
-        "12345678 2.0 ms 60 ms 1 +38 ms - 1,024 one failed, save two abandoned 30 ms"
-    ]
+    line = "12345678 2.0 ms 60 ms 1 +38 ms - 1,024 one failed, save two abandoned 30 ms"
+    assert texts(of(*WHOLE[:3], failed, abandoned)) == [line]
     aborted = (0, 2 * MS, pack(What.LOOKUP_ENDED, OWN, n=OUTCOMES.index("aborted")), REQUEST)
     assert texts(passages(join([recorded(aborted)]))) == ["12345678 2.0 ms - - - - aborted"]
 
@@ -128,20 +114,11 @@ def test_a_request_that_is_looked_up_again_has_another_line() -> None:
     assert (first.lookup is not None, second.lookup, second.load is not None) == (True, None, True)
 
 
-def test_engines_of_requests_are_named_where_there_are_several() -> None:
-    found = passages(join([recorded(*WHOLE[:2], engine=engine) for engine in (0, 3)]))
-    assert [text.partition("- engine")[2] for text in texts(found)] == [" 0", " 3"]
-
-
 def test_a_line_of_json_has_all_of_it() -> None:
     (one,) = of(*WHOLE)
     said = json.loads(json.dumps(as_dict(one)))
     assert said == {
-        "at": 1e9,
-        "request": "123456789abcdef0",
-        "run": "r",
-        "engine": 0,
-        "lookup": {"s": 0.002, "outcome": "ok"},
+        "at": 1e9, "request": "123456789abcdef0", "run": "r", "engine": 0, "lookup": {"s": 0.002, "outcome": "ok"},
         "load": {
             "connector": "one", "s": 0.06, "outcome": "ok", "tokens": 1024,
             "ranks": [{"rank": 0, "s": 0.02, "outcome": "ok"}, {"rank": 1, "s": 0.058, "outcome": "ok"}],
@@ -164,8 +141,6 @@ def test_a_real_recording_has_a_line_for_each_request_and_one_for_its_second_loo
     served(tmp_path / "t", a, b)
     found = passages(join(recordings.load(tmp_path / "t")))
     shape = [(one.load and one.load.outcome, one.resume is not None, len(one.saves)) for one in found]
-    assert shape == [
-        ("ok", True, 0), (None, False, 1), ("ok", False, 0), ("failed", False, 0), (None, False, 0)
-    ]  # fmt: skip
+    assert shape == [("ok", True, 0), (None, False, 1), ("ok", False, 0), ("failed", False, 0), (None, False, 0)]
     assert found[3].first.request == found[4].first.request, "after the failed load"
     assert all(one.lookup is not None for one in found)

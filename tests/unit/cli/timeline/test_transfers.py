@@ -1,7 +1,5 @@
 """A load has its parts on all ranks, whatever is missing: records, files, or the scheduler's machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -61,12 +59,8 @@ def test_ranks_are_compared_if_it_is_known_how_long_each_of_several_took(other: 
 
 def test_an_open_load_waits_for_ranks_that_have_not_reported() -> None:
     """Rank 0 has; rank 1 has not; rank 2 never got the order; rank 3's file does not reach back so far."""
-    ranks = [
-        recorded(CALL, BEGUN, (100, 5, LOADED, 5), rank=0),
-        recorded(CALL, BEGUN, rank=1),
-        recorded(CALL, rank=2),
-        recorded((900, 1, CALL[2], 0), rank=3),
-    ]
+    records = [CALL, BEGUN, (100, 5, LOADED, 5)], [CALL, BEGUN], [CALL], [(900, 1, CALL[2], 0)]
+    ranks = [recorded(*own, rank=rank) for rank, own in enumerate(records)]
     one = only(join([recorded(BEGUN, (1000, 1, CALL[2], 0)), *ranks]))
     assert (one.is_open, one.outcome, one.waits_for) == (True, "open", [1, 2])
     assert one.spent_ns == 901, "until the engine's last record"
@@ -92,10 +86,8 @@ def test_without_the_schedulers_file_the_ranks_say_it(
     spent: tuple[int | None, ...], outcome: str, waits_for: list[int]
 ) -> None:
     """As on the second machine of an engine."""
-    ranks = [
-        recorded(BEGUN, *([] if ns is None else [(100, ns, LOADED, 5)]), rank=rank) for rank, ns in enumerate(spent)
-    ]
-    one = only(join(ranks))
+    ends = [[] if ns is None else [(100, ns, LOADED, 5)] for ns in spent]
+    one = only(join([recorded(BEGUN, *end, rank=rank) for rank, end in enumerate(ends)]))
     assert (one.outcome, one.waits_for, one.is_open) == (outcome, waits_for, bool(waits_for))
     assert one.spent_ns == max(ns or 0 for ns in spent)
 

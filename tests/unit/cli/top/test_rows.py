@@ -1,7 +1,5 @@
 """What each child did, out of metrics that kvobs's own code filled; sorted; as JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from itertools import pairwise
@@ -22,11 +20,7 @@ from kvobs.telemetry.payload.wire import Increments
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
 
-
-def about(number: float) -> Any:
-    return pytest.approx(number)
-
-
+about: Any = pytest.approx
 TEN = about(10)  # seconds, between two times as floats
 
 
@@ -38,14 +32,14 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     server = server_row("here", before, engines.scrape(at_s=102, unix_s=1000))
     assert (server.address, server.error, server.model, server.seconds) == ("here", None, "tiny", 2)
     assert server.kvobs_version == kvobs.__version__
+    assert server_row("here", None, engines.scrape(unix_s=900)).connectors[0].oldest_s == 0, "clocks may differ"
     cpu, disk = server.connectors
     assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
     assert (cpu.lookups, cpu.hit_share, cpu.loads, cpu.load_tokens) == (4, 6 / 8, 2, 1024)
     assert (cpu.load_bytes, cpu.unused_tokens, disk.load_bytes, disk.unused_tokens) == (5 * 10**8, 0, 0, 32)
     assert 2 * 0.001 < (cpu.load_p50_s or 0) < 4.2 * 0.001
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
-    assert (cpu.load_stall_s, cpu.save_stall_s) == (about(0.005), about(0.015))
-    assert cpu.stall_s == about(0.020)
+    assert (cpu.load_stall_s, cpu.save_stall_s, cpu.stall_s) == (about(0.005), about(0.015), about(0.020))
     assert (cpu.gain_s, disk.gain_s) == (about(-0.015), None)
     assert (cpu.scheduler_s, disk.scheduler_s) == (about(0.1), 0)
     assert 0.001 < (cpu.skew_p99_s or 0) < 0.0042
@@ -53,8 +47,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, cpu.quarantined) == (2, 3, TEN, False)
     assert (cpu.failed_loads, cpu.exceptions, cpu.errors) == (0, 0, 0)
     assert {disk.hit_share, disk.load_p50_s, disk.slowest_rank, disk.oldest_s} == {None}
-    assert disk.lookups == 0
-    assert (disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (1.5, 2, 3.5, True)
+    assert (disk.lookups, disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (0, 1.5, 2, 3.5, True)
 
 
 def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_start() -> None:
@@ -124,12 +117,6 @@ def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
     assert {alone.running, alone.waiting, alone.ttft_p50_s, alone.ttft_p99_s} == {None}, "as of an exporter"
 
 
-def test_clocks_that_differ_make_nobody_younger_than_new() -> None:
-    engines = Engines("cpu", "disk")
-    engines.send(gauges=GAUGES)
-    assert server_row("here", None, engines.scrape(unix_s=900)).connectors[0].oldest_s == 0
-
-
 SORTABLE = ("lookups", "hit_share", "load_p99_s", "stall_s", "loads_open", "oldest_s", "errors")
 
 
@@ -169,16 +156,11 @@ LABELS = st.dictionaries(
 )
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([f"{signal.name}{part}" for signal in READ for part in ("", "_bucket", "_sum", "_count")]),
-            LABELS,
-            st.sampled_from(("0", "1", "-5", "1e300", "NaN", "+Inf", "0.25")),
-        ),
-        max_size=30,
-    )
-)
+SERIES = [f"{signal.name}{part}" for signal in READ for part in ("", "_bucket", "_sum", "_count")]
+NUMBERS = st.sampled_from(("0", "1", "-5", "1e300", "NaN", "+Inf", "0.25"))
+
+
+@given(st.lists(st.tuples(st.sampled_from(SERIES), LABELS, NUMBERS), max_size=30))
 def test_whatever_a_server_says_makes_rows(lines: list[tuple[str, dict[str, str], str]]) -> None:
     """Of two scrapes, the second has the last line no more."""
     said = [

@@ -1,7 +1,5 @@
 """Whatever the numbers, names and window: nothing runs over its edges, nothing is left out unmarked."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -16,19 +14,18 @@ from tests.support.top_rows import SERVERS
 
 
 @pytest.mark.parametrize("since_start", [True, False])
-def test_titles_fit(since_start: bool) -> None:
+def test_titles_fit_and_columns_that_can_be_left_out_or_sorted_by_exist(since_start: bool) -> None:
+    fields = [column.by for column in columns(since_start=since_start)]
+    assert set(LEFT_OUT) <= set(fields)
+    assert (None, *dict.fromkeys(fields)) == SORTS
     for column in columns(since_start=since_start):
         assert max(len(column.title), len(column.unit)) <= column.width
     assert all(len(column.title) <= column.width for column in OF_SERVERS)
 
 
-def test_columns_that_can_be_left_out_or_sorted_by_exist() -> None:
-    fields = [column.by for column in columns(since_start=False)]
-    assert set(LEFT_OUT) <= set(fields)
-    assert (None, *dict.fromkeys(fields)) == SORTS
-
-
 def test_a_cut_text_ends_with_a_mark() -> None:
+    line = shown([replace(SERVER, address="a" * 50, model="m" * 50)], 80).splitlines()[3]
+    assert (line.count("…"), len(line) <= 80) == (2, True)
     texts = ("abc", "abcde", "abcdef", "日本語", "a日本日")
     assert [fit(text, 5) for text in texts] == ["abc  ", "abcde", "abcd…", "日本…", "a日 …"]
 
@@ -62,11 +59,9 @@ def test_no_line_is_too_long_and_no_connector_is_lost(
 
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_bytes=3e9,
-    unused_tokens=0, load_p50_s=0.03,
-    load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004, gain_s=0.52, failed_loads=0,
-    exceptions=0, skew_p99_s=0.12,
-    slowest_rank="3", slowest_rank_share=0.92, loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False,
-    call=None, call_s=None,
+    unused_tokens=0, load_p50_s=0.03, load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004,
+    gain_s=0.52, failed_loads=0, exceptions=0, skew_p99_s=0.12, slowest_rank="3", slowest_rank_share=0.92,
+    loads_open=2, saves_held=3, oldest_s=1.25, quarantined=False, call=None, call_s=None,
 )  # fmt: skip
 DISK = replace(
     CPU, connector="disk", exceptions=2, quarantined=True, skew_p99_s=None, slowest_rank=None, slowest_rank_share=None,
@@ -105,6 +100,8 @@ def test_with_room_all_is_in_columns() -> None:
     numbers = "cpu 25 % 20 7.2k 3.0G 0 5.0 30 ms 67 ms 4 % 1.4 0.52 2 3 1.2 s 120 ms 3 (92 %) 0"
     assert " ".join(lines[7].split()) == numbers
     assert lines[9].split() == ["in", "quarantine"]
+    text = shown([replace(SERVER, seconds=None)], 160)
+    assert ("/s" in text, "1.4 ms" in text) == (False, True), "totals are no rates"
 
 
 def test_what_has_no_column_is_below_its_connector_in_as_many_lines_as_it_takes() -> None:
@@ -114,11 +111,6 @@ def test_what_has_no_column_is_below_its_connector_in_as_many_lines_as_it_takes(
         "  in quarantine, gain 0.52, slowest rank 3 (92 %), skew p99 120 ms",
         "  88 tokens/s unused, saves held 3, 3.0G bytes/s",
     ]
-
-
-def test_long_addresses_and_models_are_cut() -> None:
-    line = shown([replace(SERVER, address="a" * 50, model="m" * 50)], 80).splitlines()[3]
-    assert (line.count("…"), len(line) <= 80) == (2, True)
 
 
 def test_of_several_servers_each_has_a_number() -> None:
@@ -135,14 +127,8 @@ def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> No
     lines = picture([SERVER], 2, 80, by="errors")
     assert "by errors, largest first" in lines[0].plain
     assert [line.plain[:4] for line in lines[7:]] == ["disk", "  in", "cpu ", "  ga"]
-    assert [lines[5].plain[span.start : span.end].strip() for span in lines[5].spans if span.style == "reverse"] == [
-        "errors"
-    ]
-
-
-def test_totals_have_no_rates_in_their_header() -> None:
-    text = shown([replace(SERVER, seconds=None)], 160)
-    assert ("/s" in text, "1.4 ms" in text) == (False, True)
+    (column,) = [span for span in lines[5].spans if span.style == "reverse"]
+    assert lines[5].plain[column.start : column.end].strip() == "errors"
 
 
 def test_many_servers_leave_room_for_connectors_and_those_that_are_down_come_first() -> None:
