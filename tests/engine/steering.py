@@ -63,10 +63,7 @@ class Plan:
         return self.fail is not None and (self.fail_ranks is None or rank in self.fail_ranks)
 
 
-WORDS: dict[str, tuple[object, ...]] = {
-    "fail": (None, "recv", "blocks"),
-    "stray": (None, "load", "save", "failure"),
-}
+WORDS: dict[str, tuple[object, ...]] = {"fail": (None, "recv", "blocks"), "stray": (None, "load", "save", "failure")}
 KEYS = {"async" if name == "is_async" else name for name in Plan.__dataclass_fields__}
 
 

@@ -52,11 +52,7 @@ def sampled(share: float) -> dict[str, str]:
 def traced(child: str, **tracing: Any) -> dict[str, Any]:
     """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
     config = configuration(of_tests(child, access_key=SECRET), host_memory(), names=["steered", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 2000,
-        "slow_load_ms": 5000,
-        "tracing": tracing,
-    }
+    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 2000, "slow_load_ms": 5000, "tracing": tracing}
     return config
 
 

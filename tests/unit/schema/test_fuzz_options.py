@@ -100,17 +100,7 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a value",
-        "a name",
-        "a number",
-        "an option",
-        "an option of tracing",
-        "a connector",
-    ],
-)
+@pytest.mark.parametrize("what", ["a value", "a name", "a number", "an option", "an option of tracing", "a connector"])
 def test_a_message_is_short_whatever_is_long(what: str) -> None:
     found = outcome({"connectors": [CHILD], KEY: LONG[what]})
     assert isinstance(found, ConfigError)
