@@ -27,18 +27,12 @@ SYNC: dict[str, Any] = {"offer": 64}
 
 def counting_child(folder: Path, **extra: Any) -> dict[str, Any]:
     (folder / "counts").mkdir(parents=True, exist_ok=True)
-    return of_tests(
-        "CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"), **extra
-    )  # fmt: skip
+    return of_tests("CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"), **extra)
 
 
 def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:
     config = multi_connector(*children, names=names)
-    config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 400,
-        "lookup_timeout_ms": 400,
-        "stuck_after_s": 1.5,
-    }
+    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 400, "stuck_after_s": 1.5}
     return {**config, "kv_load_failure_policy": "recompute"}
 
 

@@ -112,6 +112,21 @@ def prompt(*parts: object) -> str:
     return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 8))) for _ in range(36))
 
 
+def hit(server: Server, engine: str = "0") -> float:
+    """Ask one engine twice, vLLM's own cache emptied in between; check the answer, return the tokens loaded."""
+
+    def loaded() -> float:
+        return total(server, "kvobs_load_tokens_total", engine=engine)
+
+    text, headers = prompt("hit", engine), {"X-data-parallel-rank": engine}
+    first = server.complete(text, TOKENS, headers=headers)
+    server.reset_prefix_cache()
+    before = loaded()
+    assert server.complete(text, TOKENS, headers=headers).tokens == first.tokens
+    assert eventually(lambda: loaded() > before)
+    return loaded() - before
+
+
 def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda text: server.complete(text, TOKENS).tokens, prompts)

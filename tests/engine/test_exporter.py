@@ -41,14 +41,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exported")
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Any]:
     config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"]["lookup_timeout_ms"] = 60_000
     config, port = with_exporter(config)
     env = BOTH_RANKS_ON_ONE_CORE
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=env, launch=SPAWNING) as server:
@@ -166,21 +160,6 @@ def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: P
         # vLLM kills all children of its processes when it is asked to end: the exporter is none, and lingers 15 s.
         assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 30)
         assert len([s for s in collector.spans if s.name == "kv.load steered"]) == 21, "sent at the end"
-
-
-def test_without_vllms_stats_and_with_two_engines_nothing_is_missing(model: Path, tmp_path: Path) -> None:
-    config, port = with_exporter(configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"]))
-    args = ("--data-parallel-size", "2", "--disable-log-stats")
-    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
-        server: Any = Exported(plain, port, port + 1)
-        server.until_up()
-        for engine, requests in (("0", 24), ("1", 40)):
-            with Growth(server, connector="steered", engine=engine) as grown:
-                ask_in_turn(server, requests, engine)
-            assert_counted_in_turn(grown, requests)
-        for i, port in enumerate(server.ports):
-            up = [s for s in parse_metrics(server.get("/metrics", port)) if s.name == "kvobs_engine_up"]
-            assert [(s.labels["engine"], s.value) for s in up] == [(str(i), 1)]
 
 
 @pytest.mark.parametrize("has_core_process", [True, False])

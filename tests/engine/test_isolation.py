@@ -34,11 +34,6 @@ def failing_child(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("isolated")
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
     config = configuration(*(failing_child(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"isolate": list(NAMES)}
