@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "fraction": (({"a": A}, {"a": B}, [0.5], [0], "h2d"), "source block ids must be whole numbers in a list, found f"),
     "nested": (({"a": A}, {"a": B}, [[0]], [0], "h2d"), "source block ids must be whole numbers in a list, found i"),
 }
-COPIED_BY_STOCK = [
+COPIED_BY_STOCK = (
     "direction",
     "more ids here",
     "layer only here",
@@ -83,7 +83,7 @@ COPIED_BY_STOCK = [
     "negative",
     "later layer",
     "shape",
-]
+)
 
 
 @pytest.mark.parametrize(

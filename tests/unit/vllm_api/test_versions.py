@@ -196,13 +196,12 @@ def test_vllms_engine_has_the_addresses_before_it_builds_the_connector() -> None
     assert "outputs" in EngineZmqAddresses.__dataclass_fields__
 
 
+SHELL = ["sh", "-c", '"$@"; exit', ""]
+
+
 @pytest.mark.parametrize(
     ("name", "between", "is_actor"),
-    [
-        ("ray::ServeReplica", [], True),
-        ("raylet", [], False),
-        ("ray::JobSupervisor", ["sh", "-c", '"$@"; exit', ""], False),
-    ],
+    [("ray::ServeReplica", [], True), ("raylet", [], False), ("ray::JobSupervisor", SHELL, False)],
 )
 def test_an_actor_of_ray_that_builds_the_engine_is_recognised_by_its_name(
     name: str, between: list[str], is_actor: bool
@@ -243,11 +242,6 @@ def test_a_model_has_the_first_name_under_which_it_is_served(served: Any, name: 
     ],
 )
 def test_an_engine_has_a_number_in_its_group_and_one_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
-    always = {
-        "data_parallel_rank": 2,
-        "data_parallel_rank_local": None,
-        "distributed_executor_backend": "mp",
-        "rank": 5,
-    }
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**{**always, **parallel}))
+    parallel = {"data_parallel_rank_local": None, "distributed_executor_backend": "mp", **parallel}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=2, rank=5, **parallel))
     assert versions.engine_place(config) == place
