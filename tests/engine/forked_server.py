@@ -10,12 +10,10 @@ import atexit
 import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,42 +32,16 @@ TIMEOUT_S = 240.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class ForkedProcess:
-    """A child process that somebody else has started, with what `subprocess.Popen` has for those that it starts."""
+class ForkedProcess(subprocess.Popen[bytes]):
+    """A child process that somebody else has started."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._lock = Lock()
+        self._started = pid
+        super().__init__([])
 
-    def poll(self) -> int | None:
-        """Return how it ended, None if it runs."""
-        with self._lock:
-            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-                self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has; raise `subprocess.TimeoutExpired` if it has not in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
+    def _execute_child(self, *_args: object) -> None:
+        """Start nothing: the process is there."""
+        self.pid, self._child_created = self._started, True
 
 
 class Template:

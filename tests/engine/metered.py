@@ -25,9 +25,9 @@ ASYNC: dict[str, Any] = {"offer": 64, "async": True}
 SYNC: dict[str, Any] = {"offer": 64}
 
 
-def counting_child(folder: Path, **extra: Any) -> dict[str, Any]:
+def counting_child(folder: Path) -> dict[str, Any]:
     (folder / "counts").mkdir(parents=True, exist_ok=True)
-    return of_tests("CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"), **extra)
+    return of_tests("CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"))
 
 
 def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -91,6 +91,14 @@ def demo(*arguments: str, **env: str) -> Iterator[Run]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def printed_rows(output: str) -> dict[str, list[int]]:
+    """Return the report's numbers: asked, hits, misses, ..., offered, loaded, loads, unused."""
+    lines = (line.replace(",", "").split() for line in output.splitlines())
+    rows = {cells[0]: cells[1:] for cells in lines if cells and all(map(str.isdigit, cells[1:]))}
+    assert {"cpu", "disk"} <= rows.keys(), output
+    return {name: [int(cell) for cell in rows[name]] for name in ("cpu", "disk")}
+
+
 def test_a_port_in_use_is_named_and_nothing_starts() -> None:
     """Exit code 1, without a traceback or a log: there is none."""
     with socket.socket() as listener:
@@ -112,11 +120,7 @@ def test_the_demo_shows_both_connectors_loading() -> None:
         code, output = run.finish(300)
         assert code == 0, output
         assert run.left_behind() == []
-    # child, asked, hits, misses, ..., offered, loaded, loads, unused
-    rows = {cells[0]: [int(cell.replace(",", "")) for cell in cells[1:]]
-            for line in output.splitlines() if (cells := line.split()) and cells[0] in ("cpu", "disk")
-            and all(cell.replace(",", "").isdigit() for cell in cells[1:])}  # fmt: skip
-    assert set(rows) == {"cpu", "disk"}, output
+    rows = printed_rows(output)
     for asked, hits, *_, offered, loaded, loads, _unused in rows.values():
         assert asked >= 32
         assert hits >= loads >= 4  # each round that is a child's begins with a miss of vLLM's own cache per document
@@ -167,11 +171,7 @@ def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
         assert eventually(lambda: run.processes() == [], 15 + 5), "the exporter ends soon after its engine"
     assert not [name for name in theirs.by_name if name.startswith("kvobs_")]
     assert not [name for name in ours.by_name if not name.startswith("kvobs_")]
-    shown = {cells[0]: [int(cell.replace(",", "")) for cell in cells[1:]]
-             for line in output.splitlines() if (cells := line.split()) and cells[0] in ("cpu", "disk")
-             and all(cell.replace(",", "").isdigit() for cell in cells[1:])}  # fmt: skip
-    assert set(shown) == {"cpu", "disk"}, output
-    for name, (*_, loaded, loads, _unused) in shown.items():
+    for name, (*_, loaded, loads, _unused) in printed_rows(output).items():
         assert loads == ours.total(signals.LOADS, outcome="ok", connector=name) > 0
         assert loaded == ours.total(signals.LOAD_TOKENS, connector=name) > 0
     assert ours.total(signals.LOAD_TOKENS) == theirs.sum(PROMPT_TOKENS, source="external_kv_transfer")

@@ -23,7 +23,7 @@ from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import claim_port, environment, parse_metrics
 from kvobs.vllm_api.proc import stat
-from tests.engine.exported import OPENMETRICS, Exported, with_exporter
+from tests.engine.exported import OPENMETRICS, PORT, Exported, with_exporter
 from tests.engine.metered import (
     SERIES_AT_MOST,
     ask,
@@ -162,20 +162,24 @@ def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: P
         assert len([s for s in collector.spans if s.name == "kv.load steered"]) == 21, "sent at the end"
 
 
-@pytest.mark.parametrize("has_core_process", [True, False])
+@pytest.mark.usefixtures("_default_port")
+@pytest.mark.parametrize(("is_configured", "has_core_process"), [(True, True), (False, True), (False, False)])
 def test_the_offline_example_of_the_docs_prints_its_numbers(
-    model: Path, tmp_path: Path, has_core_process: bool
+    model: Path, tmp_path: Path, is_configured: bool, has_core_process: bool
 ) -> None:
+    """Also without the exporter's options: stat logging is off by default, so that it starts by itself and says so."""
     (text,) = re.findall(r"```python\n(.*?)```", (FOLDER / "exporter.md").read_text(), re.DOTALL)
-    port = claim_port(0)
+    port, options = (claim_port(0) if is_configured else PORT), ', "exporter": {"port": PORT}'
+    assert options in text
+    text = text if is_configured else text.replace(options, "")
     ours = f"MODEL, CONNECTORS, PORT = {str(model)!r}, {[host_memory()]!r}, {port}\n\n\ndef main() -> None:\n"
     text = text.replace("def main() -> None:\n", ours, 1)
     text = text.replace("        MODEL,\n", "        MODEL,\n        **json.loads(sys.argv[1]),\n", 1)
     script = tmp_path / "offline.py"
     script.write_text(f"import json, sys\n{text}")
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "block_size": 32}
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "block_size": 32}
     env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
-    command = [sys.executable, str(script), json.dumps(options)]
+    command = [sys.executable, str(script), json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = "\n".join(re.findall(r"^kvobs_.*$", done.stdout, re.MULTILINE))
@@ -185,4 +189,4 @@ def test_the_offline_example_of_the_docs_prints_its_numbers(
         ("kvobs_lookups_total", "hit"): 1,
         ("kvobs_loads_total", "ok"): 1,
     }
-    assert "stat logging is off" not in done.stdout + done.stderr, "its numbers reach somebody"
+    assert (done.stdout + done.stderr).count("stat logging is off") == (not is_configured)

@@ -16,7 +16,7 @@ import pytest
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
-from tests.engine.children_tracing import SPAN as OF_CHILD
+from tests.engine.children import SPAN as OF_CHILD
 from tests.engine.exported import by_itself
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
@@ -172,14 +172,6 @@ def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Colle
         assert save.start_ns - CLOCK_NS <= span.start_ns < span.end_ns <= save.end_ns + CLOCK_NS
 
 
-def test_a_client_that_is_not_sampled_gets_no_spans(server: Server, collector: Collector) -> None:
-    headers, sampled = traceparent("00"), traceparent()
-    ask(server, prompt("silent"), {**ASYNC, "promise": True}, headers=headers)
-    ask(server, prompt("recorded"), ASYNC, headers=sampled)
-    assert arrived(collector, trace_id(sampled), "kv.load steered")
-    assert collector.trace(trace_id(headers)) == []
-
-
 def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
     headers = traceparent("00")
     with Growth(server, connector="steered") as grown:
@@ -195,23 +187,11 @@ def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server,
     assert 2.2e9 <= call.end_ns - call.start_ns < 4e9
 
 
-def test_a_failed_load_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
-    headers = traceparent("00")
-    ask(server, prompt("failed"), {**ASYNC, "fail": "recv", "fail_ranks": [1]}, headers=headers)
-    spans = arrived(collector, trace_id(headers), "kv.load steered")
-    (load,) = named(spans, "kv.load steered")
-    assert (load.error, of(load, "outcome"), of(load, "recomputed_tokens")) == (True, "failed", 64)
-    assert [of(span, "rank") for span in named(spans, "kv.load.rank") if span.error] == [1]
-
-
 HOSTILE: list[dict[str, Any]] = [
     {"kvobs": 7},
     {"kvobs": {"traceparent": 7}},
-    {"kvobs": {"traceparent": "00-" + "ab" * 16}},
     {"kvobs": {"traceparent": "0" * 100_000}},
     {"kvobs": {"traceparent": f"ff-{'ab' * 16}-{'cd' * 8}-01"}},
-    {"kvobs": {"traceparent": f"00-{'0' * 32}-{'cd' * 8}-01"}},
-    {"kvobs": {"traceparent": f"00-{'AB' * 16}-{'cd' * 8}-01"}},
     {"kvobs": {"traceparent": "x\n" * 50}},
     {"kvobs": [[[[]]]], "other": {"deep": [{"er": None}] * 100}},
 ]
