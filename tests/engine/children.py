@@ -8,12 +8,20 @@ from typing import Any
 from opentelemetry import trace
 
 from .children_counting import CountingChild
-from .children_stats import IdleChild, SilentStatsChild, StatsChild
+from .children_stats import IdleChild
 from .children_steered import SteeredChild
 
-__all__ = ["SPAN", "CountingChild", "IdleChild", "SilentStatsChild", "StatsChild", "SteeredChild", "TracingChild"]
+__all__ = ["SPAN", "CountingChild", "IdleChild", "SilentStatsChild", "SteeredChild", "TracingChild"]
 
 SPAN = "a child's own lookup"
+
+
+class SilentStatsChild(CountingChild):
+    """Returns stats that nothing exports: it has no Prometheus class."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> None:
+        return None
 
 
 class TracingChild(SteeredChild):

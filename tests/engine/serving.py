@@ -87,8 +87,8 @@ def stock(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_tests(cls: str, **extra: Any) -> dict[str, Any]:
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.engine.children"}
+def of_tests(cls: str, module: str = "children", **extra: Any) -> dict[str, Any]:
+    return {**child(cls, **extra), "kv_connector_module_path": f"tests.engine.{module}"}
 
 
 def total(server: Server, metric: str, **labels: str) -> float:

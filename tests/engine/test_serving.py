@@ -12,6 +12,7 @@ import pytest
 
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.demo.server import Server, ServerError
+from tests.engine.metered import counting_child
 from tests.engine.serving import (
     BOTH_RANKS_ON_ONE_CORE,
     TOKENS,
@@ -81,9 +82,8 @@ def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: P
 
 def test_children_that_end_stock_live_side_by_side_with_series_of_their_own(model: Path, tmp_path: Path) -> None:
     """A child by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
-    config = multi_connector(
-        host_memory(), host_memory(), of_tests("StatsChild"), of_tests("SilentStatsChild"), names=["near", "far"]
-    )
+    children = (counting_child(tmp_path), of_tests("SilentStatsChild", counts=str(tmp_path)))
+    config = multi_connector(host_memory(), host_memory(), *children, names=["near", "far"])
     with serve(model, tmp_path, config) as server:
         ask_all(server, [prompt("stats", i) for i in range(20)])
         assert hit(server) > 0
@@ -91,12 +91,10 @@ def test_children_that_end_stock_live_side_by_side_with_series_of_their_own(mode
             assert total(server, "vllm:kv_offload_store_bytes_total", connector=name) > 0
         assert total(server, "vllm:kv_offload_load_bytes_total", connector="near") > 0
         assert total(server, "vllm:kv_offload_load_bytes_total", connector="far") == 0
-        finished = total(
-            server, "vllm:stats_child_calls_total", connector="StatsChild", call="scheduler.request_finished"
-        )
-        assert finished == 22
+        call = "scheduler.request_finished_all_groups"
+        assert total(server, "vllm:stats_child_calls_total", connector="CountingChild", call=call) == 22
         connectors = {s.labels["connector"] for s in server.metrics() if s.name == "kvobs_lookups_total"}
-        assert connectors == {"near", "far", "StatsChild", "SilentStatsChild"}
+        assert connectors == {"near", "far", "CountingChild", "SilentStatsChild"}
 
 
 def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path, tmp_path: Path) -> None:

@@ -19,13 +19,10 @@ class Noted:
         for reporter in reporters:
             if self.before is not None and reporter not in self.before:
                 self.before.add(reporter)
-                late = True
-            else:
-                late = False
-            if not late:
-                self.expected = self.expected if self.recorded else expected
-                # With more reports expected than there are ranks, each report is one of its own.
-                self.recorded.add(reporter if self.expected <= RANKS else object())
+                continue
+            self.expected = self.expected if self.recorded else expected
+            # With more reports expected than there are ranks, each report is one of its own.
+            self.recorded.add(reporter if self.expected <= RANKS else object())
         if self.before is not None and len(self.before) >= RANKS:
             self.before = None
         if not self.recorded or len(self.recorded) < self.expected:

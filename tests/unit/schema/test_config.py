@@ -35,7 +35,10 @@ def test_options_do_not_change(group: type[Any]) -> None:
 
 
 def test_no_options_at_all_are_a_valid_configuration() -> None:
-    assert read({"connectors": TWO}).options == Options(names=(), load_policy="first", lookup_timeout_ms=None)
+    options = read({"connectors": TWO}).options
+    assert options == Options(names=(), load_policy="first", lookup_timeout_ms=None)
+    assert options.tracing == TracingOptions(level=None, propagate=False)
+    assert (options.slow_load_ms, options.slow_call_ms) == (1000, 100)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +207,6 @@ def test_what_kvobs_stock_can_not_name_is_a_mistake(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KVOBS_STOCK", "agregator,block_copy,all")
     stock = "environment variable KVOBS_STOCK: found {}, allowed: aggregator, block_copy"
     assert mistakes() == (stock.format("'agregator'"), stock.format("'all'"))
-
-
-# --- tracing
-
-
-def test_what_is_traced_by_default() -> None:
-    options = read({"connectors": TWO}).options
-    assert options.tracing == TracingOptions(level=None, propagate=False)
-    assert (options.slow_load_ms, options.slow_call_ms) == (1000, 100)
 
 
 @pytest.mark.parametrize("level", ["off", "requests", "calls", None])
