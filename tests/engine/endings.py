@@ -180,12 +180,8 @@ class Scraper:
         self.said: set[str] = set()
         self.counts: list[int] = []
         self._server = server
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while "refused" not in self.said:
             self.read()
             time.sleep(0.02)
@@ -224,7 +220,7 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
         time.sleep(UNDER_WAY_S)
         moment = time.monotonic()
         case.end(server)
-        scraper.start()
+        threading.Thread(target=scraper.run, daemon=True).start()
         exit_code = _wait(process)
         seconds = time.monotonic() - moment
         in_flight = underway.outcomes(moment)

@@ -14,8 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -67,12 +66,16 @@ class Template:
     def fork(self, args: list[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
         """Return a new server, a child of this process; raise `ServerError` if the template can't become it."""
         request = Request(args, dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getpid())
-        with self._lock, adopting():
+        prctl = ctypes.CDLL(None).prctl
+        with self._lock:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among our descendants become our children
             try:
                 socket.send_fds(self._channel, [request.datagram()], [log.fileno()])
                 answer = self._channel.recv(1 << 16)
             except OSError as error:
                 raise self._failure(f"no answer: {error}") from error
+            finally:
+                prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
             raise self._failure("it has ended")
         if refused := (said := json.loads(answer)).get("refused"):
@@ -93,17 +96,6 @@ class Template:
         self._log.seek(0)
         said = self._log.read().decode(errors="replace")
         return ServerError(f"The process that servers are forked from: {what}. Its output:\n{said}")
-
-
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Have Linux make orphans among our descendants our own children inside the ``with`` block."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @cache

@@ -8,16 +8,13 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvobs.demo.model import HEAD_DIM, KV_HEADS, LAYERS
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
 from tests.engine.readings import Growth, kvobs_text
 from tests.engine.serving import TOKENS, of_tests, prompt
-
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
 
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
 SERIES_AT_MOST = 1300  # of one engine with two children
@@ -84,16 +81,11 @@ def assert_counted_in_turn(grown: Growth, requests: int) -> None:
 
 
 def assert_nothing_in_flight(server: Server) -> None:
-    assert in_flight(server) == []
-
-
-def in_flight(server: Server) -> list[Sample]:
-    """Return the samples that say that something is."""
     at_rest: dict[str, Callable[[float], bool]] = {
         "kvobs_in_flight": lambda value: value == 0,
         "kvobs_oldest_in_flight_timestamp_seconds": math.isnan,
     }
-    return [s for s in server.metrics() if s.name in at_rest and not at_rest[s.name](s.value)]
+    assert [s for s in server.metrics() if s.name in at_rest and not at_rest[s.name](s.value)] == []
 
 
 def assert_promtool_finds_no_fault(server: Server) -> None:

@@ -100,7 +100,6 @@ def printed_rows(output: str) -> dict[str, list[int]]:
 
 
 def test_a_port_in_use_is_named_and_nothing_starts() -> None:
-    """Exit code 1, without a traceback or a log: there is none."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -115,7 +114,6 @@ def test_a_port_in_use_is_named_and_nothing_starts() -> None:
 
 @pytest.mark.demo
 def test_the_demo_shows_both_connectors_loading() -> None:
-    """From nothing to the report in one command; nothing is left of it afterwards, the folder included."""
     with demo("--requests", "32") as run:
         code, output = run.finish(300)
         assert code == 0, output
@@ -178,7 +176,6 @@ def scrape(url: str) -> list[tuple[tuple[str, frozenset[tuple[str, str]]], float
     ids=["ctrl-c while it starts", "ctrl-c during the load", "kill while it starts"],
 )
 def test_nothing_is_left_running_after_an_interruption(when: str, patience: float, number: signal.Signals) -> None:
-    """Exit code 130, no process of any of its groups, no file, and one plain sentence."""
     with demo("--requests", "4000") as run:
         run.wait_for(when, patience)
         time.sleep(2)  # into the start of the engine, or into the first round
@@ -192,7 +189,6 @@ def test_nothing_is_left_running_after_an_interruption(when: str, patience: floa
 
 
 def test_a_server_that_dies_shows_the_end_of_its_log() -> None:
-    """Exit code 1, the exception, and a log that is still there to read."""
     with demo(VLLM_LOGGING_LEVEL="NOPE") as run:
         code, output = run.finish(120)
         assert run.processes() == []

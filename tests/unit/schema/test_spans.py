@@ -13,8 +13,7 @@ from hypothesis import given
 
 from kvobs.schema import signals, spans
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record, Span
-from tests.support.contexts import SAMPLED, json_values, record
-from tests.support.span_records import records
+from tests.support.contexts import SAMPLED, json_values, record, records
 
 # --- the table
 
