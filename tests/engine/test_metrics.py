@@ -1,8 +1,4 @@
-"""Metrics of a real server with two ranks, against what the tests know themselves.
-
-What they know: the orders they gave to a steered child, its own counts of its calls, and vLLM's and the children's
-own metrics.
-"""
+"""Metrics of a real server with two ranks, against the orders given, a child's own counts and vLLM's own metrics."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ def test_every_byte_arrives_and_no_other_changes(
 def test_within_one_cache_all_is_read_before_anything_is_written(
     pairs: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    """Blocks of two words, or of one."""
     cache = {"a": torch.arange(10 * 2, dtype=dtype).view(10, 2).clone()}
     expected = cache["a"].clone()
     for s, d in pairs:

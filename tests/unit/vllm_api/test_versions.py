@@ -142,10 +142,7 @@ class Base:
     """Builds a connector, as vLLM's scheduler does."""
 
     def __init__(self, config: object, log_stats: Any = False) -> None:
-        self.seen = self._build()
-
-    def _build(self) -> bool | None:
-        return versions.has_stats()
+        self.seen = versions.has_stats()
 
 
 class Inheriting(Base):
@@ -176,10 +173,7 @@ class CoreProcess:
 
     def __init__(self, servers: int, log_stats: bool = True) -> None:
         self.addresses = SimpleNamespace(outputs=["tcp://"] * servers)
-        self.count = self._counted()
-
-    def _counted(self) -> int:
-        return versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
+        self.count = versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
 
 
 @pytest.mark.parametrize(("servers", "counted"), [(0, 2), (1, 2), (4, 4)])
