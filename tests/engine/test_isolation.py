@@ -93,9 +93,9 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
     expected = ask_all(server)
     log = folder / "server.log"
     turns = [FAILING[i : i + len(NAMES)] for i in range(0, len(FAILING), len(NAMES))]
-    before = dict.fromkeys(NAMES, 0)
     seen: set[str] = set()
     for turn, hooks in enumerate(turns):
+        before = {name: changes(log, name).count("in quarantine") for name in NAMES}
         server.reset_prefix_cache()
         for i, (name, hook) in enumerate(zip(NAMES, hooks, strict=False)):
             on_one_rank = HOOKS[hook].side is Side.WORKER and (turn + i) % 2
@@ -109,10 +109,8 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
             assert ask_all(server) == expected, hooks
         assert watch.seen <= failed()
         seen |= watch.seen
-        failures = {name: changes(log, name).count("in quarantine") for name in NAMES}
-        isolated = {name for name in NAMES if failures[name] > before[name]}
+        isolated = {name for name in NAMES if changes(log, name).count("in quarantine") > before[name]}
         assert isolated == failed()
-        before = failures
         for name in NAMES:
             (folder / name).unlink(missing_ok=True)
         # One that fails during its probation is out for twice as long.
