@@ -1,7 +1,7 @@
 """A steered child that counts every call it gets, by itself, and leaves its counts where a test can read them.
 
-Options in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``counts`` (an existing folder, in which
-each process keeps one file up to date), ``reset_raises`` (true: ``reset_cache`` raises).
+Option in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``counts``, an existing folder, in which each
+process keeps one file up to date.
 """
 
 import inspect
@@ -31,16 +31,7 @@ EXPORTED = {"on_new_request", "get_num_new_matched_tokens", "request_finished_al
 LEFT_EMPTY = {"has_pending_push_work", "has_pending_block_frees"}
 
 
-class ReportingChild(ExportsCalls, SteeredChild):
-    """What a ``CountingChild`` is, before it counts."""
-
-    def reset_cache(self) -> bool:
-        if self._kv_transfer_config.get_from_extra_config("reset_raises", False):
-            raise RuntimeError("reset_cache raises, as configured")
-        return super().reset_cache()
-
-
-class CountingChild(ReportingChild):
+class CountingChild(ExportsCalls, SteeredChild):
     """Does what each request's plan says, and counts the calls that others make; its calls to itself don't count."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Child connectors that move no KV: one that does nothing, and two that count their hook calls."""
+"""A child connector that does nothing, and the stats of those that count their hook calls."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -63,19 +63,10 @@ class CallStats(KVConnectorStats):
 class CallMetrics(KVConnectorPromMetrics):
     """Exports the counts as ``vllm:stats_child_calls_total`` with the extra label ``call``."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._calls = self._counter_cls(
-            name="vllm:stats_child_calls",
-            documentation="Hook calls that a StatsChild counted.",
-            labelnames=[*labelnames, "call"],
-        )
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        documentation, labels = "Hook calls that a child counted.", [*labelnames, "call"]
+        self._calls = self._counter_cls("vllm:stats_child_calls", documentation, labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for call, count in transfer_stats_data.get("calls", {}).items():
@@ -107,40 +98,5 @@ class ExportsCalls:
         return CallStats(data or {"calls": {}})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return CallMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-class StatsChild(ExportsCalls, IdleChild):
-    """Counts some of its calls in both roles."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._count("start_load_kv")
-
-    def wait_for_save(self) -> None:
-        self._count("wait_for_save")
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._count("get_num_new_matched_tokens")
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._count("update_state_after_alloc")
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._count("request_finished")
-        return False, None
-
-
-class SilentStatsChild(StatsChild):
-    """Returns stats that nothing exports: it has no Prometheus class."""
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> None:
-        return None
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        return CallMetrics(*args)

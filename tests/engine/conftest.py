@@ -15,6 +15,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the one server of a module's tests."""
+    return tmp_path_factory.mktemp("server")
+
+
 @pytest.fixture
 def _default_port() -> Iterator[None]:
     """Keep tests whose exporters start by themselves apart: these have one port."""

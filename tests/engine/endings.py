@@ -16,10 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
@@ -69,7 +68,7 @@ def kill(part: str) -> Callable[[Server], None]:
         found = [pid for pid in group_members(server.process.pid) if part in name_of(pid)]
         assert found, f"no process of the server is called {part}"
         # A process that one of them started, as compilers are, has its name at first.
-        os.kill(max(pid for pid in found if parent_of(pid) not in found), signal.SIGKILL)
+        os.kill(max(pid for pid in found if int(stat(pid)[1][1]) not in found), signal.SIGKILL)
 
     return end
 
@@ -117,6 +116,23 @@ class Ending:
         return self.exit_code, self.in_flight - case.either, self.processes, files
 
 
+def exchange(server: Server, method: str, path: str, body: str | None = None) -> tuple[str, str]:
+    """Return what came of a request, "HTTP 200" or the like where it was answered, and the answer's body."""
+    connection = HTTPConnection(HOST, server.port, timeout=PATIENCE_S)
+    try:
+        connection.request(method, path, body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return f"HTTP {answer.status}", answer.read().decode()
+    except ConnectionRefusedError:
+        return "refused", ""
+    except TimeoutError:
+        return "gave up", ""
+    except (OSError, HTTPException):
+        return "hung up on", ""
+    finally:
+        connection.close()
+
+
 class Clients:
     """Ask for answers of so many tokens, one after the other, until one is not given in full."""
 
@@ -138,22 +154,10 @@ class Clients:
                 return
 
     def _outcome(self, text: str) -> str:
-        connection = HTTPConnection(HOST, self._server.port, timeout=PATIENCE_S)
         asked = {"model": NAME, "prompt": text, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
-        try:
-            connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            body = answer.read()
-        except ConnectionRefusedError:
-            return "refused"
-        except TimeoutError:
-            return "gave up"
-        except (OSError, HTTPException):
-            return "hung up on"
-        finally:
-            connection.close()
-        if answer.status != HTTPStatus.OK:
-            return f"HTTP {answer.status}"
+        status, body = exchange(self._server, "POST", "/v1/completions", json.dumps(asked))
+        if status != "HTTP 200":
+            return status
         said = json.loads(body)
         whole = said["usage"]["completion_tokens"] == self._tokens
         return "answered" if whole else f"cut short, {said['choices'][0]['finish_reason']}"
@@ -176,33 +180,17 @@ class Scraper:
         self.said: set[str] = set()
         self.counts: list[int] = []
         self._server = server
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while "refused" not in self.said:
             self.read()
             time.sleep(0.02)
 
     def read(self) -> int | None:
         """Return how many requests have ended by kvobs's numbers; None without an answer, or without kvobs."""
-        connection = HTTPConnection(HOST, self._server.port, timeout=PATIENCE_S)
-        try:
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            body = answer.read()
-        except ConnectionRefusedError:
-            self.said.add("refused")
-            return None
-        except (OSError, HTTPException):
-            self.said.add("hung up on")
-            return None
-        finally:
-            connection.close()
-        self.said.add(f"HTTP {answer.status}")
-        calls = [s for s in parse_metrics(body.decode()) if s.name == "kvobs_call_duration_seconds_count"]
+        status, body = exchange(self._server, "GET", "/metrics")
+        self.said.add(status)
+        calls = [s for s in parse_metrics(body) if s.name == "kvobs_call_duration_seconds_count"]
         ends = [s for s in calls if s.labels["hook"].startswith("request_finished")]
         if not calls:
             return None
@@ -232,7 +220,7 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
         time.sleep(UNDER_WAY_S)
         moment = time.monotonic()
         case.end(server)
-        scraper.start()
+        threading.Thread(target=scraper.run, daemon=True).start()
         exit_code = _wait(process)
         seconds = time.monotonic() - moment
         in_flight = underway.outcomes(moment)
@@ -255,18 +243,10 @@ def _wait(process: ServerProcess) -> int | None:
         return None
 
 
-def parent_of(pid: int) -> int:
-    try:
-        return int(stat(pid)[1][1])
-    except OSError:
-        return 0
-
-
 def name_of(pid: int) -> str:
-    try:
+    with suppress(OSError):
         return stat(pid)[0]
-    except OSError:
-        return ""
+    return ""
 
 
 def _in_use() -> set[str]:
@@ -282,18 +262,13 @@ def _without_numbers(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(_NUMBER.sub("*", name) for name in names if not _COMPILERS.match(name)))
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvobs-endings-") as folder:
-        yield Path(folder)
-
-
 def main(names: list[str]) -> int:
     """Run the cases with both; return how many end differently."""
     different = 0
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="kvobs-endings-") as name:
+        folder = Path(name)
         model = make_model(folder / "model")
-        for case in [case for name, case in CASES.items() if name.startswith(tuple(names or [""]))]:
+        for case in [case for case in CASES.values() if case.name.startswith(tuple(names or [""]))]:
             endings = {router: run(case, router, model, folder / router) for router in ("stock", "kvobs")}
             print(f"{case.name}", *(f"  {router:6} {ending}" for router, ending in endings.items()), sep="\n")
             is_same = endings["stock"].comparable(case) == endings["kvobs"].comparable(case)

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvobs.demo.model import make_model
-from kvobs.demo.run import child, host_memory, multi_connector
+from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server, ServerError
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, prompt, serve, stock
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, of_tests, prompt, serve, stock
 
 HOOKS = (
     *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output"),
@@ -52,8 +52,7 @@ def run(hook: str, model: Path, folder: Path) -> str:
     """Return what became of one server."""
     folder.mkdir(parents=True)
     order = folder / "order"
-    failing = child("FailingChild", order=str(order), failed=str(folder))
-    failing["kv_connector_module_path"] = "tests.engine.children_failing"
+    failing = of_tests("FailingChild", "children_failing", order=str(order), failed=str(folder))
     config = stock(multi_connector(failing, host_memory(), names=[]))
     config["kv_load_failure_policy"] = "recompute"
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:

@@ -10,14 +10,11 @@ import atexit
 import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,42 +31,16 @@ TIMEOUT_S = 240.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class ForkedProcess:
-    """A child process that somebody else has started, with what `subprocess.Popen` has for those that it starts."""
+class ForkedProcess(subprocess.Popen[bytes]):
+    """A child process that somebody else has started."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._lock = Lock()
+        self._started = pid
+        super().__init__([])
 
-    def poll(self) -> int | None:
-        """Return how it ended, None if it runs."""
-        with self._lock:
-            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-                self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has; raise `subprocess.TimeoutExpired` if it has not in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
+    def _execute_child(self, *_args: object) -> None:
+        """Start nothing: the process is there."""
+        self.pid, self._child_created = self._started, True
 
 
 class Template:
@@ -95,12 +66,16 @@ class Template:
     def fork(self, args: list[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
         """Return a new server, a child of this process; raise `ServerError` if the template can't become it."""
         request = Request(args, dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getpid())
-        with self._lock, adopting():
+        prctl = ctypes.CDLL(None).prctl
+        with self._lock:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among our descendants become our children
             try:
                 socket.send_fds(self._channel, [request.datagram()], [log.fileno()])
                 answer = self._channel.recv(1 << 16)
             except OSError as error:
                 raise self._failure(f"no answer: {error}") from error
+            finally:
+                prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
             raise self._failure("it has ended")
         if refused := (said := json.loads(answer)).get("refused"):
@@ -121,17 +96,6 @@ class Template:
         self._log.seek(0)
         said = self._log.read().decode(errors="replace")
         return ServerError(f"The process that servers are forked from: {what}. Its output:\n{said}")
-
-
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Have Linux make orphans among our descendants our own children inside the ``with`` block."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @cache

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvobs.demo.model import HEAD_DIM, KV_HEADS, LAYERS
 from kvobs.demo.run import multi_connector
@@ -16,29 +16,20 @@ from kvobs.demo.server import Server
 from tests.engine.readings import Growth, kvobs_text
 from tests.engine.serving import TOKENS, of_tests, prompt
 
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
-
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
 SERIES_AT_MOST = 1300  # of one engine with two children
 ASYNC: dict[str, Any] = {"offer": 64, "async": True}
 SYNC: dict[str, Any] = {"offer": 64}
 
 
-def counting_child(folder: Path, **extra: Any) -> dict[str, Any]:
+def counting_child(folder: Path) -> dict[str, Any]:
     (folder / "counts").mkdir(parents=True, exist_ok=True)
-    return of_tests(
-        "CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"), **extra
-    )  # fmt: skip
+    return of_tests("CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"))
 
 
 def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:
     config = multi_connector(*children, names=names)
-    config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 400,
-        "lookup_timeout_ms": 400,
-        "stuck_after_s": 1.5,
-    }
+    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 400, "stuck_after_s": 1.5}
     return {**config, "kv_load_failure_policy": "recompute"}
 
 
@@ -90,16 +81,11 @@ def assert_counted_in_turn(grown: Growth, requests: int) -> None:
 
 
 def assert_nothing_in_flight(server: Server) -> None:
-    assert in_flight(server) == []
-
-
-def in_flight(server: Server) -> list[Sample]:
-    """Return the samples that say that something is."""
     at_rest: dict[str, Callable[[float], bool]] = {
         "kvobs_in_flight": lambda value: value == 0,
         "kvobs_oldest_in_flight_timestamp_seconds": math.isnan,
     }
-    return [s for s in server.metrics() if s.name in at_rest and not at_rest[s.name](s.value)]
+    assert [s for s in server.metrics() if s.name in at_rest and not at_rest[s.name](s.value)] == []
 
 
 def assert_promtool_finds_no_fault(server: Server) -> None:

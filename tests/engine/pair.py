@@ -19,14 +19,8 @@ from tests.engine.serving import TOKENS, serve
 NIXL = {**child("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
 LOOPBACK_ONLY = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
-PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+UNKNOWN = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **UNKNOWN}
 """What a proxy asks a prefill engine for, as vLLM's `toy_proxy_server.py` does."""
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvobs.demo.server import Server
+from kvobs.schema.signals import hook_label
 from tests.engine.children_counting import EXPORTED, calls_counted
 from tests.engine.serving import eventually, prompt
 
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
 
 IDLE_S = 1.0
 """Time for the last step's numbers to reach /metrics, and for the children's counts to reach their files."""
-
-PER_STEP_OR_REQUEST = {
-    *("on_new_request", "get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),
-    *("get_external_cache_hit_sources", "register_finished_partial_tail"),
-    *("request_finished", "request_finished_all_groups"),
-    *("build_connector_meta", "update_connector_output", "take_events", "get_kv_connector_stats"),
-    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
-    *("finish_forward", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors"),
-    *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "clear_connector_metadata"),
-}
-"""Hooks with a name of their own in the label ``hook``; the others are "other"."""
 
 AFTER_THE_FLUSH = {
     "get_kv_connector_stats": {"worker", "scheduler"},
@@ -79,8 +69,7 @@ def assert_every_call_is_counted(server: Server, counts: Path, connector: str, r
     time.sleep(IDLE_S)
     theirs: dict[str, int] = {}
     for (_, hook), n in calls_counted(counts, engine).items():
-        label = hook if hook in PER_STEP_OR_REQUEST else "other"
-        theirs[label] = theirs.get(label, 0) + n
+        theirs[hook_label(hook)] = theirs.get(hook_label(hook), 0) + n
     ours = {
         s.labels["hook"]: s.value
         for s in server.metrics()

@@ -87,8 +87,8 @@ def stock(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_tests(cls: str, **extra: Any) -> dict[str, Any]:
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.engine.children"}
+def of_tests(cls: str, module: str = "children", **extra: Any) -> dict[str, Any]:
+    return {**child(cls, **extra), "kv_connector_module_path": f"tests.engine.{module}"}
 
 
 def total(server: Server, metric: str, **labels: str) -> float:
@@ -110,6 +110,21 @@ def prompt(*parts: object) -> str:
     """Return some 200 tokens that depend on the parts."""
     rng = random.Random(repr(parts))
     return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 8))) for _ in range(36))
+
+
+def hit(server: Server, engine: str = "0") -> float:
+    """Ask one engine twice, vLLM's own cache emptied in between; check the answer, return the tokens loaded."""
+
+    def loaded() -> float:
+        return total(server, "kvobs_load_tokens_total", engine=engine)
+
+    text, headers = prompt("hit", engine), {"X-data-parallel-rank": engine}
+    first = server.complete(text, TOKENS, headers=headers)
+    server.reset_prefix_cache()
+    before = loaded()
+    assert server.complete(text, TOKENS, headers=headers).tokens == first.tokens
+    assert eventually(lambda: loaded() > before)
+    return loaded() - before
 
 
 def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:

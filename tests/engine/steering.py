@@ -32,10 +32,6 @@ from typing import Any, NamedTuple
 Delay = float | Mapping[str, float]
 
 
-class SteeringError(ValueError):
-    """A plan that no child can follow; the message names the key and what is allowed."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """One request's orders to one child; see the module's docstring for the keys."""
@@ -63,34 +59,15 @@ class Plan:
         return self.fail is not None and (self.fail_ranks is None or rank in self.fail_ranks)
 
 
-WORDS: dict[str, tuple[object, ...]] = {
-    "fail": (None, "recv", "blocks"),
-    "stray": (None, "load", "save", "failure"),
-}
-KEYS = {"async" if name == "is_async" else name for name in Plan.__dataclass_fields__}
-
-
-def parse(orders: Mapping[str, Any]) -> Plan:
-    """Read a plan from JSON.
-
-    Raises:
-        SteeringError: an unknown key, or a word that is not in the vocabulary.
-    """
-    if unknown := sorted(set(orders) - KEYS):
-        raise SteeringError(f"unknown steering keys {unknown}; allowed: {sorted(KEYS)}")
-    for key, allowed in WORDS.items():
-        if orders.get(key) not in allowed:
-            raise SteeringError(f"{key} is {orders[key]!r}; allowed: {allowed}")
-    offer = orders.get("offer", 0)
-    if isinstance(offer, str) and offer != "stored":
-        raise SteeringError(f'offer is {offer!r}; allowed: a number of tokens, or "stored"')
-    return Plan(**{"is_async" if key == "async" else key: value for key, value in orders.items()})
-
-
 def plan_for(tag: str, defaults: Mapping[str, Any], params: Any) -> Plan:
     """Return the orders of a request with these ``kv_transfer_params`` to the child called ``tag``."""
     steer = params.get("steer", {}) if isinstance(params, Mapping) else {}
-    return parse({**defaults, **steer.get(tag, {})})
+    orders = {**defaults, **steer.get(tag, {})}
+    plan = Plan(**{"is_async" if key == "async" else key: value for key, value in orders.items()})
+    assert plan.fail in (None, "recv", "blocks"), plan
+    assert plan.stray in (None, "load", "save", "failure"), plan
+    assert plan.offer == "stored" or not isinstance(plan.offer, str), plan
+    return plan
 
 
 def at_rank(delay: Delay, rank: int) -> float | None:

@@ -91,8 +91,15 @@ def demo(*arguments: str, **env: str) -> Iterator[Run]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def printed_rows(output: str) -> dict[str, list[int]]:
+    """Return the report's numbers: asked, hits, misses, ..., offered, loaded, loads, unused."""
+    lines = (line.replace(",", "").split() for line in output.splitlines())
+    rows = {cells[0]: cells[1:] for cells in lines if cells and all(map(str.isdigit, cells[1:]))}
+    assert {"cpu", "disk"} <= rows.keys(), output
+    return {name: [int(cell) for cell in rows[name]] for name in ("cpu", "disk")}
+
+
 def test_a_port_in_use_is_named_and_nothing_starts() -> None:
-    """Exit code 1, without a traceback or a log: there is none."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -107,16 +114,11 @@ def test_a_port_in_use_is_named_and_nothing_starts() -> None:
 
 @pytest.mark.demo
 def test_the_demo_shows_both_connectors_loading() -> None:
-    """From nothing to the report in one command; nothing is left of it afterwards, the folder included."""
     with demo("--requests", "32") as run:
         code, output = run.finish(300)
         assert code == 0, output
         assert run.left_behind() == []
-    # child, asked, hits, misses, ..., offered, loaded, loads, unused
-    rows = {cells[0]: [int(cell.replace(",", "")) for cell in cells[1:]]
-            for line in output.splitlines() if (cells := line.split()) and cells[0] in ("cpu", "disk")
-            and all(cell.replace(",", "").isdigit() for cell in cells[1:])}  # fmt: skip
-    assert set(rows) == {"cpu", "disk"}, output
+    rows = printed_rows(output)
     for asked, hits, *_, offered, loaded, loads, _unused in rows.values():
         assert asked >= 32
         assert hits >= loads >= 4  # each round that is a child's begins with a miss of vLLM's own cache per document
@@ -132,25 +134,8 @@ def test_the_demo_shows_both_connectors_loading() -> None:
     assert re.search(r"llm_request .*kv\.lookup (cpu|disk) .*kv\.load \1 .*kv\.load\.rank 0 ", shown, re.DOTALL), shown
 
 
-def test_a_kept_server_serves_until_ctrl_c() -> None:
-    """With --keep its /metrics answer, and Ctrl-C is its regular end."""
-    with demo("--keep", "--requests", "16") as run:
-        output = run.wait_for("The server keeps running.", 300)
-        url = re.search(r"curl -s (\S+/metrics)", output)
-        assert url
-        with urllib.request.urlopen(url[1], timeout=10) as answer:
-            metrics = answer.read().decode()
-        assert 'kvobs_load_tokens_total{connector="disk"' in metrics
-        run.process.send_signal(signal.SIGINT)
-        code, _ = run.finish(40)
-        assert code == 0
-        assert run.processes() == []
-        [folder] = run.tmp.iterdir()
-        assert (folder / "server.log").stat().st_size > 0
-
-
 def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
-    """The server's own /metrics have none of kvobs, and the spans of loads arrive as without it."""
+    """With --keep Ctrl-C is the server's regular end; its own /metrics have none of kvobs; spans arrive."""
     with demo("--keep", "--requests", "16", "--exporter") as run:
         output = run.wait_for("The server keeps running.", 300)
         url = re.search(r"curl -s (\S+/metrics)", output)
@@ -165,13 +150,10 @@ def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
         code, _ = run.finish(40)
         assert code == 0
         assert eventually(lambda: run.processes() == [], 15 + 5), "the exporter ends soon after its engine"
+        assert [log.stat().st_size > 0 for log in run.tmp.glob("*/server.log")] == [True]
     assert not [name for name in theirs.by_name if name.startswith("kvobs_")]
     assert not [name for name in ours.by_name if not name.startswith("kvobs_")]
-    shown = {cells[0]: [int(cell.replace(",", "")) for cell in cells[1:]]
-             for line in output.splitlines() if (cells := line.split()) and cells[0] in ("cpu", "disk")
-             and all(cell.replace(",", "").isdigit() for cell in cells[1:])}  # fmt: skip
-    assert set(shown) == {"cpu", "disk"}, output
-    for name, (*_, loaded, loads, _unused) in shown.items():
+    for name, (*_, loaded, loads, _unused) in printed_rows(output).items():
         assert loads == ours.total(signals.LOADS, outcome="ok", connector=name) > 0
         assert loaded == ours.total(signals.LOAD_TOKENS, connector=name) > 0
     assert ours.total(signals.LOAD_TOKENS) == theirs.sum(PROMPT_TOKENS, source="external_kv_transfer")
@@ -194,7 +176,6 @@ def scrape(url: str) -> list[tuple[tuple[str, frozenset[tuple[str, str]]], float
     ids=["ctrl-c while it starts", "ctrl-c during the load", "kill while it starts"],
 )
 def test_nothing_is_left_running_after_an_interruption(when: str, patience: float, number: signal.Signals) -> None:
-    """Exit code 130, no process of any of its groups, no file, and one plain sentence."""
     with demo("--requests", "4000") as run:
         run.wait_for(when, patience)
         time.sleep(2)  # into the start of the engine, or into the first round
@@ -208,7 +189,6 @@ def test_nothing_is_left_running_after_an_interruption(when: str, patience: floa
 
 
 def test_a_server_that_dies_shows_the_end_of_its_log() -> None:
-    """Exit code 1, the exception, and a log that is still there to read."""
     with demo(VLLM_LOGGING_LEVEL="NOPE") as run:
         code, output = run.finish(120)
         assert run.processes() == []

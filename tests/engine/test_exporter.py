@@ -23,7 +23,7 @@ from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import claim_port, environment, parse_metrics
 from kvobs.vllm_api.proc import stat
-from tests.engine.exported import OPENMETRICS, Exported, with_exporter
+from tests.engine.exported import OPENMETRICS, PORT, Exported, with_exporter
 from tests.engine.metered import (
     SERIES_AT_MOST,
     ask,
@@ -41,14 +41,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exported")
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Any]:
     config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"]["lookup_timeout_ms"] = 60_000
     config, port = with_exporter(config)
     env = BOTH_RANKS_ON_ONE_CORE
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=env, launch=SPAWNING) as server:
@@ -157,6 +151,8 @@ def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: P
             ours = [s for s in collector.spans if s.scope == "kvobs"]
             loads = [s for s in ours if s.name == "kv.load steered"]
             assert len(loads) == 20
+            ranks = [s.parent_id for s in ours if s.name == "kv.load.rank"]
+            assert sorted(ranks) == sorted(s.span_id for s in loads)
             families: Any = text_string_to_metric_families(server.get("/metrics", accept=OPENMETRICS))  # type: ignore[no-untyped-call]
             marked = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
             assert marked & {s.trace_id for s in loads}
@@ -168,35 +164,24 @@ def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: P
         assert len([s for s in collector.spans if s.name == "kv.load steered"]) == 21, "sent at the end"
 
 
-def test_without_vllms_stats_and_with_two_engines_nothing_is_missing(model: Path, tmp_path: Path) -> None:
-    config, port = with_exporter(configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"]))
-    args = ("--data-parallel-size", "2", "--disable-log-stats")
-    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
-        server: Any = Exported(plain, port, port + 1)
-        server.until_up()
-        for engine, requests in (("0", 24), ("1", 40)):
-            with Growth(server, connector="steered", engine=engine) as grown:
-                ask_in_turn(server, requests, engine)
-            assert_counted_in_turn(grown, requests)
-        for i, port in enumerate(server.ports):
-            up = [s for s in parse_metrics(server.get("/metrics", port)) if s.name == "kvobs_engine_up"]
-            assert [(s.labels["engine"], s.value) for s in up] == [(str(i), 1)]
-
-
-@pytest.mark.parametrize("has_core_process", [True, False])
+@pytest.mark.usefixtures("_default_port")
+@pytest.mark.parametrize(("is_configured", "has_core_process"), [(True, True), (False, True), (False, False)])
 def test_the_offline_example_of_the_docs_prints_its_numbers(
-    model: Path, tmp_path: Path, has_core_process: bool
+    model: Path, tmp_path: Path, is_configured: bool, has_core_process: bool
 ) -> None:
+    """Also without the exporter's options: stat logging is off by default, so that it starts by itself and says so."""
     (text,) = re.findall(r"```python\n(.*?)```", (FOLDER / "exporter.md").read_text(), re.DOTALL)
-    port = claim_port(0)
+    port, options = (claim_port(0) if is_configured else PORT), ', "exporter": {"port": PORT}'
+    assert options in text
+    text = text if is_configured else text.replace(options, "")
     ours = f"MODEL, CONNECTORS, PORT = {str(model)!r}, {[host_memory()]!r}, {port}\n\n\ndef main() -> None:\n"
     text = text.replace("def main() -> None:\n", ours, 1)
     text = text.replace("        MODEL,\n", "        MODEL,\n        **json.loads(sys.argv[1]),\n", 1)
     script = tmp_path / "offline.py"
     script.write_text(f"import json, sys\n{text}")
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "block_size": 32}
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "block_size": 32}
     env = environment() | importing_tests() | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
-    command = [sys.executable, str(script), json.dumps(options)]
+    command = [sys.executable, str(script), json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = "\n".join(re.findall(r"^kvobs_.*$", done.stdout, re.MULTILINE))
@@ -206,4 +191,4 @@ def test_the_offline_example_of_the_docs_prints_its_numbers(
         ("kvobs_lookups_total", "hit"): 1,
         ("kvobs_loads_total", "ok"): 1,
     }
-    assert "stat logging is off" not in done.stdout + done.stderr, "its numbers reach somebody"
+    assert (done.stdout + done.stderr).count("stat logging is off") == (not is_configured)

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 import pytest
 
-from kvobs.demo.run import child, host_memory
+from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.engine.children_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, prompt, serve, total
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, of_tests, prompt, serve, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,13 +29,7 @@ PROMPTS = [prompt("isolated", i) for i in range(2 * len(NAMES))]
 def failing_child(name: str, folder: Path) -> dict[str, Any]:
     (folder / f"{name}.failed").mkdir()
     options = {"order": str(folder / name), "failed": str(folder / f"{name}.failed")}
-    configured = child("FailingChild", tag=name, **options)
-    return {**configured, "kv_connector_module_path": "tests.engine.children_failing"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("isolated")
+    return of_tests("FailingChild", "children_failing", tag=name, **options)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +93,9 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
     expected = ask_all(server)
     log = folder / "server.log"
     turns = [FAILING[i : i + len(NAMES)] for i in range(0, len(FAILING), len(NAMES))]
-    before = dict.fromkeys(NAMES, 0)
     seen: set[str] = set()
     for turn, hooks in enumerate(turns):
+        before = {name: changes(log, name).count("in quarantine") for name in NAMES}
         server.reset_prefix_cache()
         for i, (name, hook) in enumerate(zip(NAMES, hooks, strict=False)):
             on_one_rank = HOOKS[hook].side is Side.WORKER and (turn + i) % 2
@@ -115,13 +109,12 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
             assert ask_all(server) == expected, hooks
         assert watch.seen <= failed()
         seen |= watch.seen
-        isolated = {name for name in NAMES if failures(log, name) > before[name]}
+        isolated = {name for name in NAMES if changes(log, name).count("in quarantine") > before[name]}
         assert isolated == failed()
-        before = {name: failures(log, name) for name in NAMES}
         for name in NAMES:
             (folder / name).unlink(missing_ok=True)
         # One that fails during its probation is out for twice as long.
-        while not all(is_fit(log, name) for name in NAMES):
+        while any(changes(log, name)[-1:] == ["in quarantine"] for name in NAMES):
             keep_busy(server)
         assert not those_out(server)
         assert ask_all(server) == expected, "and with all of them back"
@@ -132,16 +125,6 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
     assert "ConnectionError" in errors
     assert errors <= {"ConnectionError", "KeyError", "AssertionError"}, "of its own, once it has missed something"
     assert total(server, "kvobs_internal_errors_total") == 0
-
-
-def failures(log: Path, name: str) -> int:
-    """Count how often a child has been put in quarantine."""
-    return changes(log, name).count("in quarantine")
-
-
-def is_fit(log: Path, name: str) -> bool:
-    """Return whether a child is neither in quarantine nor on probation."""
-    return changes(log, name)[-1:] != ["in quarantine"]
 
 
 def changes(log: Path, name: str) -> list[str]:

@@ -1,13 +1,14 @@
-"""Metrics of a server with several API servers; those of several engines are in test_serving and test_exporter."""
+"""Metrics of servers with several API servers or engines or without stat logging, and loads that change no answer."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from kvobs.demo.run import files, host_memory
-from tests.engine.exported import by_itself
+from kvobs.demo.run import files, host_memory, multi_connector
+from tests.engine.exported import PORT, by_itself
 from tests.engine.metered import (
     BYTES_PER_TOKEN,
     SERIES_AT_MOST,
@@ -19,7 +20,7 @@ from tests.engine.metered import (
     counting_child,
 )
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hit, prompt, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
@@ -35,11 +36,11 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
         with Growth(server, connector="steered") as grown:
             ask_in_turn(server, 60)
         assert_counted_in_turn(grown, 60)
-        ask_all(server, texts)
+        computed = ask_all(server, texts)
         for loads, external in (("cpu", False), ("disk", True)):
             server.reset_prefix_cache(external=external)
             with Growth(server) as grown:
-                ask_all(server, texts)
+                assert ask_all(server, texts) == computed
             assert grown("kvobs_loads_total", outcome="ok", connector=loads) == grown("kvobs_loads_total") == 10
             tokens = grown("kvobs_load_tokens_total", connector=loads)
             assert tokens == grown("vllm:external_prefix_cache_hits_total") > 10 * 64
@@ -66,6 +67,32 @@ def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: P
                 ask_in_turn(server, requests, engine)
             assert_counted_in_turn(grown, requests)
         for engine in ("0", "1"):
+            assert hit(server, engine) >= 3 * 32
             assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1, engine=engine)
             assert 0 < len([s for s in kvobs_samples(server) if s.labels.get("engine") == engine]) <= SERIES_AT_MOST
         assert_nothing_in_flight(server)
+        up = {s.labels["engine"]: s.value for s in server.metrics() if s.name == "kvobs_engine_up"}
+        assert up == ({} if api_servers == 1 else {"0": 1, "1": 1})
+
+
+OFF = "--disable-log-stats: vLLM's stat logging is off"
+
+
+def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path: Path) -> None:
+    config = multi_connector(host_memory(), files(tmp_path / "disk"))
+    with serve(model, tmp_path, config, "--disable-log-stats") as plain:
+        server = by_itself(plain)
+        plain.complete(prompt("by itself"), 1)
+        assert eventually(lambda: sum(s.value for s in server.metrics() if s.name == "kvobs_lookups_total") == 2, 10)
+        (line,) = re.findall(f".*{OFF}.*", plain.log.read_text())
+    assert "INFO" in line
+    assert f"metrics are at http://127.0.0.1:{PORT}/metrics" in line
+
+
+def test_a_server_without_stats_and_exporter_warns_once(model: Path, tmp_path: Path) -> None:
+    config = multi_connector(host_memory(), names=["host"])
+    config["kv_connector_extra_config"]["kvobs"]["exporter"] = None
+    with serve(model, tmp_path, config, "--disable-log-stats") as server:
+        (line,) = re.findall(f".*{OFF}.*", server.log.read_text())
+    assert "WARNING" in line
+    assert "Fix: remove kv_connector_extra_config.kvobs.exporter" in line

@@ -67,9 +67,7 @@ def test_who_asks_is_answered_from_the_first_load_to_the_second_connectors_hit(s
     for name, answer in zip(("first", "second"), answers, strict=True):
         logged = line(log, name)
         assert logged["finish_reason"] == "length"
-        assert {key: logged[key] for key in answer if key != "asked"} == {
-            key: value for key, value in answer.items() if key != "asked"
-        }
+        assert logged | answer == logged | {"asked": True}
 
 
 @pytest.mark.parametrize("params", [{}, {"kvobs": 3}, {"kvobs": {"report": "yes"}}, {"steer": {}}], ids=repr)
@@ -87,31 +85,14 @@ def test_a_connectors_own_params_come_with_it(server: Server) -> None:
     assert ask(server, "own-only", prompt("own only"), steer=steer) == {"remote_block_ids": [1]}
 
 
-def test_a_failed_load_and_one_in_the_last_step(server: Server, log: Path) -> None:
-    server.complete(prompt("failed"), TOKENS)
-    server.reset_prefix_cache()
-    failing = {"steered": {"offer": 64, "async": True, "fail": "recv"}}
-    report = ask(server, "failed", prompt("failed"), steer=failing, **ASK)["kvobs"]["report"]
-    assert (report["loads"][0]["outcome"], report["loads"][0]["lost_tokens"]) == ("failed", 64)
-    server.complete(
-        prompt("last"), 1, headers={"X-Request-Id": "last"}, kv_transfer_params={"steer": {"steered": {"offer": 64}}}
-    )
-    (load,) = line(log, "last")["loads"]
-    assert (load["mode"], load["outcome"]) == ("sync", "ok")
-    assert load["duration_s"] is not None
-
-
 def test_after_a_rotation_lines_go_to_the_new_file_and_none_is_lost(server: Server, log: Path) -> None:
-    line(log, "last")
     log.rename(log.with_suffix(".1"))
     ask(server, "rotated", prompt("rotated"))
     assert line(log, "rotated")["lookups"] >= 1
     assert total(server, "kvobs_request_log_dropped_total") == 0
     assert total(server, "kvobs_internal_errors_total") == 0
-    everything = log.with_suffix(".1").read_text() + log.read_text()
     finished = total(server, "vllm:request_success_total")
     assert eventually(lambda: len((log.with_suffix(".1").read_text() + log.read_text()).splitlines()) == finished)
-    assert "s3cr3t" not in everything
 
 
 def test_the_last_lines_are_written_where_vllm_ends_the_engine_in_order(model: Path, tmp_path: Path) -> None:

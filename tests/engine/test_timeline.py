@@ -15,16 +15,7 @@ from kvobs.cli import commands as cli
 from kvobs.cli.timeline import recordings
 from kvobs.demo.run import host_memory, multi_connector
 from tests.engine.endings import kill
-from tests.engine.serving import (
-    BOTH_RANKS_ON_ONE_CORE,
-    TOKENS,
-    ask_all,
-    eventually,
-    hang_up,
-    of_tests,
-    prompt,
-    serve,
-)
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, ask_all, eventually, hang_up, of_tests, prompt, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -16,8 +16,7 @@ import pytest
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
-from tests.engine.children_tracing import SPAN as OF_CHILD
-from tests.engine.exported import by_itself
+from tests.engine.children import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
@@ -52,11 +51,7 @@ def sampled(share: float) -> dict[str, str]:
 def traced(child: str, **tracing: Any) -> dict[str, Any]:
     """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
     config = configuration(of_tests(child, access_key=SECRET), host_memory(), names=["steered", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"] |= {
-        "slow_call_ms": 2000,
-        "slow_load_ms": 5000,
-        "tracing": tracing,
-    }
+    config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 2000, "slow_load_ms": 5000, "tracing": tracing}
     return config
 
 
@@ -142,17 +137,6 @@ def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Ser
     assert load.resource["service.name"] == "kv-under-test"
 
 
-def test_an_exemplar_leads_from_the_histogram_to_the_trace(server: Server, collector: Collector) -> None:
-    headers = traceparent()
-    ask(server, prompt("exemplar"), ASYNC, headers=headers)
-    (load,) = named(arrived(collector, trace_id(headers), "kv.load steered"), "kv.load steered")
-    text = server.request("/metrics/", headers={"accept": "application/openmetrics-text; version=1.0.0"}).decode()
-    marked = [line for line in text.splitlines() if f'trace_id="{load.trace_id}"' in line]
-    (line,) = (line for line in marked if line.startswith("kvobs_load_duration_seconds_bucket"))
-    assert 'connector="steered"' in line
-    assert float(line.split("} ")[2].split()[0]) == pytest.approx((load.end_ns - load.start_ns) / 1e9, rel=1e-6)
-
-
 def test_prometheus_keeps_it_with_the_jobs_of_the_page(server: Server, collector: Collector, tmp_path: Path) -> None:
     (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
     jobs = jobs.replace("localhost:8000", f"{HOST}:{server.port}")
@@ -187,14 +171,6 @@ def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Colle
         assert save.start_ns - CLOCK_NS <= span.start_ns < span.end_ns <= save.end_ns + CLOCK_NS
 
 
-def test_a_client_that_is_not_sampled_gets_no_spans(server: Server, collector: Collector) -> None:
-    headers, sampled = traceparent("00"), traceparent()
-    ask(server, prompt("silent"), {**ASYNC, "promise": True}, headers=headers)
-    ask(server, prompt("recorded"), ASYNC, headers=sampled)
-    assert arrived(collector, trace_id(sampled), "kv.load steered")
-    assert collector.trace(trace_id(headers)) == []
-
-
 def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
     headers = traceparent("00")
     with Growth(server, connector="steered") as grown:
@@ -210,23 +186,11 @@ def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server,
     assert 2.2e9 <= call.end_ns - call.start_ns < 4e9
 
 
-def test_a_failed_load_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
-    headers = traceparent("00")
-    ask(server, prompt("failed"), {**ASYNC, "fail": "recv", "fail_ranks": [1]}, headers=headers)
-    spans = arrived(collector, trace_id(headers), "kv.load steered")
-    (load,) = named(spans, "kv.load steered")
-    assert (load.error, of(load, "outcome"), of(load, "recomputed_tokens")) == (True, "failed", 64)
-    assert [of(span, "rank") for span in named(spans, "kv.load.rank") if span.error] == [1]
-
-
 HOSTILE: list[dict[str, Any]] = [
     {"kvobs": 7},
     {"kvobs": {"traceparent": 7}},
-    {"kvobs": {"traceparent": "00-" + "ab" * 16}},
     {"kvobs": {"traceparent": "0" * 100_000}},
     {"kvobs": {"traceparent": f"ff-{'ab' * 16}-{'cd' * 8}-01"}},
-    {"kvobs": {"traceparent": f"00-{'0' * 32}-{'cd' * 8}-01"}},
-    {"kvobs": {"traceparent": f"00-{'AB' * 16}-{'cd' * 8}-01"}},
     {"kvobs": {"traceparent": "x\n" * 50}},
     {"kvobs": [[[[]]]], "other": {"deep": [{"er": None}] * 100}},
 ]
@@ -287,43 +251,18 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
     assert noted == set()
 
 
-def assert_share_is_whole(
-    collector: Collector, server: Server, requests: int, share: tuple[int, int], whole: list[str]
-) -> None:
-    """Send requests without a context; a share of them must be traced, each with all its spans."""
+def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:
+    """Of 1,000 at 1 % there are none, or more than 27, once in 20,000 runs."""
     before = {span.trace_id for span in kvobs_spans(collector)}
     plan = {"steer": {"steered": {**ASYNC, "load_ms": 2}}}
     with ThreadPoolExecutor(16) as pool:
-        texts = [prompt("share", whole, i) for i in range(requests)]
+        texts = [prompt("share", i) for i in range(1000)]
         list(pool.map(lambda text: server.complete(text, 1, kv_transfer_params=plan), texts))
     time.sleep(4)
     traces = defaultdict(list)
     for span in kvobs_spans(collector):
         if span.trace_id not in before and of(span, "sampling.reason") == "level":
             traces[span.trace_id].append(span.name)
-    assert share[0] <= len(traces) <= share[1]
-    assert [sorted(names) for names in traces.values()] == [whole] * len(traces)
+    assert 1 <= len(traces) <= 27
+    assert [sorted(names) for names in traces.values()] == [WHOLE] * len(traces)
     assert total(server, "kvobs_spans_dropped_total") == 0
-
-
-def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:
-    """Of 1,000 at 1 % there are none, or more than 27, once in 20,000 runs."""
-    assert_share_is_whole(collector, server, 1000, (1, 27), WHOLE)
-
-
-@pytest.mark.usefixtures("_default_port")
-def test_with_two_api_servers_a_trace_is_whole_too(model: Path, tmp_path: Path) -> None:
-    with Collector() as collector:
-        args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
-        env = {**collector.env, **sampled(0.1)}
-        with serve(model, tmp_path, traced("SteeredChild"), *args, timeout=360, env=env) as plain:
-            server = by_itself(plain)
-            headers = traceparent()
-            ask(server, prompt("two"), ASYNC, headers=headers)
-            spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered")
-            assert sorted(s.name for s in spans) == ["kv.load steered", "kv.load.rank", "kv.lookup", "llm_request"]
-            ((load,), (rank,)) = (named(spans, name) for name in ("kv.load steered", "kv.load.rank"))
-            assert {s.parent_id for s in spans if s is not rank} == {CLIENT_SPAN}
-            assert rank.parent_id == load.span_id
-            # Of 300 at 10 % there are less than 8, or more than 60, once in 500,000 runs.
-            assert_share_is_whole(collector, server, 300, (8, 60), ["kv.load steered", "kv.load.rank", "kv.lookup"])

@@ -47,8 +47,7 @@ class Target:
 
 def boards(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the boards in a folder by their uid."""
-    read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    return {board["uid"]: board for board in read}
+    return {board["uid"]: board for board in (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))}
 
 
 def targets(board: dict[str, Any]) -> Iterator[Target]:
@@ -56,15 +55,9 @@ def targets(board: dict[str, Any]) -> Iterator[Target]:
     for panel in panels(board):
         for target in panel.get("targets", ()):
             if "expr" in target:
-                yield Target(
-                    board["uid"],
-                    panel["title"],
-                    target["refId"],
-                    filled(target["expr"]),
-                    target.get("legendFormat") or "",
-                    bool(target.get("instant")),
-                    bool(target.get("exemplar")),
-                )
+                query, legend = filled(target["expr"]), target.get("legendFormat") or ""
+                flags = bool(target.get("instant")), bool(target.get("exemplar"))
+                yield Target(board["uid"], panel["title"], target["refId"], query, legend, *flags)
 
 
 def filled(query: str) -> str:

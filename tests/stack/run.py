@@ -47,15 +47,12 @@ class Live:
 
     def series(self, query: str, step: float = 1) -> list[dict[str, Any]]:
         """Return what a query finds over the run: label sets under ``metric``, samples under ``values``."""
-        found: list[dict[str, Any]] = self.prometheus.api(
-            "query_range", query=query, start=self.began, end=self.ended, step=step
-        )["result"]
-        return found
+        answer = self.prometheus.api("query_range", query=query, start=self.began, end=self.ended, step=step)
+        return list(answer["result"])
 
     def at_the_end(self, query: str) -> list[dict[str, Any]]:
         """Return what an instant query finds when the load ends: samples under ``value``."""
-        found: list[dict[str, Any]] = self.prometheus.api("query", query=query, time=self.ended)["result"]
-        return found
+        return list(self.prometheus.api("query", query=query, time=self.ended)["result"])
 
     def without_data(self) -> list[str]:
         """Return the signals that Prometheus has no sample of."""
@@ -93,16 +90,11 @@ def prometheus_configuration(server: Server, folder: Path) -> str:
 
 def hurry(rules: dict[str, Any]) -> dict[str, Any]:
     """Return the same rules, evaluated each second and with a short ``for``."""
-    return {
-        "groups": [
-            {
-                **group,
-                "interval": "1s",
-                "rules": [{**rule, "for": HOLD} if "for" in rule else rule for rule in group["rules"]],
-            }
-            for group in rules["groups"]
-        ]
-    }
+
+    def hurried(rule: dict[str, Any]) -> dict[str, Any]:
+        return {**rule, "for": HOLD} if "for" in rule else rule
+
+    return {"groups": [{**g, "interval": "1s", "rules": list(map(hurried, g["rules"]))} for g in rules["groups"]]}
 
 
 def warm(server: Server) -> None:
@@ -180,14 +172,10 @@ def main() -> None:
     story = ONE_FAILING if options.one_failing else EVERYTHING
     model = make_model(folder / "model")
     with live(model, folder, story, options.seconds) as run:
-        noted = {
-            "from": run.began,
-            "to": run.ended,
-            "without_data": run.without_data(),
-            "spans": len(run.collector.spans),
-        }
-        (folder / "run.json").write_text(json.dumps(noted, indent=2) + "\n")
-    print(json.dumps(noted, indent=2))
+        noted = {"from": run.began, "to": run.ended, "without_data": run.without_data()}
+        text = json.dumps({**noted, "spans": len(run.collector.spans)}, indent=2)
+    (folder / "run.json").write_text(f"{text}\n")
+    print(text)
 
 
 if __name__ == "__main__":

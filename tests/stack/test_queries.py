@@ -60,20 +60,14 @@ def test_a_legend_needs_its_labels() -> None:
 
 def test_panels_in_collapsed_rows_count_and_those_for_tempo_do_not() -> None:
     shown = {"title": "Shown", "type": "stat", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
-    hidden = {
-        "title": "Hidden",
-        "type": "stat",
-        "targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}],
-    }
+    hidden_targets = [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}]
+    hidden = {"title": "Hidden", "type": "stat", "targets": hidden_targets}
     board = {"uid": "u", "panels": [shown, {"title": "Row", "type": "row", "panels": [hidden]}]}
-    assert [(str(target), target.is_instant) for target in targets(board)] == [
-        ("u: Shown (A)", True),
-        ("u: Hidden (A)", False),
-    ]
+    instant = {str(target): target.is_instant for target in targets(board)}
+    assert instant == {"u: Shown (A)": True, "u: Hidden (A)": False}
 
 
 def test_rules_are_hurried_up_and_not_changed() -> None:
-    alert = {"alert": "A", "expr": "up == 0", "for": "10m"}
-    record = {"record": "a:b", "expr": "up"}
+    alert, record = {"alert": "A", "expr": "up == 0", "for": "10m"}, {"record": "a:b", "expr": "up"}
     (group,) = hurry({"groups": [{"name": "g", "interval": "30s", "rules": [alert, record]}]})["groups"]
     assert group == {"name": "g", "interval": "1s", "rules": [{**alert, "for": HOLD}, record]}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 
-from kvobs.schema.spans import Reason, Record
+from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
 from kvobs.telemetry.payload.wire import Group
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
@@ -52,6 +52,24 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     | st.sampled_from([SAMPLED.traceparent, UNSAMPLED.traceparent, "0" * 10_000]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
     max_leaves=8,
+)
+
+
+span_ids = st.integers(1, 2**64 - 1).map(lambda n: f"{n:016x}")
+times = st.integers(0, 2**63 - 1)
+attribute_values = st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+records: st.SearchStrategy[Record] = st.builds(
+    Record,
+    name=st.sampled_from(sorted(SPANS)),
+    trace_id=st.integers(1, 2**128 - 1).map(lambda n: f"{n:032x}"),
+    span_id=span_ids,
+    parent_id=st.just("") | span_ids,
+    start_ns=times,
+    end_ns=times,
+    reason=st.sampled_from(list(Reason)),
+    attributes=st.dictionaries(st.sampled_from(sorted(ATTRIBUTES)), attribute_values),
+    observed_ns=times,
+    links=st.lists(st.just(SAMPLED.traceparent), max_size=3).map(tuple),
 )
 
 

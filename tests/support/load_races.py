@@ -63,10 +63,15 @@ class Race:
 
 
 class Policy:
-    """Chooses among offers (child, tokens), and may learn from loads."""
+    """Chooses among offers (child, tokens); this one in the same way at any time."""
+
+    decision: Decision | None = None
+
+    def __init__(self, pick: Callable[[Sequence[tuple[int, int]]], int | None]) -> None:
+        self.pick = pick
 
     def choose(self, offers: Sequence[tuple[int, int]], prompt: int, now: float) -> int | None:
-        raise NotImplementedError
+        return self.pick(offers) if offers else None
 
     def began(self, number: int, child: int, tokens: int, now: float) -> None:
         pass
@@ -74,27 +79,14 @@ class Policy:
     def ended(self, number: int, child: int, tokens: int, began: float, now: float) -> None:
         pass
 
-    decision: Decision | None = None
+
+FIRST = Policy(lambda offers: offers[0][0])
+LONGEST = Policy(lambda offers: max(offers, key=lambda offer: offer[1])[0])
 
 
-class First(Policy):
-    def choose(self, offers: Sequence[tuple[int, int]], prompt: int, now: float) -> int | None:
-        return offers[0][0] if offers else None
-
-
-class Longest(Policy):
-    def choose(self, offers: Sequence[tuple[int, int]], prompt: int, now: float) -> int | None:
-        return max(offers, key=lambda offer: offer[1])[0] if offers else None
-
-
-class Always(Policy):
-    """One fixed choice, where it offers."""
-
-    def __init__(self, child: int | None) -> None:
-        self.child = child
-
-    def choose(self, offers: Sequence[tuple[int, int]], prompt: int, now: float) -> int | None:
-        return self.child if self.child in [child for child, _ in offers] else None
+def always(child: int | None) -> Policy:
+    """Return one fixed choice, where it offers."""
+    return Policy(lambda offers: child if child in dict(offers) else None)
 
 
 class Fastest(Policy):

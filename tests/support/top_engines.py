@@ -79,37 +79,34 @@ def count(recorder: Recorder, child: int, signal: Signal, n: int, *values: str) 
     recorder.count(child, slot(signal, *values), n)
 
 
-class Site:
-    """A web server; ``answer`` makes its status and body."""
+@contextmanager
+def web(answer: Callable[[str], tuple[int, str]], port: int = 0) -> Iterator[str]:
+    """Run a web server, ``answer`` making status and body of a path; return its address."""
 
-    def __init__(self, answer: Callable[[str], tuple[int, str]], port: int = 0) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, body = answer(self.path)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(body.encode())
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answer(self.path)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
 
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-                pass
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextmanager
 def serving(engines: Engines, port: int = 0) -> Iterator[str]:
     """Serve their metrics at the path /metrics; return the address."""
-    site = Site(lambda path: (200, engines.text) if path == "/metrics" else (404, ""), port)
-    try:
-        yield site.address
-    finally:
-        site.close()
+    with web(lambda path: (200, engines.text) if path == "/metrics" else (404, ""), port) as address:
+        yield address
 
 
 @contextmanager
@@ -139,8 +136,5 @@ def exporting(
 @contextmanager
 def answering(status: int, body: str) -> Iterator[str]:
     """Answer every request so; return the URL of the metrics."""
-    site = Site(lambda _path: (status, body))
-    try:
-        yield f"http://{site.address}/metrics"
-    finally:
-        site.close()
+    with web(lambda _path: (status, body)) as address:
+        yield f"http://{address}/metrics"

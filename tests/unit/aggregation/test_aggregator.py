@@ -9,25 +9,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs import faults
 from kvobs.aggregation import aggregator, rank_tally
 from kvobs.aggregation.aggregator import KVOutputAggregator
 from kvobs.state.transfers import Stuck
+from tests.support.scripted import Events, Stats
 from tests.support.stock import wrong_in_stock
-from tests.support.worker_outputs import (
-    STUCK_AFTER,
-    Clock,
-    Counts,
-    Events,
-    Meta,
-    OtherCounts,
-    build,
-    result,
-    said,
-    silent,
-)
+from tests.support.worker_outputs import STUCK_AFTER, Clock, Meta, build, result, said, silent
 
 
 def memory_of(aggregator: Any) -> int:
@@ -223,7 +214,7 @@ def test_a_rank_counts_once(router: str) -> None:
 
 @wrong_in_stock(AssertionError, "the result's stats are also a worker's")
 def test_the_results_stats_are_nobody_elses(router: str) -> None:
-    outputs = [said(kv_connector_stats=Counts(data={"n": [rank]})) for rank in range(3)]
+    outputs = [said(kv_connector_stats=Stats(data={"n": [rank]})) for rank in range(3)]
     noted = result(build(router, 3), *outputs, rank=2)
     assert noted.kv_connector_stats.data == {"n": [0, 1, 2]}
     for output in outputs[:2]:
@@ -233,11 +224,14 @@ def test_the_results_stats_are_nobody_elses(router: str) -> None:
 @wrong_in_stock(AssertionError, "stats of different types end the engine")
 @pytest.mark.usefixtures("in_production")
 def test_stats_that_do_not_merge_cost_only_themselves(router: str) -> None:
+    class OtherStats(KVConnectorStats):
+        pass
+
     outputs = [
-        said(kv_connector_stats=Counts(data={"n": [0]})),
-        said(kv_connector_stats=OtherCounts(data={}), finished_sending={"r"}),
-        said(kv_connector_stats=Counts(data={})),  # a KeyError
-        said(kv_connector_stats=Counts(data={"n": [3]})),
+        said(kv_connector_stats=Stats(data={"n": [0]})),
+        said(kv_connector_stats=OtherStats(data={}), finished_sending={"r"}),
+        said(kv_connector_stats=Stats(data={})),  # a KeyError
+        said(kv_connector_stats=Stats(data={"n": [3]})),
     ]
     noted = result(build(router, 1), *outputs)
     assert noted.kv_connector_stats.data == {"n": [0, 3]}
@@ -266,7 +260,8 @@ def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step() -> Non
     assert aggregator.aggregate([None, said(kv_cache_events=Events("c"))]) is None
     noted = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
     assert noted.kv_cache_events.get_number_of_workers() == 2
-    assert sorted(noted.kv_cache_events.of_all.get_common_events()) == ["a", "c"]
+    noted.kv_cache_events.aggregate()
+    assert noted.kv_cache_events.events == ["a", "c"]
     assert result(aggregator, said(), said()).kv_cache_events is None
 
 
@@ -279,7 +274,7 @@ def test_events_of_different_types_are_an_error_that_names_both() -> None:
 def test_salvaged_outputs_join_the_next_step_without_their_events() -> None:
     aggregator = KVOutputAggregator(2)
     salvaged = KVConnectorOutput(
-        finished_recving={"r"}, kv_cache_events=Events("a"), kv_connector_stats=Counts(data={"n": [1]})
+        finished_recving={"r"}, kv_cache_events=Events("a"), kv_connector_stats=Stats(data={"n": [1]})
     )
     aggregator.ft_defer_kv_connector_outputs([None, salvaged])
     assert aggregator.aggregate([None, None]) is None

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvobs.demo import load, run, server
 from kvobs.demo.scenarios import FAULTS
-from tests.support.top_engines import Site
+from tests.support.top_engines import web
 
 
 class FakeServer:
@@ -93,19 +93,17 @@ def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatc
 
 def test_kvobs_metrics_are_read_from_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     """And vLLM's own from its server; what its server has of kvobs does not count."""
-    site = Site({"/metrics": (200, 'kvobs_loads_total{connector="cpu"} 3\n')}.__getitem__)
+    texts = {"/metrics": 'kvobs_loads_total{connector="cpu"} 3\n'}
     made = server.Server(Path("model"), Path("log"), run.multi_connector(run.host_memory(), names=["cpu"]))
     there = server.parse_metrics('vllm:x_total 1\nkvobs_loads_total{connector="cpu"} 2\n')
     monkeypatch.setattr(server.Server, "metrics", lambda _self: there)
-    try:
+    with web(lambda path: (200, texts[path])) as address:
         assert run.readings(made) == there
         assert run.metrics_url(made) == f"{made.url}/metrics"
-        exporter = {"port": int(site.address.rpartition(":")[2])}
+        exporter = {"port": int(address.rpartition(":")[2])}
         made.kv_transfer_config["kv_connector_extra_config"]["kvobs"]["exporter"] = exporter  # type: ignore[index]
-        assert run.metrics_url(made) == f"http://{site.address}/metrics"
+        assert run.metrics_url(made) == f"http://{address}/metrics"
         found = {sample.name: sample.value for sample in run.readings(made)}
-    finally:
-        site.close()
     assert found == {"vllm:x_total": 1, "kvobs_loads_total": 3}
 
 

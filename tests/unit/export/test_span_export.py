@@ -21,9 +21,8 @@ import kvobs
 from kvobs.export.span_export import RESERVED, SPANS_PER_SECOND, make_exporter
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record
-from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, no_otel_variables, record
+from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, no_otel_variables, record, records
 from tests.support.cutters import MODEL, Cutter, Hanging, Make
-from tests.support.span_records import records
 
 # --- a span
 

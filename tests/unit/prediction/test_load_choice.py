@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvobs.prediction.load_choice import COMPUTING, EXPLORED, FASTEST, REASONS, UNKNOWN, Candidate, LoadChoice
 from kvobs.schema import signals
-from tests.support.load_races import Always, Connector, Fastest, First, Longest, Race, Workload, race
+from tests.support.load_races import FIRST, LONGEST, Connector, Fastest, Race, Workload, always, race
 
 
 def choice_of(*seconds: float | None, loads: int = 3) -> LoadChoice:
@@ -217,8 +217,8 @@ WORKLOADS = {
 
 def races(name: str) -> tuple[dict[str, Race], dict[str, Race]]:
     children, workload = WORKLOADS[name]
-    policies = {"first": First(), "longest": Longest(), "fastest": Fastest(len(children))}
-    fixed = {"none": Always(None), **{str(child): Always(child) for child in range(len(children))}}
+    policies = {"first": FIRST, "longest": LONGEST, "fastest": Fastest(len(children))}
+    fixed = {"none": always(None), **{str(child): always(child) for child in range(len(children))}}
     return (
         {policy: race(of, children, workload) for policy, of in policies.items()},
         {policy: race(of, children, workload) for policy, of in fixed.items()},
@@ -275,7 +275,7 @@ def test_one_that_turns_slow_is_left_within_20_requests_and_found_again(factor: 
     begun = 20 if every_s >= 0.05 else 40
     workload = Workload((1000, 2000), requests=1600, every_s=every_s)
     found = race(Fastest(2), changing(factor), workload)
-    other = race(Always(1), changing(factor), workload)
+    other = race(always(1), changing(factor), workload)
     slow = [
         number
         for number in range(CHANGES_AT + begun, BACK_AT)
@@ -285,5 +285,5 @@ def test_one_that_turns_slow_is_left_within_20_requests_and_found_again(factor: 
     assert all((decision := found.decisions[number]) is not None and decision.reason == EXPLORED for number in slow)
     last = [decision.child for decision in found.decisions[-100:] if decision is not None]
     assert last.count(0) >= 90
-    best = race(Always(0), changing(factor), workload)
+    best = race(always(0), changing(factor), workload)
     assert sum(found.seconds[-100:]) < 1.1 * sum(best.seconds[-100:])

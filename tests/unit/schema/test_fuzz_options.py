@@ -85,25 +85,24 @@ def test_a_configuration_that_json_can_just_nest_is_read() -> None:
         assert isinstance(outcome({"connectors": json.loads(deep)}), ConfigError)
 
 
-LONG: dict[str, tuple[int, dict[str, Any]]] = {
-    "a value": (2_000, {"load_policy": "x" * 10**6}),
-    "a name": (2_000, {"names": ["x" * 10**6]}),
-    "a number": (2_000, {"slow_call_ms": -(10**4000)}),
-    "an option": (2_000, {"x" * 10**6: 1}),
-    "an option of tracing": (2_000, {"tracing": {"x" * 10**6: 1}}),
-    "a connector": (2_000, {"min_tokens": {"x" * 10**6: 1}}),
-    "many values": (20_000, {"names": list(range(10**4))}),
-    "many options": (20_000, {str(i): 1 for i in range(10**4)}),
-    "many connectors": (20_000, {"min_tokens": {str(i): 1 for i in range(10**4)}}),
+LONG: dict[str, dict[str, Any]] = {
+    "a value": {"load_policy": "x" * 10**6},
+    "a name": {"names": ["x" * 10**6]},
+    "a number": {"slow_call_ms": -(10**4000)},
+    "an option": {"x" * 10**6: 1},
+    "an option of tracing": {"tracing": {"x" * 10**6: 1}},
+    "a connector": {"min_tokens": {"x" * 10**6: 1}},
+    "many values": {"names": list(range(10**4))},
+    "many options": {str(i): 1 for i in range(10**4)},
+    "many connectors": {"min_tokens": {str(i): 1 for i in range(10**4)}},
 }
 
 
 @pytest.mark.parametrize("what", LONG)
 def test_a_message_is_short_whatever_is_long_and_however_many_mistakes_there_are(what: str) -> None:
-    at_most, options = LONG[what]
-    error = outcome({"connectors": [CHILD], KEY: options})
-    assert isinstance(error, ConfigError)
-    assert len(str(error)) < at_most
+    found = outcome({"connectors": [CHILD], KEY: LONG[what]})
+    assert isinstance(found, ConfigError)
+    assert len(str(found)) < (20_000 if "many" in what else 2000)
 
 
 # --- a child's own configuration may hold credentials

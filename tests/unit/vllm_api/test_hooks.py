@@ -85,21 +85,12 @@ class Busy:
         pass
 
 
-@pytest.mark.parametrize("name", [n for n in vars(Empty) if not n.startswith("_")])
+@pytest.mark.parametrize("name", [n for cls in (Empty, Busy) for n in vars(cls) if not n.startswith("_")])
 def test_a_hook_that_only_returns_a_constant_is_empty(name: str) -> None:
-    assert is_empty(getattr(Empty(), name))
+    assert is_empty(getattr(Empty() if name in vars(Empty) else Busy(), name)) is (name in vars(Empty))
 
 
-@pytest.mark.parametrize("name", [n for n in vars(Busy) if not n.startswith("_")])
-def test_a_hook_that_does_anything_is_not_empty(name: str) -> None:
-    assert not is_empty(getattr(Busy(), name))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [len, SimpleNamespace(), functools.partial(print), lambda: None],
-    ids=["built-in", "object", "partial", "lambda"],
-)
+@pytest.mark.parametrize("call", [len, SimpleNamespace(), functools.partial(print), lambda: None])
 def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
     assert not is_empty(call)
 

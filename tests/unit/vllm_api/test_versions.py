@@ -142,10 +142,7 @@ class Base:
     """Builds a connector, as vLLM's scheduler does."""
 
     def __init__(self, config: object, log_stats: Any = False) -> None:
-        self.seen = self._build()
-
-    def _build(self) -> bool | None:
-        return versions.has_stats()
+        self.seen = versions.has_stats()
 
 
 class Inheriting(Base):
@@ -176,10 +173,7 @@ class CoreProcess:
 
     def __init__(self, servers: int, log_stats: bool = True) -> None:
         self.addresses = SimpleNamespace(outputs=["tcp://"] * servers)
-        self.count = self._counted()
-
-    def _counted(self) -> int:
-        return versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
+        self.count = versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
 
 
 @pytest.mark.parametrize(("servers", "counted"), [(0, 2), (1, 2), (4, 4)])
@@ -196,13 +190,12 @@ def test_vllms_engine_has_the_addresses_before_it_builds_the_connector() -> None
     assert "outputs" in EngineZmqAddresses.__dataclass_fields__
 
 
+SHELL = ["sh", "-c", '"$@"; exit', ""]
+
+
 @pytest.mark.parametrize(
     ("name", "between", "is_actor"),
-    [
-        ("ray::ServeReplica", [], True),
-        ("raylet", [], False),
-        ("ray::JobSupervisor", ["sh", "-c", '"$@"; exit', ""], False),
-    ],
+    [("ray::ServeReplica", [], True), ("raylet", [], False), ("ray::JobSupervisor", SHELL, False)],
 )
 def test_an_actor_of_ray_that_builds_the_engine_is_recognised_by_its_name(
     name: str, between: list[str], is_actor: bool
@@ -243,11 +236,6 @@ def test_a_model_has_the_first_name_under_which_it_is_served(served: Any, name: 
     ],
 )
 def test_an_engine_has_a_number_in_its_group_and_one_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
-    always = {
-        "data_parallel_rank": 2,
-        "data_parallel_rank_local": None,
-        "distributed_executor_backend": "mp",
-        "rank": 5,
-    }
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**{**always, **parallel}))
+    parallel = {"data_parallel_rank_local": None, "distributed_executor_backend": "mp", **parallel}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=2, rank=5, **parallel))
     assert versions.engine_place(config) == place

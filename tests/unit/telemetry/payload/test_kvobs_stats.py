@@ -21,8 +21,7 @@ from kvobs.telemetry.payload import kvobs_stats
 from kvobs.telemetry.payload.kvobs_stats import LONG, KvobsStats, as_dict, summarize
 from kvobs.telemetry.payload.wire import BASE, VERSION, Increments, packed
 from kvobs.telemetry.recording.recorder import Recorder
-from tests.support.contexts import record
-from tests.support.span_records import records
+from tests.support.contexts import record, records
 
 CHILDREN = {"a": "m:C", "b": "m:C"}
 sizes = st.integers(1, 10**15) | st.integers(BASE - 2, BASE + 2) | st.integers(1, 2**600)
