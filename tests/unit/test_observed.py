@@ -182,11 +182,7 @@ def test_stray_reports(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     engine = Observed(monkeypatch, a, b, ranks=1)
     a.say(0, received="x", failed="y", saved="z")
     engine.step()
-    assert engine.series("kvobs_stray_reports_total") == {
-        ("one", "load"): 1,
-        ("one", "failure"): 1,
-        ("one", "save"): 1,
-    }
+    assert engine.series("kvobs_stray_reports_total") == {("one", "load"): 1, ("one", "failure"): 1, ("one", "save"): 1}
 
 
 @pytest.mark.parametrize("kind", ["load", "save"])

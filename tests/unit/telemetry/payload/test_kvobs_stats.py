@@ -19,7 +19,7 @@ from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST, slot
 from kvobs.schema.spans import Record
 from kvobs.telemetry.payload import kvobs_stats
 from kvobs.telemetry.payload.kvobs_stats import LONG, KvobsStats, as_dict, summarize
-from kvobs.telemetry.payload.wire import BASE, VERSION, Increments, packed
+from kvobs.telemetry.payload.wire import BASE, ROWS, VERSION, Increments, packed
 from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.contexts import record
 from tests.support.span_records import records
@@ -87,9 +87,11 @@ def test_what_was_merged_is_added_up_once_it_is_long(taken: list[dict[int, int]]
 def test_a_list_of_parts_does_not_grow_without_end() -> None:
     mine = numbers(Increments.none())
     part = numbers(Increments(dict.fromkeys(range(100), 1), [], {}))
-    for _ in range(1000):
+    for n in range(1000):
         mine.aggregate(part)
+        mine.aggregate(numbers(Increments({}, [["s", 0, str(i), 1] for i in range(n, n + 100)], {})))
         assert len(mine.data["counts"]) <= LONG
+        assert len(mine.data["opened"]) <= ROWS
     assert mine.increments().counts == dict.fromkeys(range(100), 1000)
 
 
@@ -188,24 +190,9 @@ def test_a_busy_child_in_a_few_numbers() -> None:
     recorder.failed(1, "wait_for_save", 0, 5, OSError())
     recorder.observe(1, signals.LOAD_STALL, 12_400_000)
     recorder.observe(1, signals.SAVE_STALL, 400_000)
-    assert summary(recorder, "idle", "busy") == {
-        "busy": {
-            "lookups": 8,
-            "hits": 3,
-            "loads": 3,
-            "load_tokens": 640,
-            "load_p99_ms": 4.19,
-            "failed_loads": 1,
-            "errors": 1,
-            "load_wait_ms": 12,
-        }
-    }
-
-
-def test_an_idle_child_has_no_numbers() -> None:
-    recorder = Recorder(1)
     recorder.timed(0, "wait_for_save", lambda: None)()
-    assert summary(recorder, "idle") == {}
+    counted = {"lookups": 8, "hits": 3, "loads": 3, "load_tokens": 640, "failed_loads": 1, "errors": 1}
+    assert summary(recorder, "idle", "busy") == {"busy": {**counted, "load_p99_ms": 4.19, "load_wait_ms": 12}}
 
 
 @pytest.mark.parametrize(

@@ -313,10 +313,7 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     }
     assert [
         (one.name, one.parent_id, one.start_ns, one.end_ns, one.attributes["kv_transfer.rank"]) for one in ranks
-    ] == [
-        ("kv.save.rank", head.span_id, 120, 150, 0),
-        ("kv.save.rank", head.span_id, 120, 350, 1),
-    ]
+    ] == [("kv.save.rank", head.span_id, 120, 150, 0), ("kv.save.rank", head.span_id, 120, 350, 1)]
 
 
 def test_a_save_that_was_done_before_its_promise_has_no_length_and_no_ranks() -> None:
