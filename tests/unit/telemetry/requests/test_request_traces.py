@@ -334,17 +334,12 @@ def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() 
     context = handed(traces)
     for child in (0, 1):
         traces.saved("r", child, Save(True), 1)
-    other, first = (one.span_id for one in scheduler.written())
+    second, first = (one.span_id for one in scheduler.written())
     assert context == TraceContext(SAMPLED.trace_id, first, True)
-    assert first != other
+    assert first != second
     assert handed(Scheduler().traces) is None
-
-
-def test_what_is_handed_on_is_a_context_also_where_the_trace_begins_here() -> None:
-    scheduler = Scheduler()
-    begun = scheduler.traces.of(request())
-    context = trace_context.of_params(scheduler.traces.into_params("r", {}))
-    assert context == TraceContext(begun.trace_id, begun.lookup_id, True)
+    begun = (other := Scheduler().traces).of(request())
+    assert handed(other) == TraceContext(begun.trace_id, begun.lookup_id, True), "where the trace begins here"
 
 
 # --- activation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,17 +27,10 @@ def options(**more: Any) -> Options:
     return Options.model_validate(more)
 
 
-@pytest.mark.parametrize(
-    ("level", "endpoint", "variable", "disabled"),
-    list(
-        product(
-            [None, "off", "requests", "calls"],
-            [None, URL],
-            [None, TRACES_ENDPOINT, ENDPOINT],
-            [None, "false", "true", " TRUE "],
-        )
-    ),
-)
+@pytest.mark.parametrize("level", [None, "off", "requests", "calls"])
+@pytest.mark.parametrize("endpoint", [None, URL])
+@pytest.mark.parametrize("variable", [None, TRACES_ENDPOINT, ENDPOINT])
+@pytest.mark.parametrize("disabled", [None, "false", "true", " TRUE "])
 def test_what_is_traced(
     *,
     level: str | None,
@@ -62,14 +54,12 @@ def test_what_is_traced(
     logged = [record.getMessage() for record in caplog.records]
     if is_traced and endpoint is None:
         (message,) = logged
-        assert message.startswith(
-            f"spans are sent to the endpoint in {variable}, but without --otlp-traces-endpoint vLLM drops"
-        )
+        begin = f"spans are sent to the endpoint in {variable}, but without --otlp-traces-endpoint vLLM drops"
+        assert message.startswith(begin)
     elif not is_traced and level in ("requests", "calls"):
         (message,) = logged
-        assert message.startswith(
-            f"kv_connector_extra_config.kvobs.tracing.level: found {level!r}, but nothing is traced"
-        )
+        begin = f"kv_connector_extra_config.kvobs.tracing.level: found {level!r}, but nothing is traced"
+        assert message.startswith(begin)
     else:
         assert logged == []
 

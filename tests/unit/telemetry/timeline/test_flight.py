@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from kvobs.cli.timeline.recordings import Process, Slice, Transfer
 from kvobs.schema.options import TimelineOptions
 from kvobs.telemetry.timeline import flight, ring_files
 from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, What, pack, unpack
-from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
+from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector, engine_config, transfer_config
 from tests.support.recording_rigs import by_name, recording_rig, served
 from tests.support.rig import child_config
 
@@ -25,11 +23,6 @@ SECRET = "s3cr3t-" + "0123456789" * 3
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "timeline"
-
-
-@pytest.fixture
-def scripts(a: Script, b: Script) -> tuple[Script, Script]:
-    return a, b
 
 
 def called(process: Process, child: int) -> list[str]:
@@ -87,7 +80,7 @@ def ends(one: Slice) -> int:
 
 
 def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script, b: Script) -> None:
-    served(folder, a, b)
+    assert_nothing_goes_on(served(folder, a, b))
     processes = by_name(folder)
     ended = {
         name: sorted((one.kind, one.connector, one.outcome) for one in transfers(process) if one.end)
@@ -161,10 +154,6 @@ def assert_nothing_goes_on(rig: Rig) -> None:
         assert own._in_progress._rows == {}
 
 
-def test_when_all_is_over_nothing_is_in_progress(folder: Path, a: Script, b: Script) -> None:
-    assert_nothing_goes_on(served(folder, a, b))
-
-
 def test_a_rank_that_need_not_report_has_nothing_in_progress(folder: Path, a: Script) -> None:
     """A connector may count on fewer ranks than there are."""
     a.finished_count = 1
@@ -221,37 +210,24 @@ def test_a_steps_layers_are_one_record_for_each_child(folder: Path, a: Script, b
         assert 0 < one.args["total, ms"] * 1e6 <= ends(one) - one.start
 
 
-def looking(folder: Path, name: str, then: list[list[str]]) -> Any:
-    """Return what stands in for a child's hook and looks at the file from inside it."""
-
-    def look(*_: Any, **__: Any) -> None:
-        process = by_name(folder)[name]
-        then.append([f"{process.track_name(one.track)}, {one.name}" for one in process.open])
-
-    return look
-
-
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer", "wait_for_save", "start_load_kv"])
-@pytest.mark.parametrize("child", [0, 1])
 def test_the_file_says_which_call_its_process_is_in(
-    hook: str, child: int, folder: Path, scripts: tuple[Script, Script], monkeypatch: pytest.MonkeyPatch
+    hook: str, folder: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvobs.testing import ScriptedConnector
-
     seen: list[list[str]] = []
-    original, look = getattr(ScriptedConnector, hook), looking(folder, "rank 0", seen)
+    original = getattr(ScriptedConnector, hook)
 
-    def slow(self: Any, *args: Any, **kwargs: Any) -> None:
+    def looking(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.script.tag == "ab"[child]:
-            look()
+        process = by_name(folder)["rank 0"]
+        seen.append([f"{process.track_name(one.track)}, {one.name}" for one in process.open])
 
-    monkeypatch.setattr(ScriptedConnector, hook, slow)
-    rig = recording_rig(folder, *scripts)
+    monkeypatch.setattr(ScriptedConnector, hook, looking)
+    rig = recording_rig(folder, a, b)
     rig.add("r")
     rig.step()
-    name = ["one", "two"][child]
-    assert seen == [[f"{name}: {hook}, {hook}" if hook in LAYER_HOOKS else f"{name}, {hook}"]]
+    shown = f": {hook}, {hook}" if hook in LAYER_HOOKS else f", {hook}"
+    assert seen == [["one" + shown], ["two" + shown]]
     assert by_name(folder)["rank 0"].open == []
 
 
@@ -349,14 +325,3 @@ def test_the_engines_of_data_parallelism_are_separate_and_are_one_run(folder: Pa
     processes = recordings.load(folder)
     assert [process.engine for process in processes] == [0, 1]
     assert recordings.process_names(processes) == ["engine 0 rank 0", "engine 1 rank 0"]
-
-
-def test_what_a_process_says_of_itself(folder: Path, a: Script) -> None:
-    recording_rig(folder, a)
-    (path,) = folder.glob("0-rank0-*")
-    content = path.read_bytes()
-    about = json.loads(content[24 : content.index(b"\0", 24)])
-    assert set(about) == {
-        "run", "engine", "role", "rank", "pid", "begun_ns", "wall_offset", "connectors", "hooks", "layer_hooks",
-    }  # fmt: skip
-    assert (about["pid"], about["rank"], about["connectors"]) == (os.getpid(), 0, ["one"])
