@@ -314,12 +314,3 @@ def test_the_last_steps_take_everything_with_them(monkeypatch: pytest.MonkeyPatc
     engine.step(seconds=1e-4)  # vLLM steps on while a connector holds blocks
     assert engine.value("kvobs_saves_total", "two", outcome="ok") == 5
     assert engine.value("kvobs_in_flight", "two", kind="save") == 0
-
-
-def test_between_flushes_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    engine = Observed(monkeypatch, a, b)
-    engine.rig.add("r", max_tokens=40)
-    engine.step()
-    assert len(engine.rig.stats) == 1
-    engine.step(20, seconds=1e-3)
-    assert len(engine.rig.stats) == 1

@@ -256,7 +256,7 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
     }
 
 
-def test_nothing_of_prompts_params_headers_or_configurations_leaves_an_engine(
+def test_nothing_that_is_secret_leaves_an_engine(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in payloads and spans, not in metrics, not in kvobs's lines of the log."""

@@ -181,7 +181,7 @@ LATENT = Backend("num_blocks", "block_size", "head_size")
         ([PACKED], {"tensor_shape": (32, 100, 8, 16, 128)}, True, False),
     ],
 )
-def test_k_and_v_are_regions_of_their_own_only_where_they_come_before_blocks(
+def test_k_and_v_before_blocks_are_two_regions(
     backends: Any, fields: dict[str, Any], is_blocks_first: bool, splits: bool
 ) -> None:
     known = topology(attn_backends=backends, **fields)
@@ -200,7 +200,7 @@ def test_k_and_v_are_regions_of_their_own_only_where_they_come_before_blocks(
         ([KV_FIRST], False, (100, 32, 2, 16, 8, 64), True),
     ],
 )
-def test_one_dimension_more_than_a_layer_has_is_all_layers_in_one_tensor(
+def test_one_more_dimension_is_of_all_layers(
     backends: Any, is_mla: bool, tensor_shape: tuple[int, ...] | None, is_cross: bool
 ) -> None:
     known = topology(attn_backends=backends, is_mla=is_mla, tensor_shape=tensor_shape)

@@ -33,9 +33,7 @@ from tests.support.traced import (
 # --- loads
 
 
-def test_an_async_load_is_a_span_with_one_for_each_rank_in_the_clients_trace(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_an_async_load_is_a_span_with_one_for_each_rank(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r-0123abcd"], b.offers["r-0123abcd"] = KV, (BLOCK, False)
     engine = Traced(monkeypatch, a, b, load_policy="longest")
     begin = engine.now_ns
@@ -164,7 +162,7 @@ def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("headers", [None, SAMPLED])
-def test_a_decode_engine_links_to_the_prefill_engines_trace_and_adopts_it_if_it_has_none(
+def test_a_decode_engine_links_to_the_prefill_engines_trace(
     headers: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     prefill = "00-" + "12" * 16 + "-" + "34" * 8 + "-01"
@@ -181,9 +179,7 @@ def test_a_decode_engine_links_to_the_prefill_engines_trace_and_adopts_it_if_it_
 
 @pytest.mark.parametrize("headers", [{"traceparent": "00-garbage"}, {"traceparent": "0" * 10_000}, {"traceparent": 7}])
 @pytest.mark.parametrize("own", [7, {"traceparent": 7}, {"traceparent": ["x"]}, {}, None])
-def test_garbage_is_no_context_and_counted_and_the_request_has_no_spans(
-    headers: Any, own: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_garbage_is_no_context(headers: Any, own: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     a.params["r"] = {"remote": 1}
     engine = Traced(monkeypatch, a, b)
@@ -281,9 +277,7 @@ def test_spans_beyond_a_flush_are_counted(monkeypatch: pytest.MonkeyPatch, a: Sc
 # --- exemplars, and children that trace themselves
 
 
-def test_histograms_have_exemplars_of_exported_spans_only(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_exemplars_are_of_exported_spans_only(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = a.offers["q"] = KV
     a.promises |= {"r", "q"}
     only_is_slow(monkeypatch, "reset_cache")
@@ -318,7 +312,7 @@ def test_histograms_have_exemplars_of_exported_spans_only(
     assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
 
 
-def test_a_child_that_traces_itself_finds_the_requests_context(
+def test_a_child_that_traces_itself_has_the_requests_context(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     found = []

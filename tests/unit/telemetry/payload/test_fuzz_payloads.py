@@ -146,9 +146,7 @@ PLACES = [path for path in places(TELLING) if path]
 @pytest.mark.usefixtures("in_production")
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), broken), min_size=1, max_size=3))
-def test_a_payload_that_is_broken_anywhere_costs_no_other_one_anything(
-    lasting: ApiServer, wrong: list[tuple[tuple[Any, ...], Any]]
-) -> None:
+def test_a_broken_payload_costs_no_other_anything(lasting: ApiServer, wrong: list[tuple[tuple[Any, ...], Any]]) -> None:
     sent = TELLING
     for path, value in wrong:
         if path in list(places(sent)):
@@ -174,7 +172,7 @@ def test_a_payload_that_is_broken_anywhere_costs_no_other_one_anything(
     st.dictionaries(st.sampled_from(["data", "types", "num_failed_transfers"]) | st.text(max_size=3), broken),
     st.integers(1, 3),
 )
-def test_stats_of_another_version_of_a_child_reach_vllms_log_or_not_and_never_raise(
+def test_stats_of_a_childs_other_version_never_raise(
     name: str, lasting: ApiServer, noted: dict[Any, Any], times: int
 ) -> None:
     """NIXL's stats, for one, can't say whether they are empty when a key is missing."""
@@ -214,7 +212,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", OTHERS)
-def test_numbers_of_another_version_or_of_other_children_are_refused_and_counted(
+def test_numbers_of_another_version_or_others_are_refused_and_counted(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slots are positions: with other children they would be counted for the wrong ones."""

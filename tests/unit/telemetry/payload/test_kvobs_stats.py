@@ -198,9 +198,7 @@ def test_a_busy_child_in_a_few_numbers() -> None:
 @pytest.mark.parametrize(
     ("durations_ms", "bound"), [([1] * 99 + [900], 1.05), ([1] * 98 + [900] * 2, 1070.0), ([60_000, 10_000], 70_000.0)]
 )
-def test_the_99th_percentile_is_the_bound_of_its_bucket_or_of_all_together(
-    durations_ms: list[int], bound: float
-) -> None:
+def test_the_99th_percentile_is_its_buckets_bound_or_of_all_together(durations_ms: list[int], bound: float) -> None:
     recorder = Recorder(1)
     recorder.count(0, slot(signals.LOADS, "async", "ok"), len(durations_ms))
     for ms in durations_ms:
@@ -230,9 +228,7 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("signal", "values", "keys"), COUNTED, ids=named)
-def test_each_count_is_under_its_keys_and_no_other(
-    signal: signals.Signal, values: tuple[str, ...], keys: set[str]
-) -> None:
+def test_each_count_is_under_its_keys_only(signal: signals.Signal, values: tuple[str, ...], keys: set[str]) -> None:
     recorder = Recorder(2)
     recorder.count(0, slot(signal, *values), 7)
     assert summary(recorder, "one", "two") == ({"one": dict.fromkeys(keys, 7)} if keys else {})

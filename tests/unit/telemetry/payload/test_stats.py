@@ -274,9 +274,7 @@ def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplo
     assert "the stats of connector 'two' can't be read" in caplog.text
 
 
-def test_for_vllms_rust_front_end_the_connectors_have_the_keys_of_vllms_own_class(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_for_vllms_rust_front_end_stats_have_the_keys_of_vllms_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
     data: dict[str, KVConnectorStats] = {"kvobs": KvobsStats.of(classes, Increments({1: 1}, [], {}))}

@@ -50,7 +50,7 @@ def context(is_sampled: bool = True) -> TraceContext:
 @pytest.mark.parametrize(
     ("is_slow", "error", "traces_all", "roots"), list(product([False, True], ["", "OSError"], *[[False, True]] * 2))
 )
-def test_a_call_is_a_span_because_it_failed_or_was_slow_or_else_of_the_level(
+def test_a_call_is_a_span_if_failed_or_slow_or_of_the_level(
     is_slow: bool, error: str, traces_all: bool, roots: bool
 ) -> None:
     expected = Reason.ERROR if error else Reason.SLOW if is_slow else Reason.LEVEL if traces_all and roots else None

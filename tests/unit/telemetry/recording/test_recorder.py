@@ -90,7 +90,7 @@ def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException
     assert mine.take().opened == []
 
 
-def test_a_slow_call_is_counted_and_the_first_is_logged(
+def test_slow_calls_are_counted_and_one_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = Recorder(1, slow_ns=50_000_000, names=("disk",))

@@ -92,9 +92,7 @@ def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) ->
 @pytest.mark.parametrize("option", [False, True, "always"])
 @pytest.mark.parametrize("sent", [{}, {"kvobs": ASK}, {"kvobs": {"report": False}}, {"remote": 1}])
 @pytest.mark.parametrize("own", [None, {}, {"key": 1}])
-def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
-    option: Any, sent: Any, own: Any, make: Make, a: Script
-) -> None:
+def test_who_asks_gets_a_report_and_nobody_else(option: Any, sent: Any, own: Any, make: Make, a: Script) -> None:
     a.offers["r"], a.params = KV, {} if own is None else {"r": own}
     engine = make(report=option)
     loaded(engine, a, **sent)
@@ -208,7 +206,7 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sync_load_in_the_requests_last_step_is_open_in_the_response_and_complete_in_the_log(
+def test_a_sync_load_in_the_last_step_is_open_in_the_response_and_complete_in_the_log(
     lag: int, make: Make, a: Script
 ) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
@@ -299,7 +297,7 @@ EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
     st.lists(st.booleans(), min_size=4, max_size=4),
     st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
 )
-def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothing_is_left(
+def test_in_any_order_of_events_each_request_is_logged(
     asyncs: list[bool], sequence: list[tuple[str, str, int]]
 ) -> None:
     """Ids come again, and a load may belong to another request than its event says."""

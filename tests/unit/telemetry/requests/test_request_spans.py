@@ -164,7 +164,7 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
     ("is_async", "outcome", "is_sampled", "ms"),
     list(product([True, False], ["ok", "failed", "aborted"], [True, False], [99, 101, 1001])),
 )
-def test_a_load_is_seen_with_its_trace_or_because_it_failed_or_was_slow(
+def test_a_load_is_seen_with_its_trace_or_failed_or_slow(
     is_async: bool, outcome: str, is_sampled: bool, ms: int
 ) -> None:
     """Above 1 s, or, where a step waits for it, above 100 ms."""
@@ -256,9 +256,7 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
     ],
     ids=str,
 )
-def test_a_load_says_what_it_saved_and_how_long_its_request_waited(
-    gain: Gain | None, expected: dict[str, float]
-) -> None:
+def test_a_load_says_what_it_saved_and_how_long_it_was_awaited(gain: Gain | None, expected: dict[str, float]) -> None:
     whole, *_ = Writer().loaded(trace_of(), load_of(), gain)
     assert {key: value for key, value in said(whole).items() if key in ("waited", "saved")} == expected
 

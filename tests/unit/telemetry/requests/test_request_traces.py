@@ -72,7 +72,7 @@ OTHER = {"sampled": SAMPLED._replace(trace_id="9" * 32), "unsampled": UNSAMPLED.
 
 
 @pytest.mark.parametrize(("own", "handed_on", "roots"), list(product(SENT, SENT, [True, False])))
-def test_a_request_joins_the_clients_trace_else_the_prefill_engines_else_begins_one(
+def test_a_request_joins_the_clients_or_the_prefill_engines_trace_or_begins_one(
     own: str, handed_on: str, roots: bool
 ) -> None:
     """Where a context is broken nobody knows what the caller wanted: no trace is begun in its stead."""
@@ -151,9 +151,7 @@ params_like = json_values | st.fixed_dictionaries({"kvobs": json_values | header
 
 
 @given(st.text(max_size=600), headers_like, params_like)
-def test_whatever_a_client_sends_nothing_raises_and_nothing_of_it_is_kept(
-    request_id: str, headers: Any, params: Any
-) -> None:
+def test_of_whatever_a_client_sends_nothing_raises_or_is_kept(request_id: str, headers: Any, params: Any) -> None:
     """Under pytest kvobs's own faults are raised on: there is none."""
     scheduler = Scheduler()
     context = live(scheduler, request(request_id, headers, params))

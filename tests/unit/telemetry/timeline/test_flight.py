@@ -269,7 +269,7 @@ def test_the_files_hold_no_content_and_no_ids(folder: Path, a: Script, b: Script
     assert len({one.request for process in by_name(folder).values() for one in process.transfers}) == 1
 
 
-def test_without_the_option_nothing_is_written_and_no_call_is_wrapped(
+def test_without_the_option_nothing_is_done(
     tmp_path: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_files, "create", None)
@@ -282,7 +282,7 @@ def test_without_the_option_nothing_is_written_and_no_call_is_wrapped(
 
 
 @pytest.mark.parametrize("problem", ["no parent", "others' folder"])
-def test_where_nothing_can_be_written_the_engine_serves_and_the_log_says_why(
+def test_an_engine_that_cannot_write_serves(
     problem: str, tmp_path: Path, a: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, says = tmp_path / "timeline", "has mode 777; use a folder of user"

@@ -69,9 +69,7 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     assert names(elsewhere) == []
 
 
-def test_a_link_in_the_files_place_is_not_followed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_a_files_place_is_not_followed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o700)
     victim = tmp_path / "victim"
     victim.write_text("as it was")
