@@ -98,7 +98,6 @@ def test_the_check_names_pages_that_differ(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
     without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -197,7 +196,7 @@ def test_configurations_are_found() -> None:
 
 @pytest.mark.parametrize(("name", "config"), BLOCKS, ids=[name for name, _ in BLOCKS])
 def test_every_configuration_is_right(name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvobs.cli.check.port._try_to_listen", lambda *_: None)  # another engine may have it here
+    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: None)  # another engine may have it here
     found = checked(json.dumps(config))
     assert found["mistakes"] == []
     assert found["warnings"] == []
