@@ -44,7 +44,6 @@ def good() -> dict[str, Any]:
 
 
 def telling() -> dict[str, Any]:
-    """Return a payload that has something of everything."""
     journal = Journal()
     recorder = Recorder(2, journal=journal)
     recorder.observe(0, signals.LOAD_DURATION, 2_000_000, "async")
@@ -112,7 +111,6 @@ broken = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return the path of everything in there."""
     yield path
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -123,7 +121,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(into: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return the same with another value at this place."""
     if not path:
         return value
     if isinstance(into, tuple):
@@ -172,9 +169,7 @@ def test_a_broken_payload_costs_no_other_anything(lasting: ApiServer, wrong: lis
     st.dictionaries(st.sampled_from(["data", "types", "num_failed_transfers"]) | st.text(max_size=3), broken),
     st.integers(1, 3),
 )
-def test_stats_of_a_childs_other_version_never_raise(
-    name: str, lasting: ApiServer, noted: dict[Any, Any], times: int
-) -> None:
+def test_childrens_strange_stats_never_raise(name: str, lasting: ApiServer, noted: dict[Any, Any], times: int) -> None:
     """NIXL's stats, for one, can't say whether they are empty when a key is missing."""
     for _ in range(times):
         lasting.receive({name: noted, "kvobs": good()["kvobs"]})
@@ -212,9 +207,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", OTHERS)
-def test_numbers_of_another_version_or_others_are_refused_and_counted(
-    how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_of_another_version_or_others_are_refused(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Slots are positions: with other children they would be counted for the wrong ones."""
     server = ApiServer()
     series = server.series()

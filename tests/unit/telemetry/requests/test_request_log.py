@@ -61,8 +61,6 @@ def numbers(path: Path) -> list[int]:
 
 
 class Stuck(Stderr):
-    """Never comes back from a write."""
-
     def __init__(self) -> None:
         super().__init__()
         self.is_over = threading.Event()
@@ -110,9 +108,7 @@ def test_after_a_rename_lines_go_to_the_new_file(start: Start, tmp_path: Path) -
     assert (numbers(old), numbers(path)) == ([0, 1], [2])
 
 
-def test_without_its_folder_lines_are_counted_as_lost(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_its_folder_lines_are_counted(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, recorder = tmp_path / "logs/log", Recorder(1)
     path.parent.mkdir()
     log = start(path, recorder)

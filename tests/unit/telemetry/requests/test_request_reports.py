@@ -32,8 +32,6 @@ PROMPT = 4 * BLOCK + 1
 
 
 class Engine:
-    """A rig, what clients get, and the log."""
-
     def __init__(self, folder: Path, *scripts: Script, **kvobs: Any) -> None:
         self.path = folder / "log"
         more = {key: kvobs.pop(key) for key in ("ranks", "lag", "policy") if key in kvobs}
@@ -53,7 +51,6 @@ class Engine:
         return report
 
     def lines(self) -> list[dict[str, Any]]:
-        """End the log, and return its lines."""
         self.rig.connector.shutdown()
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
@@ -79,7 +76,6 @@ def make(tmp_path: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) 
 
 
 def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) -> None:
-    """Let a request load from the first connector."""
     engine.rig.add(request, **params)
     engine.rig.run(2)
     script.say(0, received=request)
@@ -185,14 +181,8 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     report = dict(engine.report())
     (load,) = report.pop("loads")
     assert report.pop("lookup_s") > 0
-    assert report == {
-        "asked": True,
-        "prompt_tokens": PROMPT,
-        "local_tokens": 0,
-        "offered_tokens": {"one": 2 * BLOCK, "two": 3 * BLOCK},
-        "lookups": 3,
-        "saves": ["two"],
-    }
+    assert report.pop("offered_tokens") == {"one": 2 * BLOCK, "two": 3 * BLOCK}
+    assert report == {"asked": True, "prompt_tokens": PROMPT, "local_tokens": 0, "lookups": 3, "saves": ["two"]}
     assert load["waited_s"] >= load["duration_s"] > 0
     (line,) = engine.lines()
     about = {key: line.pop(key) for key in ("time", "engine", "pid", "request_id", "finish_reason")}
@@ -206,7 +196,7 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sync_load_in_the_last_step_is_open_in_the_response_and_complete_in_the_log(
+def test_a_sync_load_in_the_last_step_is_open_in_the_response_and_ended_in_the_log(
     lag: int, make: Make, a: Script
 ) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
@@ -297,9 +287,7 @@ EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
     st.lists(st.booleans(), min_size=4, max_size=4),
     st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
 )
-def test_in_any_order_of_events_each_request_is_logged(
-    asyncs: list[bool], sequence: list[tuple[str, str, int]]
-) -> None:
+def test_in_any_order_each_request_is_logged(asyncs: list[bool], sequence: list[tuple[str, str, int]]) -> None:
     """Ids come again, and a load may belong to another request than its event says."""
     lines: list[Any] = []
     reports = Reports(NAMES, True, lines.append)
@@ -337,21 +325,6 @@ def test_a_fault_costs_the_report_and_nothing_else(make: Make, a: Script, monkey
     monkeypatch.setattr(request_reports, "into_params", None)
     loaded(engine, a)
     assert engine.answers == {"r": {"key": 1}}
-
-
-@pytest.mark.usefixtures("in_production")
-def test_an_engine_starts_where_no_thread_can(
-    make: Make, a: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(*_args: Any, **_more: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(request_log, "Thread", refused)
-    a.offers["r"] = KV
-    engine = make(report="always", log=True)
-    loaded(engine, a)
-    assert engine.answers == {"r": None}
-    assert "internal error in kvobs's telemetry (record)" in caplog.text
 
 
 def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -> None:

@@ -42,8 +42,6 @@ def said(written: Record) -> dict[str, Any]:
 
 
 class Writer:
-    """What writes the spans, and what was written."""
-
     def __init__(self) -> None:
         journal = Journal()
         self.recorder = Recorder(2, journal=journal)
@@ -147,26 +145,16 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
     """Return a load that began at 1 s and took ``ms`` on its last rank, 1 ms less on the one before, and so on."""
     began = 1_000 * MS
     took = {rank: (ms - (ranks - 1 - rank)) * MS for rank in range(ranks)}
-    return Load(
-        1,
-        64,
-        is_async,
-        ranks,
-        opened_ns=began,
-        arrived={rank: began + ns for rank, ns in took.items()},
-        ranks={rank: part(rank, began + MS, began + MS + ns, ns) for rank, ns in took.items()},
-        size=640,
-        **more,
-    )
+    arrived = {rank: began + ns for rank, ns in took.items()}
+    reports = {rank: part(rank, began + MS, began + MS + ns, ns) for rank, ns in took.items()}
+    return Load(1, 64, is_async, ranks, opened_ns=began, arrived=arrived, ranks=reports, size=640, **more)
 
 
 @pytest.mark.parametrize(
     ("is_async", "outcome", "is_sampled", "ms"),
     list(product([True, False], ["ok", "failed", "aborted"], [True, False], [99, 101, 1001])),
 )
-def test_a_load_is_seen_with_its_trace_or_failed_or_slow(
-    is_async: bool, outcome: str, is_sampled: bool, ms: int
-) -> None:
+def test_a_load_is_seen_if_traced_failed_or_slow(is_async: bool, outcome: str, is_sampled: bool, ms: int) -> None:
     """Above 1 s, or, where a step waits for it, above 100 ms."""
     is_slow = ms > (1_000 if is_async else 100)
     expected = (
@@ -231,16 +219,9 @@ times = st.integers(0, 2**60)
 def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_its_own_times(
     is_async: bool, opened_ns: int, ranks: dict[int, tuple[int, int, int]], outcome: dict[str, Any]
 ) -> None:
-    load = Load(
-        0,
-        16,
-        is_async,
-        1,
-        opened_ns=opened_ns,
-        arrived={rank: arrived for rank, (_, _, arrived) in ranks.items()},
-        ranks={rank: part(rank, began, began + spent) for rank, (began, spent, _) in ranks.items()},
-        **outcome,
-    )
+    arrived = {rank: arrived for rank, (_, _, arrived) in ranks.items()}
+    reports = {rank: part(rank, began, began + spent) for rank, (began, spent, _) in ranks.items()}
+    load = Load(0, 16, is_async, 1, opened_ns=opened_ns, arrived=arrived, ranks=reports, **outcome)
     _, *parts = Writer().loaded(trace_of(), load)
     assert {(one.attributes["kv_transfer.rank"], one.start_ns, one.end_ns) for one in parts} == {
         (rank, began or spent, began + spent) for rank, (began, spent, _) in ranks.items()

@@ -40,8 +40,6 @@ LOOKUP, ALLOC = "get_num_new_matched_tokens", "update_state_after_alloc"
 
 
 class Scheduler:
-    """The traces of a scheduler with two children."""
-
     def __init__(self, *, roots: bool = True, traces_all: bool = False, sampler: Any = None) -> None:
         journal = Journal()
         self.recorder = Recorder(2, journal=journal)
@@ -72,9 +70,7 @@ OTHER = {"sampled": SAMPLED._replace(trace_id="9" * 32), "unsampled": UNSAMPLED.
 
 
 @pytest.mark.parametrize(("own", "handed_on", "roots"), list(product(SENT, SENT, [True, False])))
-def test_a_request_joins_the_clients_or_the_prefill_engines_trace_or_begins_one(
-    own: str, handed_on: str, roots: bool
-) -> None:
+def test_a_request_joins_the_clients_or_the_prefills_trace_or_begins_one(own: str, handed_on: str, roots: bool) -> None:
     """Where a context is broken nobody knows what the caller wanted: no trace is begun in its stead."""
     mine, link = SENT[own], OTHER.get(handed_on, SENT[handed_on])
     scheduler = Scheduler(roots=roots)
@@ -112,7 +108,6 @@ def test_a_trace_lasts_as_long_as_its_request() -> None:
 
 
 def strings(value: Any) -> list[str]:
-    """Return every string that is kept in there."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

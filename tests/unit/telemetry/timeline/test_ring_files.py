@@ -109,14 +109,6 @@ def test_of_ended_processes_the_newest_stay_and_of_living_ones_all(folder: Path)
     assert set(alive) <= set(names(folder))
 
 
-def test_the_lock_goes_with_the_mapping(folder: Path) -> None:
-    memory = create(folder, "0-rank1", SIZE)
-    (path,) = folder.iterdir()
-    assert is_written(path)
-    memory.close()
-    assert not is_written(path)
-
-
 def test_a_killed_processs_file_is_no_longer_written_and_holds_what_it_wrote(folder: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from kvobs.telemetry.timeline.ring_files import create\n"
