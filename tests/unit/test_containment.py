@@ -181,9 +181,7 @@ def expected() -> list[Any]:
         return Story(patch).happen()
 
 
-def test_the_story_is_always_the_same_and_passes_each_seam(
-    monkeypatch: pytest.MonkeyPatch, expected: list[Any]
-) -> None:
+def test_the_story_is_the_same_and_passes_each_seam(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
     passed: set[str] = set()
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected

@@ -167,9 +167,7 @@ def test_sync_loads_that_fail_in_one_step(monkeypatch: pytest.MonkeyPatch, a: Sc
     assert engine.value("kvobs_failed_sync_loads_total") == 2
 
 
-def test_a_load_that_fails_on_one_rank_is_recomputed_whole(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_a_load_failed_on_one_rank_is_recomputed_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = [(3 * BLOCK, True), (0, False)]
     engine = Observed(monkeypatch, a, b)
     request = engine.rig.add("r")
