@@ -138,9 +138,7 @@ def test_inherited_code_sees_which_child_loads_a_request(rig: Rig) -> None:
     assert (dict(choices), len(choices)) == ({"r": 1}, 1)
 
 
-def test_a_hook_of_a_newer_vllm_reaches_the_children_and_is_named_at_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_of_a_newer_vllm_arrives(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     recorded = []
 
     def broadcast(self: Any, word: str) -> None:

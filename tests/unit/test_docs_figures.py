@@ -71,12 +71,8 @@ def test_times_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_times_in_the_runbook_are_those_of_the_rule(name: str) -> None:
+def test_times_in_the_runbook_and_the_conditions_are_those_of_the_rule(name: str) -> None:
     assert times(MEANINGS[name]) <= in_rule(ALERTS[name]) | BESIDE.get(name, set())
-
-
-@pytest.mark.parametrize("name", ALERTS)
-def test_times_of_the_conditions_are_those_of_the_rule(name: str) -> None:
     assert times(CONDITIONS[name.removeprefix("Kvobs")](Site())) <= in_rule(ALERTS[name])
 
 

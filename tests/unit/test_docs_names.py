@@ -44,13 +44,11 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OUTSIDE_FENCES = {page: FENCE.sub("", text) for page, text in ALL_TEXTS.items()}
 
 
-@pytest.mark.parametrize("file", every(r"([\w/]+\.py)\b", OUTSIDE_FENCES), ids=str)
-def test_a_file_in_a_page_exists(file: Mention) -> None:
-    assert is_there(file.what, file.page)
+IN_PROSE = [*every(r"([\w/]+\.py)\b", OUTSIDE_FENCES), *every(r"([\w./-]*\w\.(?:py|md))\b", DOCSTRINGS)]
 
 
-@pytest.mark.parametrize("file", every(r"([\w./-]*\w\.(?:py|md))\b", DOCSTRINGS), ids=str)
-def test_a_file_in_a_docstring_exists(file: Mention) -> None:
+@pytest.mark.parametrize("file", IN_PROSE, ids=str)
+def test_a_file_in_a_page_or_a_docstring_exists(file: Mention) -> None:
     assert is_there(file.what, file.page)
 
 

@@ -51,18 +51,9 @@ def test_the_chart_takes_the_values(name: str) -> None:
     jsonschema.validate(values(name), charts.schema(CHARTS[name]))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda spec: spec["modelSpec"][0]["vllmConfig"].update(extraArg=["--x"]),
-        lambda spec: spec["modelSpec"][0].update(replicaCount="2"),
-        lambda spec: spec.update(serviceMonitor={"enable": False}),
-        lambda spec: spec.update(modelSpec=[]),
-    ],
-)
-def test_a_slip_in_values_is_found(change: Any) -> None:
+def test_a_slip_in_values_is_found() -> None:
     wrong = values("production-stack")
-    change(wrong["servingEngineSpec"])
+    wrong["servingEngineSpec"]["modelSpec"][0]["vllmConfig"].update(extraArg=["--x"])
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(wrong, charts.schema(charts.VLLM_STACK))
 

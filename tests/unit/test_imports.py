@@ -68,22 +68,21 @@ def test_imports_are_found() -> None:
     assert sum(len(imported(name)) for name in MODULES) > 200
 
 
-def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
-    within = [name for name in MODULES if name.startswith(tuple(f"{part}." for part in (*NEEDS_NO_VLLM, *PURE)))]
-    names = ["kvobs", *(f"kvobs.{name}" for name in (*NEEDS_NO_VLLM, *within, *WITHOUT_TORCH))]
-    hide = "import importlib, sys; sys.modules['vllm'] = sys.modules['torch'] = None; "
-    code = hide + f"[importlib.import_module(name) for name in {names}]"
+def import_without(hidden: tuple[str, ...], modules: list[str]) -> None:
+    hide = f"import importlib, sys; sys.modules.update(dict.fromkeys({hidden})); "
+    code = f"{hide}[importlib.import_module(name) for name in {modules}]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
+    within = [name for name in MODULES if name.startswith(tuple(f"{part}." for part in (*NEEDS_NO_VLLM, *PURE)))]
+    names = ["kvobs", *(f"kvobs.{name}" for name in (*NEEDS_NO_VLLM, *within, *WITHOUT_TORCH))]
+    import_without(("vllm", "torch"), names)
+
+
 def test_the_state_knows_no_telemetry() -> None:
-    code = "import sys; sys.modules['opentelemetry'] = sys.modules['prometheus_client'] = None; "
     names = [f"kvobs.{name}" for name in MODULES if room(name) in ("prediction", "state")]
-    subprocess.run(
-        [sys.executable, "-c", f"{code}import importlib; [importlib.import_module(name) for name in {names}]"],
-        check=True,
-        timeout=300,
-    )
+    import_without(("opentelemetry", "prometheus_client"), names)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from kvobs import faults
 from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.testing import BLOCK, Script
-from tests.support.observed import KV, NAMES, STEP_S, SYNC, Observed
+from tests.support.observed import KV, NAMES, STEP_S, Observed
 from tests.support.rig import child_config
 
 # --- calls
@@ -112,48 +112,6 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert lost == {("two", "other_chosen"): 2 * BLOCK}
 
 
-def test_an_offer_below_the_minimum(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"], b.offers["r"] = (2 * BLOCK, True), (BLOCK, True)
-    a.offers["q"] = (2 * BLOCK, True)
-    engine = Observed(monkeypatch, a, b, min_tokens={"one": 3 * BLOCK})
-    engine.rig.add("r")
-    engine.rig.add("q")
-    engine.step()
-    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [0, 0], "asked, and discarded"
-    lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
-    assert lost == {("one", "below_minimum"): BLOCK + 2 * BLOCK}, "beyond what the other one loads"
-    assert engine.value("kvobs_admitted_tokens_total", "two") == BLOCK
-    assert engine.value("kvobs_offered_tokens_total", "one") == 4 * BLOCK
-    assert engine.value("kvobs_unused_offers_total", "one") == 2
-
-
-def test_decisions(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    """The first connector's loads take four steps; those of the second nothing; computing all takes 0.3 s."""
-    engine = Observed(monkeypatch, a, b, ranks=1, load_policy="fastest")
-    engine.token_s = 0.005
-    for i in range(40):
-        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
-        engine.step()
-    assert not any(engine.series("kvobs_load_decisions_total").values()), "nothing was offered"
-    for request, offered in {"r0": (a, b), "r1": (a, b), "r2": (a, b), "r3": (a,)}.items():
-        for script in offered:
-            script.offers[request] = KV if script is a else SYNC
-        engine.rig.add(request)
-        engine.step(4)
-        a.say(0, received="r0")
-        engine.step(3)
-        a.reports.clear()
-    decided = {key: n for key, n in engine.series("kvobs_load_decisions_total").items() if n}
-    assert decided == {
-        ("one", "unknown"): 1,
-        ("two", "unknown"): 1,
-        ("two", "predicted_fastest"): 1,
-        ("one", "computing_is_faster"): 1,
-    }
-    lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
-    assert lost == {("one", "declined"): 2 * BLOCK}
-
-
 # --- saves
 
 
@@ -182,11 +140,7 @@ def test_stray_reports(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     engine = Observed(monkeypatch, a, b, ranks=1)
     a.say(0, received="x", failed="y", saved="z")
     engine.step()
-    assert engine.series("kvobs_stray_reports_total") == {
-        ("one", "load"): 1,
-        ("one", "failure"): 1,
-        ("one", "save"): 1,
-    }
+    assert engine.series("kvobs_stray_reports_total") == {("one", "load"): 1, ("one", "failure"): 1, ("one", "save"): 1}
 
 
 @pytest.mark.parametrize("kind", ["load", "save"])
@@ -250,7 +204,6 @@ def test_block_copies(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> 
     for direction, blocks, calls in (("d2h", 4, 2), ("h2d", 1, 1)):
         assert engine.value("kvobs_block_copy_bytes_total", "two", direction=direction) == blocks * block
         assert engine.value("kvobs_block_copy_duration_seconds_count", "two", direction=direction) == calls
-        assert engine.value("kvobs_block_copy_duration_seconds_sum", "two", direction=direction) > 0
         assert engine.value("kvobs_block_copy_bytes_total", "one", direction=direction) == 0
 
 
@@ -318,12 +271,3 @@ def test_the_last_steps_take_everything_with_them(monkeypatch: pytest.MonkeyPatc
     engine.step(seconds=1e-4)  # vLLM steps on while a connector holds blocks
     assert engine.value("kvobs_saves_total", "two", outcome="ok") == 5
     assert engine.value("kvobs_in_flight", "two", kind="save") == 0
-
-
-def test_between_flushes_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    engine = Observed(monkeypatch, a, b)
-    engine.rig.add("r", max_tokens=40)
-    engine.step()
-    assert len(engine.rig.stats) == 1
-    engine.step(20, seconds=1e-3)
-    assert len(engine.rig.stats) == 1

@@ -18,14 +18,7 @@ from kvobs import testing
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
-        *(
-            "Series",
-            "slot",
-            "find",
-            "locate",
-            "place",
-            "of_child",
-        ),  # places in the payload
+        *("Series", "slot", "find", "locate", "place", "of_child"),  # places in the payload
         "labelnames",  # of what the exporter serves
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 from opentelemetry import trace as otel
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 import tests.support.scripted
@@ -23,21 +22,13 @@ from kvobs.telemetry.payload import stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
 from kvobs.telemetry.payload.wire import VERSION
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests import trace_context
-from kvobs.telemetry.requests.trace_context import (
-    MalformedContextError,
-    as_otel,
-    into_params,
-    of_headers,
-    of_params,
-    parse,
-)
+from kvobs.telemetry.requests.trace_context import as_otel, into_params, of_headers, of_params, parse
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import SAMPLED, no_otel_variables
 from tests.support.front import Front
 from tests.support.rig import child_config
-from tests.support.scripted import MeteredConnector, Stats
+from tests.support.scripted import MeteredConnector
 
 PACKAGE = Path(kvobs.__file__).parent
 SECRET = "s3cr3t-" + "0123456789" * 3
@@ -65,7 +56,6 @@ def imports(node: ast.AST) -> set[str]:
 
 
 def called(node: ast.AST) -> str:
-    """Return the name of what is called, if anything is."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Name):
         return function.id
@@ -154,13 +144,6 @@ class Looked:
         raise AttributeError(name)
 
 
-class Outer:
-    class Inner(KVConnectorBase_V1):
-        @classmethod
-        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-            return Stats(data=data or {})
-
-
 LOOKED = Looked()
 
 
@@ -168,19 +151,15 @@ def noted(path: Any) -> Any:
     return rebuild({"a": {"n": 1}, "kvobs": {"v": VERSION, "children": {"a": path}}})["a"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Trap", "LOOKED", "LOOKED.x", "Trap.build_kv_connector_stats", "KVConnectorBase_V1.__subclasses__", "sys"],
-)
-def test_what_is_no_connector_is_not_touched(name: str) -> None:
+HERE = ("Trap", "LOOKED", "LOOKED.x", "Trap.build_kv_connector_stats", "KVConnectorBase_V1.__subclasses__", "sys")
+ELSEWHERE = ("os:system", "builtins:exec", "sys:modules", "subprocess:Popen", "os:path.join", ":")
+
+
+@pytest.mark.parametrize("path", [*(f"{__name__}:{name}" for name in HERE), *ELSEWHERE])
+def test_what_is_no_connector_is_not_touched(path: str) -> None:
     Trap.used.clear()  # pytest looks into everything here
-    assert isinstance(noted(f"{__name__}:{name}"), RawStats)
-    assert Trap.used == []
-
-
-@pytest.mark.parametrize("path", ["os:system", "builtins:exec", "sys:modules", "subprocess:Popen", "os:path.join", ":"])
-def test_no_name_leads_out_of_the_connectors(path: str) -> None:
     assert isinstance(noted(path), RawStats)
+    assert Trap.used == []
 
 
 def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +170,6 @@ def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert isinstance(noted(path), RawStats)
     assert not ran.exists()
     assert not {"not_configured_here", "antigravity"} & set(sys.modules)
-
-
-def test_a_connector_that_is_imported_is_found_by_its_path_also_inside_another_class() -> None:
-    assert isinstance(noted(class_path(Outer.Inner)), Stats)
 
 
 def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +200,6 @@ def test_what_is_too_long_is_not_even_matched(part: str, monkeypatch: pytest.Mon
 
 
 class Counting(dict[str, Any]):
-    """Counts how often something is asked of it."""
-
     asked = 0
 
     def __getitem__(self, key: str) -> Any:
@@ -251,24 +224,6 @@ def test_of_many_headers_and_params_only_ours_are_looked_at(junk: int) -> None:
     params = Counting({**more, "kvobs": own})
     assert of_headers(headers) == of_params(params) == SAMPLED
     assert max(headers.asked, own.asked, params.asked) <= 3
-
-
-@pytest.mark.parametrize("value", [b"00-", SAMPLED.traceparent.encode(), 7, 1e9, [SAMPLED.traceparent], {"a": 1}, True])
-def test_what_is_no_string_is_malformed_and_not_converted(value: Any) -> None:
-    deep: Any = value
-    for _ in range(10_000):
-        deep = {"kvobs": deep}
-    for read, sent in ((of_headers, {"traceparent": value}), (of_params, {"kvobs": {"traceparent": value}})):
-        with pytest.raises(MalformedContextError):
-            read(sent)
-    with pytest.raises(MalformedContextError):
-        of_params(deep)
-
-
-@pytest.mark.parametrize("digits", ["\u0660", "\uff10", "\u0131", "A", "\x00", " "])
-def test_only_ascii_digits_in_lower_case_are_hex(digits: str) -> None:
-    for at in (0, 3, 36, 53):
-        assert parse(SAMPLED.traceparent[:at] + digits + SAMPLED.traceparent[at + 1 :]) is None
 
 
 def test_of_a_clients_context_nothing_but_ids_and_the_flag_is_handed_on() -> None:
@@ -296,17 +251,7 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
     }
 
 
-def test_of_an_exception_only_its_class_is_passed_on() -> None:
-    recorder = Recorder(1)
-    recorder.failed(0, "save_kv_layer", 0, 1, RuntimeError(SECRET, SECRET))
-    taken = recorder.take()
-    assert taken.opened == [["kvobs_call_errors_total", 0, "save_kv_layer", "RuntimeError", 1]]
-    assert SECRET not in repr(taken)
-
-
-def test_nothing_of_prompts_params_headers_or_configurations_leaves_an_engine(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_secret_leaves_an_engine(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in payloads and spans, not in metrics, not in kvobs's lines of the log."""
     a, b = Script("a"), Script("b")
     connectors = [child_config(s, "MeteredConnector") for s in (a, b)]

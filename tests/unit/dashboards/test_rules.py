@@ -53,7 +53,7 @@ def test_an_alert_says_all_that_it_must(name: str) -> None:
     annotations = alert["annotations"]
     assert "{{" not in annotations["summary"]
     assert annotations["summary"].endswith(".")
-    assert "$value" in annotations["description"] or name == "KvobsJobMissing"
+    assert "$value" in annotations["description"] or name in ("KvobsJobMissing", "KvobsEngineEnded")
     assert f"$labels.{'instance' if 'instance' in BY_NAME[name].about else 'job'}" in annotations["description"]
     assert annotations["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
 

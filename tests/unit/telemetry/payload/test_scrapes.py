@@ -22,13 +22,8 @@ from kvobs.telemetry.payload.scrapes import (
     quantile,
 )
 
-NAMES = (
-    "kvobs_lookups_total",
-    "kvobs_load_duration_seconds_bucket",
-    "kvobs_load_duration_seconds_sum",
-    "kvobs_self_seconds_total",
-    "kvobs_in_flight",
-)
+OF_LOADS = tuple(f"kvobs_load_duration_seconds_{part}" for part in ("bucket", "sum"))
+NAMES = (*OF_LOADS, "kvobs_lookups_total", "kvobs_self_seconds_total", "kvobs_in_flight")
 VALUES = st.dictionaries(
     st.tuples(st.sampled_from(NAMES), st.sampled_from("abc").map(lambda c: frozenset({("connector", c)}))),
     st.integers(0, 9).map(float),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvobs import faults
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.telemetry.recording.call_spans import LINKS_AT_MOST, CallEvent, CallSpans, Parent, StepTraces
@@ -16,14 +15,12 @@ from kvobs.telemetry.recording.journal import AT_MOST, Journal
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.trace_context import TraceContext, new_span_id, new_trace_id
 from kvobs.vllm_api.hooks import HOOKS, Cadence
-from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, BrokenSampler, Sampler, record, request, written
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, Sampler, record, request, written
 
 STEP_HOOK, LOAD_HOOK, REQUEST_HOOK = "wait_for_save", "start_load_kv", "update_state_after_alloc"
 
 
 class Calls:
-    """The calls of a process with two children."""
-
     def __init__(self, *, traces_all: bool = False, roots: bool = True, sampler: Any = None, **more: Any) -> None:
         self.journal = Journal()
         self.recorder = Recorder(2, journal=self.journal)
@@ -50,9 +47,7 @@ def context(is_sampled: bool = True) -> TraceContext:
 @pytest.mark.parametrize(
     ("is_slow", "error", "traces_all", "roots"), list(product([False, True], ["", "OSError"], *[[False, True]] * 2))
 )
-def test_a_call_is_a_span_because_it_failed_or_was_slow_or_else_of_the_level(
-    is_slow: bool, error: str, traces_all: bool, roots: bool
-) -> None:
+def test_a_call_is_a_span_if_failed_slow_or_wanted(is_slow: bool, error: str, traces_all: bool, roots: bool) -> None:
     expected = Reason.ERROR if error else Reason.SLOW if is_slow else Reason.LEVEL if traces_all and roots else None
     found = Calls(traces_all=traces_all, roots=roots).note(is_slow=is_slow, error=error)
     assert [one.reason for one in found] == ([expected] if expected else [])
@@ -173,17 +168,3 @@ def test_a_schedulers_call_about_a_request_is_where_the_request_says(hook: str) 
     assert [noticed.subject for noticed in asked] == [mine, mine]
     calls.spans.join_step(SAMPLED, {})
     assert calls.one(STEP_HOOK, subject=mine).trace_id == SAMPLED.trace_id
-
-
-# --- faults
-
-
-@pytest.mark.usefixtures("in_production")
-def test_a_fault_costs_the_span_and_nothing_else() -> None:
-    calls = Calls(traces_all=True, sampler=BrokenSampler())
-    assert calls.spans.begin_step() is None
-    assert calls.note() == []
-    assert calls.note("no_such_hook", is_slow=True) == []
-    broken = Calls(of_request=lambda noticed: noticed.subject.place)
-    assert broken.note(REQUEST_HOOK, is_slow=True, subject=None) == []
-    assert faults.take() == {"trace": 4}

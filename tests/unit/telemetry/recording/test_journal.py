@@ -60,9 +60,7 @@ TAKE, DROP = "take", "drop"
 
 
 @given(st.lists(st.sampled_from([TAKE, DROP]) | st.tuples(sizes, st.booleans()), max_size=40))
-def test_slow_and_failed_spans_displace_others_and_every_span_is_handed_out_or_counted(
-    events: list[str | tuple[int, bool]],
-) -> None:
+def test_slow_and_failed_spans_displace_others_and_each_loss_is_counted(events: list[str | tuple[int, bool]]) -> None:
     journal, model = Journal(), Model()
     for number, event in enumerate([*events, TAKE]):
         if event == TAKE:

@@ -32,8 +32,6 @@ PROMPT = 4 * BLOCK + 1
 
 
 class Engine:
-    """A rig, what clients get, and the log."""
-
     def __init__(self, folder: Path, *scripts: Script, **kvobs: Any) -> None:
         self.path = folder / "log"
         more = {key: kvobs.pop(key) for key in ("ranks", "lag", "policy") if key in kvobs}
@@ -53,7 +51,6 @@ class Engine:
         return report
 
     def lines(self) -> list[dict[str, Any]]:
-        """End the log, and return its lines."""
         self.rig.connector.shutdown()
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
@@ -79,7 +76,6 @@ def make(tmp_path: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) 
 
 
 def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) -> None:
-    """Let a request load from the first connector."""
     engine.rig.add(request, **params)
     engine.rig.run(2)
     script.say(0, received=request)
@@ -92,9 +88,7 @@ def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) ->
 @pytest.mark.parametrize("option", [False, True, "always"])
 @pytest.mark.parametrize("sent", [{}, {"kvobs": ASK}, {"kvobs": {"report": False}}, {"remote": 1}])
 @pytest.mark.parametrize("own", [None, {}, {"key": 1}])
-def test_who_asks_gets_a_report_and_everybody_else_what_the_connectors_return(
-    option: Any, sent: Any, own: Any, make: Make, a: Script
-) -> None:
+def test_who_asks_gets_a_report_and_nobody_else(option: Any, sent: Any, own: Any, make: Make, a: Script) -> None:
     a.offers["r"], a.params = KV, {} if own is None else {"r": own}
     engine = make(report=option)
     loaded(engine, a, **sent)
@@ -125,18 +119,6 @@ def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Scrip
     assert len(engine.rig.connector._side.reports) == 0
     a.say(0, received="r")
     engine.rig.run(4)
-
-
-@pytest.mark.parametrize("params", [3, [], "kvobs", ["kvobs"], None, {}])
-def test_params_need_not_be_an_object(params: Any, make: Make, a: Script) -> None:
-    a.offers["r"] = KV
-    engine = make(report="always", log=True)
-    request = engine.rig.add("r")
-    request.kv_transfer_params = params
-    engine.rig.run(2)
-    a.say(0, received="r")
-    engine.rig.run(5)
-    assert engine.report()["asked"] is False
 
 
 @given(json_values | st.dictionaries(st.just("kvobs"), json_values | st.dictionaries(st.just("report"), json_values)))
@@ -199,14 +181,8 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     report = dict(engine.report())
     (load,) = report.pop("loads")
     assert report.pop("lookup_s") > 0
-    assert report == {
-        "asked": True,
-        "prompt_tokens": PROMPT,
-        "local_tokens": 0,
-        "offered_tokens": {"one": 2 * BLOCK, "two": 3 * BLOCK},
-        "lookups": 3,
-        "saves": ["two"],
-    }
+    assert report.pop("offered_tokens") == {"one": 2 * BLOCK, "two": 3 * BLOCK}
+    assert report == {"asked": True, "prompt_tokens": PROMPT, "local_tokens": 0, "lookups": 3, "saves": ["two"]}
     assert load["waited_s"] >= load["duration_s"] > 0
     (line,) = engine.lines()
     about = {key: line.pop(key) for key in ("time", "engine", "pid", "request_id", "finish_reason")}
@@ -220,7 +196,7 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sync_load_in_the_requests_last_step_is_open_in_the_response_and_complete_in_the_log(
+def test_a_sync_load_in_the_last_step_is_open_in_the_response_and_ended_in_the_log(
     lag: int, make: Make, a: Script
 ) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
@@ -265,24 +241,17 @@ def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> 
 
 
 def test_the_log_has_a_line_for_each_finished_request(make: Make, a: Script) -> None:
-    ids = [f"cmpl-{i}-0-0123abcd" for i in range(10)]
+    ids = [*(f"cmpl-{i}-0-0123abcd" for i in range(10)), "x" * 1000]
     engine = make(log=True)
     a.offers |= dict.fromkeys(ids, SYNC)
     for name in ids:
         engine.rig.add(name, max_tokens=1, tokens=BLOCK * 2)
         engine.rig.run(2)
     assert set(engine.answers.values()) == {None}
-    assert [line["request_id"] for line in engine.lines()] == ids
+    assert [line["request_id"] for line in engine.lines()] == [*ids[:-1], "x" * 256]
 
 
 # --- bounds and faults
-
-
-def test_an_id_in_the_log_is_cut(make: Make) -> None:
-    engine = make(log=True)
-    engine.rig.add("x" * 1000, max_tokens=1)
-    engine.rig.run(3)
-    assert engine.lines()[0]["request_id"] == "x" * 256
 
 
 def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -> None:
@@ -318,9 +287,7 @@ EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
     st.lists(st.booleans(), min_size=4, max_size=4),
     st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.sampled_from("pq"), st.integers(0, 3)), max_size=60),
 )
-def test_in_whatever_order_events_come_each_finished_request_is_logged_and_nothing_is_left(
-    asyncs: list[bool], sequence: list[tuple[str, str, int]]
-) -> None:
+def test_in_any_order_each_request_is_logged(asyncs: list[bool], sequence: list[tuple[str, str, int]]) -> None:
     """Ids come again, and a load may belong to another request than its event says."""
     lines: list[Any] = []
     reports = Reports(NAMES, True, lines.append)
@@ -358,21 +325,6 @@ def test_a_fault_costs_the_report_and_nothing_else(make: Make, a: Script, monkey
     monkeypatch.setattr(request_reports, "into_params", None)
     loaded(engine, a)
     assert engine.answers == {"r": {"key": 1}}
-
-
-@pytest.mark.usefixtures("in_production")
-def test_an_engine_starts_where_no_thread_can(
-    make: Make, a: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(*_args: Any, **_more: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(request_log, "Thread", refused)
-    a.offers["r"] = KV
-    engine = make(report="always", log=True)
-    loaded(engine, a)
-    assert engine.answers == {"r": None}
-    assert "internal error in kvobs's telemetry (record)" in caplog.text
 
 
 def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -> None:

@@ -40,8 +40,6 @@ LOOKUP, ALLOC = "get_num_new_matched_tokens", "update_state_after_alloc"
 
 
 class Scheduler:
-    """The traces of a scheduler with two children."""
-
     def __init__(self, *, roots: bool = True, traces_all: bool = False, sampler: Any = None) -> None:
         journal = Journal()
         self.recorder = Recorder(2, journal=journal)
@@ -72,9 +70,7 @@ OTHER = {"sampled": SAMPLED._replace(trace_id="9" * 32), "unsampled": UNSAMPLED.
 
 
 @pytest.mark.parametrize(("own", "handed_on", "roots"), list(product(SENT, SENT, [True, False])))
-def test_a_request_joins_the_clients_trace_else_the_prefill_engines_else_begins_one(
-    own: str, handed_on: str, roots: bool
-) -> None:
+def test_a_request_joins_the_clients_or_the_prefills_trace_or_begins_one(own: str, handed_on: str, roots: bool) -> None:
     """Where a context is broken nobody knows what the caller wanted: no trace is begun in its stead."""
     mine, link = SENT[own], OTHER.get(handed_on, SENT[handed_on])
     scheduler = Scheduler(roots=roots)
@@ -112,7 +108,6 @@ def test_a_trace_lasts_as_long_as_its_request() -> None:
 
 
 def strings(value: Any) -> list[str]:
-    """Return every string that is kept in there."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -151,9 +146,7 @@ params_like = json_values | st.fixed_dictionaries({"kvobs": json_values | header
 
 
 @given(st.text(max_size=600), headers_like, params_like)
-def test_whatever_a_client_sends_nothing_raises_and_nothing_of_it_is_kept(
-    request_id: str, headers: Any, params: Any
-) -> None:
+def test_of_whatever_a_client_sends_nothing_raises_or_is_kept(request_id: str, headers: Any, params: Any) -> None:
     """Under pytest kvobs's own faults are raised on: there is none."""
     scheduler = Scheduler()
     context = live(scheduler, request(request_id, headers, params))
@@ -334,17 +327,12 @@ def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() 
     context = handed(traces)
     for child in (0, 1):
         traces.saved("r", child, Save(True), 1)
-    other, first = (one.span_id for one in scheduler.written())
+    second, first = (one.span_id for one in scheduler.written())
     assert context == TraceContext(SAMPLED.trace_id, first, True)
-    assert first != other
+    assert first != second
     assert handed(Scheduler().traces) is None
-
-
-def test_what_is_handed_on_is_a_context_also_where_the_trace_begins_here() -> None:
-    scheduler = Scheduler()
-    begun = scheduler.traces.of(request())
-    context = trace_context.of_params(scheduler.traces.into_params("r", {}))
-    assert context == TraceContext(begun.trace_id, begun.lookup_id, True)
+    begun = (other := Scheduler().traces).of(request())
+    assert handed(other) == TraceContext(begun.trace_id, begun.lookup_id, True), "where the trace begins here"
 
 
 # --- activation

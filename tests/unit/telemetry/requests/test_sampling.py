@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,17 +27,10 @@ def options(**more: Any) -> Options:
     return Options.model_validate(more)
 
 
-@pytest.mark.parametrize(
-    ("level", "endpoint", "variable", "disabled"),
-    list(
-        product(
-            [None, "off", "requests", "calls"],
-            [None, URL],
-            [None, TRACES_ENDPOINT, ENDPOINT],
-            [None, "false", "true", " TRUE "],
-        )
-    ),
-)
+@pytest.mark.parametrize("level", [None, "off", "requests", "calls"])
+@pytest.mark.parametrize("endpoint", [None, URL])
+@pytest.mark.parametrize("variable", [None, TRACES_ENDPOINT, ENDPOINT])
+@pytest.mark.parametrize("disabled", [None, "false", "true", " TRUE "])
 def test_what_is_traced(
     *,
     level: str | None,
@@ -62,14 +54,12 @@ def test_what_is_traced(
     logged = [record.getMessage() for record in caplog.records]
     if is_traced and endpoint is None:
         (message,) = logged
-        assert message.startswith(
-            f"spans are sent to the endpoint in {variable}, but without --otlp-traces-endpoint vLLM drops"
-        )
+        begin = f"spans are sent to the endpoint in {variable}, but without --otlp-traces-endpoint vLLM drops"
+        assert message.startswith(begin)
     elif not is_traced and level in ("requests", "calls"):
         (message,) = logged
-        assert message.startswith(
-            f"kv_connector_extra_config.kvobs.tracing.level: found {level!r}, but nothing is traced"
-        )
+        begin = f"kv_connector_extra_config.kvobs.tracing.level: found {level!r}, but nothing is traced"
+        assert message.startswith(begin)
     else:
         assert logged == []
 
@@ -90,9 +80,7 @@ def test_a_configuration_without_the_field_names_no_endpoint(config: Any, monkey
     ],
     ids=str,
 )
-def test_a_step_waits_for_a_synchronous_load_as_for_a_call(
-    given: dict[str, Any], slow_ms: float, slow_sync_ms: float
-) -> None:
+def test_a_step_waits_for_a_sync_load_as_for_a_call(given: dict[str, Any], slow_ms: float, slow_sync_ms: float) -> None:
     tracing = TracingSettings.of(options(**given), config_of(URL))
     assert tracing is not None
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
@@ -114,18 +102,14 @@ EXPORTED = {
 
 @pytest.mark.parametrize("sampler", EXPORTED)
 @pytest.mark.parametrize("caller", CALLERS)
-def test_the_verdict_is_that_of_the_configured_sampler(
-    sampler: str, caller: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_is_the_configured_samplers(sampler: str, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch, **({"OTEL_TRACES_SAMPLER": sampler} if sampler else {}))
     verdict = Verdicts().on("1" * 32, CALLERS[caller])
     assert verdict is (caller in EXPORTED[sampler])
 
 
 @given(st.integers(1, 2**128 - 1), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.sampled_from([None, SAMPLED, UNSAMPLED]))
-def test_a_ratio_gives_a_trace_the_same_verdict_in_every_process(
-    number: int, ratio: float, caller: TraceContext | None
-) -> None:
+def test_a_ratio_gives_a_trace_one_verdict_everywhere(number: int, ratio: float, caller: TraceContext | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, depends in (("traceidratio", True), ("parentbased_traceidratio", caller is None)):
             no_otel_variables(patch, OTEL_TRACES_SAMPLER=name, OTEL_TRACES_SAMPLER_ARG=str(ratio))
@@ -136,9 +120,7 @@ def test_a_ratio_gives_a_trace_the_same_verdict_in_every_process(
 
 @pytest.mark.parametrize("around", [SAMPLED, UNSAMPLED])
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "parentbased_always_off"])
-def test_a_span_that_happens_to_be_current_is_nobodys_parent(
-    sampler: str, around: TraceContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_current_span_is_nobodys_parent(sampler: str, around: TraceContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where vLLM runs inside of a program that traces itself, or a child calls back with a context of its own."""
     no_otel_variables(monkeypatch, OTEL_TRACES_SAMPLER=sampler)
     verdicts = Verdicts()

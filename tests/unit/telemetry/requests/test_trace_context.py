@@ -8,7 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from opentelemetry import trace
 from opentelemetry.context import attach, detach, get_value, set_value
 
@@ -43,9 +43,9 @@ def is_traceparent(value: Any) -> bool:
 
 
 PARTS = (
-    ["00", "01", "fe", "ff", "0", "000", "0g", ""],
-    ["a" * 32, "0" * 32, "0" * 31 + "1", "a" * 31, "a" * 33, "A" * 32, ""],
-    ["b" * 16, "0" * 16, "0" * 15 + "1", "b" * 15, "b" * 17, "B" * 16, ""],
+    ["00", "01", "fe", "ff", "0", "000", "0g", "0\u0660", ""],
+    ["a" * 32, "0" * 32, "0" * 31 + "1", "a" * 31, "a" * 33, "A" * 32, "a" * 31 + "\x00", ""],
+    ["b" * 16, "0" * 16, "0" * 15 + "1", "b" * 15, "b" * 17, "B" * 16, "b" * 15 + "\uff10", ""],
     ["00", "01", "02", "03", "ff", "1", "001", "0g", ""],
     ["", "-", "-more", "-" + "x" * 1000, "x", "\n", "-\n"],
 )
@@ -55,18 +55,9 @@ def test_every_combination_of_good_and_bad_parts_is_read_as_the_grammar_says() -
     values = [f"{'-'.join(parts)}{rest}" for *parts, rest in product(*PARTS)]
     read = {value: parse(value) for value in values}
     assert [v for v in values if (read[v] is not None) is not is_traceparent(v)] == []
-    assert all(context.is_sampled is (value[54] in "13f") for value, context in read.items() if context is not None)
+    contexts = {value: context for value, context in read.items() if context is not None}
+    assert contexts == {value: (value[3:35], value[36:52], value[54] in "13f") for value in contexts}
     assert sum(map(is_traceparent, values)) == 3 * 2 * 2 * 5 + 2 * (2 * 2 * 5) * 2, "both kinds are there"
-
-
-@given(json_values | near_misses)
-def test_what_is_a_context_is_read_and_nothing_else(value: Any) -> None:
-    read = parse(value)
-    assert (read is not None) is is_traceparent(value)
-    if read is not None:
-        assert value[3:35] == read.trace_id
-        assert value[36:52] == read.span_id
-        assert read.is_sampled is (int(value[53:55], 16) % 2 == 1)
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])
@@ -86,7 +77,7 @@ def outcome(read: Any, value: Any) -> TraceContext | str | None:
     return found
 
 
-@given(json_values | st.dictionaries(st.just("traceparent"), json_values | near_misses))
+@given(json_values | st.dictionaries(st.just("traceparent"), json_values | near_misses | st.binary()))
 def test_headers_hold_a_context_none_or_something_malformed(headers: Any) -> None:
     found = outcome(of_headers, headers)
     if headers is None or (isinstance(headers, dict) and "traceparent" not in headers):
@@ -141,23 +132,14 @@ def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> Non
     assert all(len(one) == 32 and set(one) <= HEX for one in made)
 
 
-@pytest.mark.parametrize(
-    ("request_id", "external"),
-    [
-        ("chatcmpl-1-0123abcd", "chatcmpl-1"),
-        ("chatcmpl-1-0123abcd-0123abcd", "chatcmpl-1-0123abcd"),
-        ("chatcmpl-0123ABCD", "chatcmpl-0123ABCD"),
-        ("cmpl-0123abc", "cmpl-0123abc"),
-        ("0123abcd", "0123abcd"),
-        ("", ""),
-        ("x" * 1000 + "-0123abcd", "x" * 256),
-    ],
-)
-def test_the_external_id_is_what_the_client_knows(request_id: str, external: str) -> None:
-    assert trace_context.external_id(request_id) == external
+@pytest.mark.parametrize("request_id", ["chatcmpl-0123ABCD", "cmpl-0123abc", "0123abcd", ""])
+def test_an_id_that_vllm_has_not_made_is_whole(request_id: str) -> None:
+    assert trace_context.external_id(request_id) == request_id
 
 
 @given(st.text(max_size=400), st.text("0123456789abcdef", min_size=8, max_size=8))
+@example("chatcmpl-1-0123abcd", "0123abcd")
+@example("x" * 1000, "0123abcd")
 def test_exactly_what_vllm_appends_is_cut(given_id: str, random_digits: str) -> None:
     assert trace_context.external_id(f"{given_id}-{random_digits}") == given_id[:256]
 

@@ -49,9 +49,7 @@ def test_the_last_records_are_there_in_their_order(room: int, records: list[tupl
 
 
 @given(st.integers(2, 9), written, st.integers(0, RECORD.size))
-def test_a_record_that_a_crash_cut_off_is_left_out_and_no_other(
-    room: int, records: list[tuple[int, ...]], cut: int
-) -> None:
+def test_only_a_record_that_a_crash_cut_off_is_left_out(room: int, records: list[tuple[int, ...]], cut: int) -> None:
     """A process dies after so many bytes of a record: it was zeroed, then written from its beginning on."""
     memory, one = made(room)
     for record in records:

@@ -69,9 +69,7 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     assert names(elsewhere) == []
 
 
-def test_a_link_in_the_files_place_is_not_followed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_a_files_place_is_not_followed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o700)
     victim = tmp_path / "victim"
     victim.write_text("as it was")
@@ -109,14 +107,6 @@ def test_of_ended_processes_the_newest_stay_and_of_living_ones_all(folder: Path)
     assert own.endswith(f"-{os.getpid()}{SUFFIX}")
     assert len(kept) == EARLIER + len(others) + 2
     assert set(alive) <= set(names(folder))
-
-
-def test_the_lock_goes_with_the_mapping(folder: Path) -> None:
-    memory = create(folder, "0-rank1", SIZE)
-    (path,) = folder.iterdir()
-    assert is_written(path)
-    memory.close()
-    assert not is_written(path)
 
 
 def test_a_killed_processs_file_is_no_longer_written_and_holds_what_it_wrote(folder: Path) -> None:
