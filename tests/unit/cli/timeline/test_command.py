@@ -22,8 +22,9 @@ from tests.support.recordings import run
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
 def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a: Script, b: Script) -> None:
     out = tmp_path / name
-    for ranks in (1, 2):
-        recording_rig(tmp_path / "t", a, b, ranks=ranks).run(2)
+    rigs = [recording_rig(tmp_path / "t", a, b, ranks=ranks) for ranks in (1, 2)]  # held: they are running
+    for rig in rigs:
+        rig.run(2)
     code, printed = run(tmp_path / "t", "-o", out)
     assert code == 0, printed
     assert re.findall(r"^(scheduler|rank \d) +\d+ +(\w+)", printed, re.MULTILINE) == [

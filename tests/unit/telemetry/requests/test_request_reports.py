@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -338,6 +339,7 @@ def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -
 
 def test_workers_report_nothing(a: Script) -> None:
     options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
-    built = recorders.build(["a"], options, None, None, rank=0)
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="engine"), instance_id="start")
+    built = recorders.build(["a"], options, config, None, rank=0)
     assert built.reports is None
     assert built.listeners == ()
