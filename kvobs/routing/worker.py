@@ -97,7 +97,7 @@ class WorkerSide:
         self._meta = meta = _checked(connector_metadata)
         self._orders = meta.orders if meta.orders is not None else NO_ORDERS
         if self.flight is not None:
-            self.flight.begin_step(has_forward=meta.has_forward)
+            self.flight.begin_step(has_forward=meta.has_forward, has_orders=meta.orders is not None)
         if self.gates is not None:
             self.gates.begin_step(meta)
         if self.tracer is not None:

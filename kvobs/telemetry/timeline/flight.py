@@ -52,6 +52,7 @@ STEP = "step"  # a worker's, from bind_connector_metadata to clear_connector_met
 NAMES = (*HOOKS, STEP)
 LAYER_HOOKS = tuple(hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER)
 STEP_HOOK = "build_connector_meta"
+_PASSES_ON = -1  # in place of a number of empty steps: the next one is recorded by itself
 ROUTED = (STEP_HOOK, "update_connector_output")  # shown as steps of the scheduler, over all children
 OWN = 0xFFFF  # instead of a child: the process itself
 N_AT_MOST = (1 << 23) - 1
@@ -157,9 +158,9 @@ class Flight(TransferListener):
         """Let the records of an empty step overwrite those of the empty step before it.
 
         An engine that waits for a transfer makes hundreds of them a second. A run of them ends with a step that has a
-        forward, or with any record of a lookup, load or save.
+        forward or orders, or with any record of a lookup, load or save; the step after such a record passes it on.
         """
-        if not is_empty:
+        if not is_empty or self._run_steps == _PASSES_ON:
             self._run_steps = 0
         elif self._run_steps:
             self._ring.numbers[0] = self._run_number
@@ -186,9 +187,9 @@ class Flight(TransferListener):
     # A worker's steps, its orders and reports
 
     @contained("record")
-    def begin_step(self, *, has_forward: bool) -> None:
+    def begin_step(self, *, has_forward: bool, has_orders: bool = False) -> None:
         """Begin the record of a step; a step that never ended stays open."""
-        self._begin_run(is_empty=not has_forward)
+        self._begin_run(is_empty=not (has_forward or has_orders))
         steps, start = self._run_steps, perf_counter_ns()
         start = self._run_start if steps > 1 else start
         self._step = self._ring.add(start, OPEN, pack(What.CALL, OWN, STEP, has_forward), steps)
@@ -281,14 +282,14 @@ class Flight(TransferListener):
 
     def _begun(self, what: What, child: int, request: str, start: int, n: int = 0) -> None:
         """Record a begin; ``start`` is the monotonic time."""
-        self._run_steps = 0
+        self._run_steps = _PASSES_ON
         word, hashed = pack(what, child, n=n), self._hashed(request)
         self._ring.add(start, 0, word, hashed)
         self._in_progress.begin((what, child, hashed), word, start)
 
     def _ended(self, what: What, child: int, request: str, began_ns: int, ended_ns: int, *, outcome: str) -> None:
         """Record an end; times are ns since the epoch."""
-        self._run_steps = 0
+        self._run_steps = _PASSES_ON
         word, hashed = pack(what, child, n=OUTCOMES.index(outcome)), self._hashed(request)
         self._ring.add(began_ns - self._wall_offset, max(0, ended_ns - began_ns), word, hashed)
         if (begun := _BEGINNING.get(what)) is not None:
