@@ -113,7 +113,7 @@ def measures() -> Iterator[Measure]:
     """Yield the figures of the house with their bars."""
     files, graph = modules(), arrows()
     options = part((ROOT / "README.md").read_text(encoding="utf-8"), "table", "options")
-    yield Measure("kvobs, lines", _lines(files.values()), 20_500)
+    yield Measure("kvobs, lines", _lines(files.values()), 22_000)
     yield Measure("kvobs, files", len(files), 145)
     yield Measure(
         "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 13_500
