@@ -42,10 +42,11 @@ def _hook(connector: Any, name: str, answer: Any) -> Any:
 
 GENERAL = [h for h in HOOKS.values() if is_timed(h) and h.cadence is not Cadence.LAYER]
 EACH = [h.name for h in GENERAL if h.combine is Combine.EACH]
+GUARDED = [h.name for h in GENERAL if h.combine is Combine.GUARDED]
 ANY = [h.name for h in GENERAL if h.combine is Combine.ANY]
 
 
-@pytest.mark.parametrize("name", EACH + ANY)
+@pytest.mark.parametrize("name", EACH + GUARDED + ANY)
 def test_every_child_is_called_with_the_hosts_arguments(name: str) -> None:
     for args, kwargs in (((1,), {"two": 2}), ((), {})):
         wrapper = bound({}, {}, {})

@@ -19,11 +19,13 @@ import pytest
 
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
-from kvobs.export.feed import Feed
+from kvobs.export.feed import Feed, exported
+from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import LOOKUPS, place, slot
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
-from kvobs.testing import Rig, Script
+from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.testing import Rig, Script, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import CONNECTORS, engine
 
@@ -196,11 +198,12 @@ def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
 
 ENGINE = """
 import os, time
-from kvobs.export.feed import Feed
+from kvobs.export.feed import Feed, exported
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.payload.wire import Increments
-from kvobs.testing import Rig, Script
+from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.testing import Rig, Script, engine_config, transfer_config
 from tests.support.payloads import engine
 from tests.unit.export.test_feed import payload
 feed = Feed(engine(port={port}, pid=os.getpid(), linger_s=3.0))
@@ -410,3 +413,24 @@ def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
     """vLLM kills the children of an engine that it ends."""
     with open(f"/proc/{fed.pid}/stat") as file:
         assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid()
+
+
+@pytest.mark.parametrize(("port", "otlp_metrics"), [(9000, False), (9000, True), (None, True)])
+@pytest.mark.parametrize(
+    "tracing",
+    [
+        TracingSettings(
+            has_calls=False, propagates=False, slow_load_ns=1, slow_sync_load_ns=1, endpoint="http://collector:4317"
+        ),
+        None,
+    ],
+)
+def test_an_exporter_is_told_its_address_and_where_to_send(
+    port: int | None, tracing: TracingSettings | None, otlp_metrics: bool
+) -> None:
+    """Each engine of a data-parallel group on one host has the next port."""
+    config = engine_config(transfer_config("kvobs", [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]))
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3
+    info = exported(engine(), config, ExporterOptions(host="h", port=port, otlp_metrics=otlp_metrics), tracing)
+    assert (info.host, info.port, info.otlp_metrics) == ("h", None if port is None else port + 3, otlp_metrics)
+    assert (info.has_spans, info.endpoint) == ((True, "http://collector:4317") if tracing else (False, None))

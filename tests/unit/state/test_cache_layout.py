@@ -65,3 +65,8 @@ def test_a_group_of_layers_that_differ_has_their_sum_as_its_page() -> None:
     assert CacheLayout.of([SimpleNamespace(kv_cache_spec=mixed, layer_names=["a", "b"])], 1).bytes_per_token == (
         2 * PER_TOKEN
     )
+
+
+def test_a_group_of_a_vllm_without_exempt_groups_is_shared_by_context_parallel_ranks() -> None:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=64), layer_names=["a"])
+    assert CacheLayout.of([group], 1, 2) == CacheLayout((32,), 2.0)

@@ -48,3 +48,8 @@ def test_what_finds_no_row_is_left_out_and_a_row_that_is_free_again_is_used() ->
     assert len(found) == ROWS
     assert (3, 2000, ROWS + 5) in found
     assert (3, 1000, 7) not in found
+
+
+def test_words_beyond_the_last_whole_row_are_not_one() -> None:
+    for more in ([], [1], [1, 2]):
+        assert list(rows([5, 6, 7, *more])) == [(5, 6, 7)]
