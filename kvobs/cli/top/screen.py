@@ -199,7 +199,7 @@ class _Table:
         room = self._width - 5
         said = [(words if cell_len(words) <= room else fit(words, room), "bold red") for words in state]
         for text, style in [*said, *parts]:
-            if len(lines) == 1 or len(lines[-1]) + len(text) + 2 > self._width:
+            if len(lines) == 1 or lines[-1].cell_len + cell_len(text) + 2 > self._width:
                 lines.append(Text("     " if where else "  "))
             else:
                 lines[-1].append(", ", style="dim")

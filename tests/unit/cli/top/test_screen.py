@@ -138,3 +138,11 @@ def test_many_servers_leave_room_for_connectors_and_those_that_are_down_come_fir
     assert any(line.startswith("31 down:8000") for line in lines)
     assert "and 26 more servers" in lines
     assert re.fullmatch(r"and 5\d more connectors", lines[-1])
+
+
+def test_lines_below_a_connector_are_as_long_as_they_look() -> None:
+    """Wide characters take two columns."""
+    for n in range(1, 40):
+        row = replace(DISK, call="日" * n, call_s=9.0)
+        lines = shown([replace(SERVER, connectors=(row,))], 80).splitlines()
+        assert all(cell_len(line) <= 80 for line in lines[1:])
