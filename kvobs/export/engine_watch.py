@@ -1,6 +1,6 @@
 """Watch an engine's processes from outside: the calls that they are in, and which call the engine died in.
 
-Their pages tell it (see ``black_box``). They are found on this machine only, and kept after their processes are gone.
+It reads their pages (see ``black_box``), which are on the same machine, and keeps them after the processes are gone.
 """
 
 from __future__ import annotations
@@ -91,15 +91,13 @@ class EngineWatch:
     @faults.contained("apply")
     def look(self) -> None:
         """Look at the processes, once they have ended or after a second."""
-        self._find()
         self._log_hanging()
         self._await(LOOK_S)
 
     def _find(self) -> None:
         """Find the pages of processes that have begun since."""
         for name, page in pages(self._engine, self._pages):
-            if name not in self._pages:
-                self._pages[name] = page
+            self._pages.setdefault(name, page)  # another thread may have found it
 
     def _log_hanging(self) -> None:
         now = time.perf_counter_ns()
