@@ -63,7 +63,7 @@ class Setup:
     def running(self) -> ExporterOptions | None:
         """Return the options of the exporter, if it runs."""
         if self.exporter == "auto":
-            return None if case_of(self) is None else ExporterOptions()
+            return None if _case(self) is None else ExporterOptions()
         return self.exporter
 
 
@@ -119,15 +119,25 @@ CASES = (
 """The first that applies is reported."""
 
 
-def case_of(setup: Setup) -> Case | None:
+def _case(setup: Setup) -> Case | None:
     """Return why the API server can't show everything; None if it can."""
     return next((case for case in CASES if case.applies(setup)), None)
 
 
+def _loss(setup: Setup) -> Case | None:
+    """Return why something is lost; None if nothing is."""
+    return _case(setup) if setup.exporter is None else None
+
+
+def _start(setup: Setup) -> Case | None:
+    """Return why the exporter starts by itself; None if it does not."""
+    return _case(setup) if setup.exporter == "auto" else None
+
+
 def findings(setup: Setup) -> list[Finding]:
     """Return a warning if something is lost; one is enough, since the exporter helps in every case."""
-    case = case_of(setup)
-    if case is None or setup.running is not None:
+    case = _loss(setup)
+    if case is None:
         return []
     found = f"{case.found}, and kvobs.exporter is null: {' and '.join(case.lost)} are lost"
     return [
@@ -137,8 +147,8 @@ def findings(setup: Setup) -> list[Finding]:
 
 def lost(setup: Setup) -> dict[str, str]:
     """Return each thing that is lost, with the reason."""
-    case = case_of(setup)
-    return {} if case is None or setup.running is not None else dict.fromkeys(case.lost, case.path)
+    case = _loss(setup)
+    return {} if case is None else dict.fromkeys(case.lost, case.path)
 
 
 def metrics_go_to(setup: Setup) -> str:
@@ -148,7 +158,7 @@ def metrics_go_to(setup: Setup) -> str:
         reason = lost(setup).get("metrics")
         return "/metrics of vLLM's API server" if reason is None else f"nowhere: {reason}"
     by_otlp = ["by OTLP"] if exporter.otlp_metrics else []
-    case = case_of(setup) if setup.exporter == "auto" else None
+    case = _start(setup)
     why = f", which starts by itself: {case.path}" if case is not None else ""
     places = [*([url(exporter.host, exporter.port)] if exporter.port is not None else []), *by_otlp]
     return f"{' and '.join(places)}, from kvobs's exporter{why}"
@@ -181,8 +191,8 @@ def announce(setup: Setup, engine: EngineInfo | None) -> None:
     """Log what is lost, or where the exporter that starts by itself can be reached, in one line."""
     for finding in findings(setup):
         log.warning("%s", finding)
-    case = case_of(setup)
-    if setup.exporter == "auto" and case is not None and engine is not None and engine.port is not None:
+    case = _start(setup)
+    if case is not None and engine is not None and engine.port is not None:
         log.info(
             "kvobs's exporter starts by itself (%s: %s): metrics are at %s. To reach them from other machines set "
             "kvobs.exporter.host, or %s=0.0.0.0:%d in the environment",
