@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvobs.telemetry.timeline import open_table
+from kvobs.telemetry.timeline.black_box import place_of
 from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
 from kvobs.telemetry.timeline.ring import RingError, Snapshot, read
 from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
@@ -86,7 +87,7 @@ class Process:
         self._hooks: list[str] = about["hooks"]
         self._layer_hooks: list[str] = about["layer_hooks"]
         self._wall_offset: int = about["wall_offset"]
-        self.name = "scheduler" if self.rank is None else f"rank {self.rank}"
+        self.name = place_of(self.rank)
         self.slices: list[Slice] = []
         self.transfers: list[Transfer] = []
         self._open: dict[tuple[str, int, int], Transfer] = {}

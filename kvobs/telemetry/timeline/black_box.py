@@ -228,7 +228,7 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
     """
     try:
         identity = Identity.of(vllm_config)
-        place = f"{identity.pages()}-{'scheduler' if rank is None else f'rank{rank}'}"
+        place = f"{identity.pages()}-{file_place_of(rank)}"
         memory, remove = ring_files.create_temporary(folder(), place, _size(_about(names, rank), names), SUFFIX)
         return BlackBox(names, rank, contained, memory, remove)
     except (OSError, ValueError) as error:
@@ -246,6 +246,11 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
 def place_of(rank: int | None) -> str:
     """Return the name of a process in texts."""
     return SCHEDULER if rank is None else f"rank {rank}"
+
+
+def file_place_of(rank: int | None) -> str:
+    """Return the name of a process in names of files."""
+    return place_of(rank).replace(" ", "")
 
 
 def _about(names: Sequence[str], rank: int | None) -> bytes:

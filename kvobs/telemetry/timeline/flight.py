@@ -26,7 +26,7 @@ from kvobs.schema.options import TimelineOptions
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
 from kvobs.telemetry.timeline import open_table, ring_files
-from kvobs.telemetry.timeline.black_box import Identity
+from kvobs.telemetry.timeline.black_box import Identity, file_place_of
 from kvobs.telemetry.timeline.open_table import OpenTable
 from kvobs.telemetry.timeline.ring import MORE, OPEN, RECORD, SPENT, WIDTH, Ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -335,7 +335,6 @@ def _begin(
     path, size = Path(str(options.dir)), BYTES
     identity = Identity.of(vllm_config)
     key, run, engine = identity.digest(b"request"), identity.digest(b"run"), identity.number
-    place = "scheduler" if rank is None else f"rank{rank}"
     about = {
         "run": run.hex(),
         "engine": engine,
@@ -349,5 +348,5 @@ def _begin(
         "layer_hooks": list(LAYER_HOOKS),
     }
     live = layer_words(len(names)) + open_table.WORDS
-    ring = Ring(ring_files.create(path, f"{engine}-{place}", size), about, live)
+    ring = Ring(ring_files.create(path, f"{engine}-{file_place_of(rank)}", size), about, live)
     return Flight(ring, len(names), key, wall_offset)
