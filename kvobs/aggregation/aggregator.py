@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvobs import faults
 from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, RoundStart, Tally
 from kvobs.log import line, log, once
-from kvobs.state.transfers import Stuck
+from kvobs.state.transfers import Stuck, named_ranks
 from kvobs.vllm_api import versions
 
 __all__ = ["Aggregation", "KVOutputAggregator", "install", "obstacle"]
@@ -274,5 +274,5 @@ def _events_of(events: Any, others: Any) -> Any:
 
 
 def _log_stuck(stuck: Stuck) -> None:
-    missing = f"rank {', '.join(map(str, stuck.missing))}" if stuck.missing else "all expected ranks"
-    log.warning("the %s of request '%s' is stuck: not reported by %s", stuck.kind, line(stuck.request), missing)
+    ranks = named_ranks(stuck.missing)
+    log.warning("the %s of request '%s' is stuck: not reported by %s", stuck.kind, line(stuck.request), ranks)

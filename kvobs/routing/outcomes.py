@@ -12,7 +12,7 @@ from kvobs.prediction.load_choice import Decision
 from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
-from kvobs.state.transfers import Gain, InProgress, Load, Save, Slowest, Stray, Stuck
+from kvobs.state.transfers import Gain, InProgress, Load, Save, Slowest, Stray, Stuck, named_ranks
 from kvobs.telemetry.recording.recorder import Recorder, wall_ns
 
 _LOADS = {
@@ -207,7 +207,7 @@ class OpenTransfers:
                 "" if len(requests) == 1 else "s",
                 ", ".join(map(line, requests[:_NAMED_AT_MOST])) + (", ..." if len(requests) > _NAMED_AT_MOST else ""),
                 self.stuck_after_s,
-                f"rank {', '.join(map(str, missing))}" if missing else "all expected ranks",
+                named_ranks(missing),
             )
 
 

@@ -177,6 +177,11 @@ class Stuck(NamedTuple):
     missing: tuple[int, ...]  # ranks; empty if the expected ranks are unknown
 
 
+def named_ranks(missing: tuple[int, ...]) -> str:
+    """Return the ranks that a stuck transfer misses, as text."""
+    return f"rank {', '.join(map(str, missing))}" if missing else "all expected ranks"
+
+
 @dataclass(slots=True)
 class RequestTransfers:
     """The load and the saves of one live request."""
