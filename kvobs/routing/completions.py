@@ -128,7 +128,7 @@ class OutputView:
         return (load := self._ledger.load(request)) is not None and load.child == child
 
     def _change(self, child: int, kind: str, seen: set[str], now: set[str], ended: set[str]) -> None:
-        """Apply what a child has changed of the ended loads or saves that it was shown: of its own ones only."""
+        """Apply a child's changes to the ended loads or saves that it was shown, as far as it owns them."""
         withdraw, complete = (
             (self._owns_load, self._ledger.complete_load)
             if kind == "load"

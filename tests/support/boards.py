@@ -160,7 +160,7 @@ def templates(board: Board) -> list[str]:
             wrong.append(f"variable {name} is {state}")
         call = re.fullmatch(r"label_values\((.+), \w+\)", variable["query"]["query"])
         if call is None or not isinstance(promql_parser.parse(call[1]), promql_parser.VectorSelector):
-            wrong.append(f"variable {name} is no label_values(metric, label)")
+            wrong.append(f"variable {name} is not a label_values(metric, label)")
     adhoc = [v["datasource"]["uid"] for v in variables(board, "adhoc")]
     return wrong + ([] if adhoc == ["${prometheus_datasource}"] else [f"ad hoc filters {adhoc}"])
 

@@ -1,6 +1,6 @@
 """What has ended is closed and reported once, whether any connector looks at the output or none does.
 
-Every child is shown one output with all receipts, saves and failures; what it changes of its own counts (N6).
+Every child is shown one output with all receipts, saves and failures; its changes to its own requests count (N6).
 """
 
 from __future__ import annotations
