@@ -4,8 +4,6 @@ The callables become attributes of the connector instance, so that a hook costs 
 child that does not implement a hook is not called: most connectors do not implement most layer hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Render which rank reads from which, as text and as JSON, for ``kvobs topology``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The libraries that decode them come with vLLM, and are imported where they are used: this file imports without them.
 """
 
-from __future__ import annotations
-
 import gzip
 import sys
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Every step runs the hooks in vLLM's order, and whatever crosses a process bounda
 is a constant next token. The same rig runs kvobs's router and vLLM's own.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import os

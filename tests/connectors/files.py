@@ -3,8 +3,6 @@
 Of HF3FS the client of its metadata server is a stand-in, and CUDA and the threads of its transfers.
 """
 
-from __future__ import annotations
-
 import tempfile
 from concurrent.futures import Future
 from functools import cached_property

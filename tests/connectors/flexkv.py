@@ -4,8 +4,6 @@ FlexKV moves KV on the scheduler's side: a lookup matches, a step launches or ca
 ends well is saved, and what is done is said by assigning to the workers' output.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from types import ModuleType

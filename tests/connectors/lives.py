@@ -1,7 +1,5 @@
 """Random request lives, the same for the same seed, and what must hold in every one of them."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

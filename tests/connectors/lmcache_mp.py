@@ -4,8 +4,6 @@ The stand-in server does what LMCache's does with locks: a lookup locks what it 
 retrieved or freed; the end of a session frees nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib import import_module
 from typing import Any

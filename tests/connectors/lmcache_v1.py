@@ -3,8 +3,6 @@
 Its loads are synchronous: they are made before the forward of the step that needs them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any

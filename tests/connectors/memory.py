@@ -5,8 +5,6 @@ under the wrong tokens, loaded into the wrong place, or overwritten while somebo
 What is computed on top of a wrong prefix is wrong, too, as in a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

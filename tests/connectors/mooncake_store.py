@@ -1,7 +1,5 @@
 """vLLM's MooncakeStoreConnector, all real but for the store's handle, CUDA's event, threads and sockets."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """What a test needs to know of one connector: its configuration, the stand-in for its wire, and its books."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Container, Sequence
 from typing import Any, ClassVar, Self

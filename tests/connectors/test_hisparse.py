@@ -5,8 +5,6 @@ are those that vLLM lays out for a model with sparse attention; the worker, whic
 acknowledges each transfer some steps after it was ordered, and host copies at once.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Best-effort children that are real connectors fail in every hook: what they store stays right, and all else."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

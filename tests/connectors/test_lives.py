@@ -1,7 +1,5 @@
 """Every connector that stores, alone and beside another one, in random lives, with vLLM's router and with kvobs's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

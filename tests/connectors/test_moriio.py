@@ -3,8 +3,6 @@
 Its real scheduler side is on vLLM's real scheduler, as a producer; its worker, AMD's library, has a stand-in.
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is wrong in stock vLLM or in a connector itself: shown with both routers, so that a mend is noticed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.connectors.lives import Ending, build, live, make

@@ -6,8 +6,6 @@ starts a server of two ranks for each hook, has the hook fail while ten requests
 prints what became of these requests, of the server, and of ten more requests.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

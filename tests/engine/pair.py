@@ -3,8 +3,6 @@
 Each worker of NIXL spins on a core, even while nothing is to do: whoever has a pair keeps it for a short time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

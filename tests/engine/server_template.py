@@ -6,8 +6,6 @@ process cannot become that server. Each server is made a child of the process at
 the one between them has ended. This process ends when the socket is closed.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Each fault of the demo, on a real server: serving goes on, and top, metrics and trace name the child or the rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import StringIO

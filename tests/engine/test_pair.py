@@ -3,8 +3,6 @@
 NIXL's host buffers are in use, so that real blocks pass through the operation that kvobs hands it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

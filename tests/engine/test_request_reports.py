@@ -1,7 +1,5 @@
 """A real server: a client that asks gets the report of its own request, others get none, and the log has both."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

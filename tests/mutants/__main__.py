@@ -6,8 +6,6 @@ Before that, if no module is named: the faults of routing, and whether the compa
 It ends with 1 if it misses one of those, or if fewer than 95 % of the others that a test can find are found.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -3,8 +3,6 @@
 vLLM's import takes ten seconds, a fork a few milliseconds.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

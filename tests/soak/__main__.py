@@ -3,8 +3,6 @@
 A run of all parts writes its tables into ``docs/reliability.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """The connectors of a soak: each does what a request's plan says, and remembers live requests only."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ What becomes of a load or save then is not predicted. But every request must end
 the engine is idle, no book may hold anything, and memory must stay flat.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from random import Random

@@ -4,8 +4,6 @@ They are kept on the children's side and on vLLM's, and share nothing with kvobs
 compared with ``expected``; a load or save to be reported to vLLM is ``due`` until it is, and lost if it never is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field

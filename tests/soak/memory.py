@@ -1,7 +1,5 @@
 """How much memory a soak takes: sampled as it goes, and whether it stays flat."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections import Counter

@@ -1,7 +1,5 @@
 """What clients order of a real server under soak, and what each order must add to the metrics of the steered child."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

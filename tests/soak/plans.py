@@ -1,7 +1,5 @@
 """What the children of a soak do about each request, drawn at random: loads, saves, and every kind of fault."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import NamedTuple
 

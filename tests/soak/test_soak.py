@@ -1,7 +1,5 @@
 """The soak's short form; and it can fail: completions lost or doubled, a number that differs, memory that grows."""
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from collections import Counter

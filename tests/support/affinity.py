@@ -1,7 +1,5 @@
 """Keep a test, and what it starts, off the core that the ranks of its server share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

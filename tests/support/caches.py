@@ -1,7 +1,5 @@
 """Caches in any layout, drawn at random, and what a plain loop would make of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import hypothesis.strategies as st

@@ -4,8 +4,6 @@ Read in November 2026 in each chart's ``values.schema.json``, and in its templat
 pass at most levels; ours do not, so that a slip in an example is found.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 VLLM_STACK = {

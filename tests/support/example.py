@@ -1,7 +1,5 @@
 """The example of ``docs/testing.md``: a connector and its tests, as files that run."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The API server's side: kvobs's metrics in a registry of their own, and payloads for them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A collector of spans, by OTLP over gRPC, that can be down or hang."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A simulation of decisions only: no vLLM, no clock but its own. Requests do not slow each other down.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The texts that the code can write, as a test compares them with the lines that a page quotes."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

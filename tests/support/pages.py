@@ -1,7 +1,5 @@
 """Read the pages as tests compare them with the code: their texts, what a pattern finds, their prose, their samples."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Rigs that record, and what they have recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports of ranks that took a given time."""
 
-from __future__ import annotations
-
 from kvobs.state.transfers import Report, ReportKind
 
 BEGAN_NS = 100

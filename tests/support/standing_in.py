@@ -1,7 +1,5 @@
 """What a stand-in for vLLM is that a server can be forked or spawned from; its last argument says what it does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

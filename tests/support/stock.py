@@ -1,7 +1,5 @@
 """A fault of vLLM's own router: kvobs passes the test, stock's class must fail it."""
 
-from __future__ import annotations
-
 import pytest
 
 

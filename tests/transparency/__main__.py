@@ -4,8 +4,6 @@ python -m tests.transparency --lives 5000
 python -m tests.transparency --first 4711 --lives 1
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

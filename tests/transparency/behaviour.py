@@ -4,8 +4,6 @@ The scheduler's half and the workers' halves of a child know of each other only 
 ``Books`` is the test's own view of all of them: it knows which report is stray, and whose.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

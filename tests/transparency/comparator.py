@@ -4,8 +4,6 @@ Up to the first mark both must be the same, but for what ``docs.deviations`` dec
 child does something that vLLM's own class cannot handle: from there on only kvobs is looked at, which must end well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest

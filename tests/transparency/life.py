@@ -4,8 +4,6 @@ A life is drawn from a source of randomness (a seed, or hypothesis, which can ma
 that a connector answers later follows from the life alone, by ``dice``, never from which router runs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from random import Random

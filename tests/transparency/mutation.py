@@ -1,7 +1,5 @@
 """Make kvobs deviate in one thing while it runs, to see whether the comparison finds it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

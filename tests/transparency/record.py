@@ -4,8 +4,6 @@ Arguments are copied into plain values at each call, because vLLM, or a router, 
 Beside the values stands which object each was: the same one for all children, or a copy.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -1,7 +1,5 @@
 """Judge many lives, one seed each, and put into numbers what happened in them."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The comparison finds what it is for: kvobs, made to deviate in one thing while it runs, is found out each time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

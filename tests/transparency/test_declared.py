@@ -1,7 +1,5 @@
 """Each declared deviation that the differential test cannot show, or shows among others: here it is alone."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from types import CodeType

@@ -1,7 +1,5 @@
 """The same comparison with the other vLLM versions, one process each: a process imports one vLLM only."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Set KVOBS_LIVES to a number to try so many other lives, drawn anew each time.
 """
 
-from __future__ import annotations
-
 import os
 from random import Random
 

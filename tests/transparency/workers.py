@@ -4,8 +4,6 @@ The V1 runner's part is a mixin that asks for the process's connector; the V2 ru
 and the forward stands here what they would do around a model of two layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

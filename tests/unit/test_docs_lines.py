@@ -1,7 +1,5 @@
 """Each line of a log that a page quotes is one that the code writes, as each text of a command's output is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The measures of the house: small packages of a known shape, and the real one."""
 
-from __future__ import annotations
-
 from graphlib import CycleError
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ``kvobs.testing`` gives to authors of connectors; the example of its page runs as it stands there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

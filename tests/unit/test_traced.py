@@ -3,8 +3,6 @@
 As in ``test_observed``: vLLM's real scheduler and aggregator, every hop pickled or packed, the test's own time.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ Without any it is the oldest and the newest. Two run side by side, each on a cor
 writes ``results.json``, of which the table of versions in docs/compatibility.md is made.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import subprocess

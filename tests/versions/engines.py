@@ -3,8 +3,6 @@
 The newest has no build for CPUs: its Python files run on the compiled parts of the one before, for tests only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

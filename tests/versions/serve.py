@@ -1,7 +1,5 @@
 """Run the demo with the vLLM of this interpreter, and say what came of it as JSON: ``serve.py FILE``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

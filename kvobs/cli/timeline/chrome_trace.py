@@ -4,8 +4,6 @@ Calls and steps are slices; lookups, loads, saves and resumptions are spans that
 scheduler's step that ordered a load or save to the step of each rank that received the order.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
 """What the tests with real stores share: the model, and the answers of an engine without any connector."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 On a CPU everything is done when a call returns, so an event has nothing to wait for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Nothing else is replaced: keys, transfers, threads and the connection to the master are Mooncake's own.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

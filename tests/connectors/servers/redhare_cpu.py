@@ -1,7 +1,5 @@
 """Redhare's connector on a machine without an accelerator, as a child's module path names it: only events differ."""
 
-from __future__ import annotations
-
 from redhare.vllm_connector import RedhareConnector
 
 from tests.connectors.servers.cpu import use_cpu

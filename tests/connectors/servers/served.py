@@ -1,7 +1,5 @@
 """An engine whose first connector has a real store behind it and whose second is host memory, and a look at both."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -4,8 +4,6 @@ Its page mover has host memory in the place of the device's and of pinned memory
 handshake and the protocol in its stats are SpoolCache's own.
 """
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real engines whose best-effort store is not there when they start: they serve without it, from the first request."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

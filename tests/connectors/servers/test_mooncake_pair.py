@@ -3,8 +3,6 @@
 Blocks pass over TCP on this machine. 200 requests are handed over, some of them hung up on by the client in the middle.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

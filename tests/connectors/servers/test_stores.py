@@ -3,8 +3,6 @@
 The engines' answers are compared with those of an engine without any connector, token for token.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which connectors of which vLLM get kvobs's aggregator once it is installed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of connector classes: what is known of a class by its name, and of those that inherit from it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from kvobs.children.specs import load_ends_save

@@ -1,7 +1,5 @@
 """A best-effort connector sees a request whole or not at all."""
 
-from __future__ import annotations
-
 from kvobs.testing import BLOCK, Script
 from kvobs.vllm_api.hooks import HOOKS
 from tests.support.best_effort import FAILURE, KV, Isolating, named

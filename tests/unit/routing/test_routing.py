@@ -1,7 +1,5 @@
 """The routing contract on vLLM's real scheduler and aggregator: what holds in vLLM holds in both, and how loads end."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,7 +1,5 @@
 """What a worker leaves out of a step for an isolated child, and what it lets the scheduler know of its failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

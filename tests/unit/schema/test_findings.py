@@ -1,7 +1,5 @@
 """Findings are one readable line each, whatever is in a configuration."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

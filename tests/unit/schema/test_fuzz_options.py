@@ -1,7 +1,5 @@
 """Whatever JSON stands in the configuration: it is a configuration, or a ``ConfigError`` of bounded length."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

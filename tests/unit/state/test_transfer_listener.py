@@ -1,7 +1,5 @@
 """Every event reaches every listener, in their order, with the same arguments."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of hooks names what this vLLM has, and kvobs routes all of it itself."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

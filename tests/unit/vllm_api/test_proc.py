@@ -1,7 +1,5 @@
 """A process's name may hold anything, and its fields are found behind it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ vLLM asks Ray for a resource that the platform names, and the CPU's names none. 
 its start, in the workers that Ray starts too.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Payloads of older, newer and broken peers on vLLM's own way into the API server: nothing raises, nothing piles up."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """A flush has room for so many spans: the slow and failed first, groups whole, and what is lost counted."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What is traced follows from configuration and environment alone; a trace gets one verdict, the sampler's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
