@@ -3,15 +3,13 @@
 Needs torch and numpy only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from kvobs.blocks.layout import Ids, Layer, Run, copy_runs, find_runs, host_view, layout_of, without_duplicates
+from kvobs.blocks.layout import WIDE, Ids, Layer, Run, copy_runs, find_runs, host_view, layout_of, without_duplicates
 from kvobs.schema.signals import DIRECTIONS
 
 Caches: TypeAlias = Mapping[str, torch.Tensor]  # layer name -> its cache
@@ -30,6 +28,7 @@ def copy_kv_blocks(
     direction: str,
     *,
     block_dim: BlockDim = 0,
+    source_stays: bool = False,
 ) -> None:
     """Copy block ``src_block_ids[i]`` to block ``dst_block_ids[i]`` in every layer; complete at return.
 
@@ -48,6 +47,8 @@ def copy_kv_blocks(
         direction: "h2d" or "d2h".
         block_dim: which dimension counts the blocks, in all layers or for each layer by name: 1 in tensors with keys
             and values first, [2, blocks, ...].
+        source_stays: whether host memory keeps its bytes until the device's current stream is past the copies. If so,
+            "h2d" from pinned memory returns at once; else it waits for them, and so for what was queued before.
 
     Raises:
         ValueError: names the difference and the layer.
@@ -73,7 +74,21 @@ def copy_kv_blocks(
         return
     from kvobs.blocks.device import copier_of
 
-    copier_of(device).copy(layers, src_ids, dst_ids, direction)
+    copier_of(device).copy(layers, src_ids, dst_ids, direction, source_stays=source_stays)
+
+
+def prepare(kv_caches: Caches, *, block_dim: BlockDim = 0) -> None:
+    """Allocate the buffers that copies from and to these caches on a CUDA device need.
+
+    Otherwise the first copy does, and a CUDA graph that is captured meanwhile fails: call this where
+    ``copy_kv_blocks`` is handed over. For caches in host memory there is nothing to do.
+    """
+    layers = _layers([(name, cache, cache) for name, cache in kv_caches.items()], block_dim)
+    if not layers or layers[0].src.device.type != "cuda":
+        return
+    from kvobs.blocks.device import copier_of
+
+    copier_of(layers[0].src.device).prepare(layers)
 
 
 def _ids(side: str, ids: Sequence[int]) -> Ids:
@@ -136,7 +151,9 @@ def _layer(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> L
     if element_size not in _ELEMENT_SIZES:
         allowed = ", ".join(map(str, _ELEMENT_SIZES))
         raise ValueError(f"{name}: elements of {element_size} bytes, {src.dtype}, allowed: {allowed}")
-    aligned = not (src.data_ptr() | dst.data_ptr()) & 7
+    # torch reads eight bytes at a time only at such an offset in a storage, which may begin anywhere.
+    begins = (src.data_ptr(), dst.data_ptr(), src.storage_offset() * element_size, dst.storage_offset() * element_size)
+    aligned = not any(begin % WIDE for begin in begins)
     sides = src.shape, src.stride(), dst.shape, dst.stride()
     layout = layout_of(*sides, element_size=element_size, block_dim=block_dim, aligned=aligned)
     return Layer(name, src, dst, layout)

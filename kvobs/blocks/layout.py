@@ -5,8 +5,6 @@ through numpy views of such integers are nearly as fast as memcpy; advanced inde
 a temporary first and takes several times as long.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,7 +18,7 @@ import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_INTEGERS = {size: np.dtype(f"i{size}") for size in _INTEGERS}
-_WIDE = 8  # bytes
+WIDE = 8  # bytes
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -100,10 +98,10 @@ def layout_of(
     pair = [
         [strides[block_dim], *(item[side] for item in merged)] for side, strides in ((1, src_strides), (2, dst_strides))
     ]
-    unit, each = element_size, _WIDE // element_size
+    unit, each = element_size, WIDE // element_size
     dense = sizes and all(steps[-1] == 1 for steps in pair)
     if aligned and dense and all(n % each == 0 for n in (sizes[-1], *pair[0][:-1], *pair[1][:-1])):
-        unit = _WIDE
+        unit = WIDE
         sizes[-1] //= each
         pair = [[*steps[:-1], each] for steps in pair]
     src, dst = (

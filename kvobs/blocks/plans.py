@@ -1,13 +1,12 @@
 """Plan copies of blocks between host memory and a device: path, pieces and chunks. Nothing is copied here.
 
-The paths, the first that fits:
+The paths:
 
-    batch   every piece in calls of vLLM's batched copy, straight into pinned memory
-    single  a copy for each piece, straight into pinned memory, where the pieces are few
+    batch   every piece in calls of vLLM's batched copy, straight from or into pinned memory
+    kernel  every piece in calls of vLLM's Triton kernel, which reads pinned memory
+    single  a copy for each piece, straight from or into pinned memory
     staged  gathered into chunks of pinned memory on one side, scattered from there on the other
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvobs.blocks.layout import Ids, Layer, Layout, Run, Side
+from kvobs.blocks.layout import WIDE, Ids, Layer, Layout, Run, Side
 
 CHUNK_BYTES = 8 << 20
 """Bytes of a pinned chunk: enough for the link's full speed, few enough that most copies alternate between several."""
@@ -25,7 +24,11 @@ BATCH_PIECES = 8192
 """ROCm fails with more in one call."""
 
 _FEW_PIECES = 200  # a copy is about 5 us of the host's time, so many take as long as two chunks on the link
-_SMALL_PIECE = 4096  # bytes; the link spends longer on starting such a copy than on its bytes
+_MANY_PIECES = 64  # with fewer, starting a kernel or filling a chunk takes longer than it saves
+_SMALL_PIECE = {  # bytes; many pieces that are smaller are slow in a batch
+    "h2d": 28 << 10,  # an H100 copies them at 4 to 7 GB/s, and those of 28 KiB at 40
+    "d2h": 4 << 10,  # the link spends longer on starting such a copy than on its bytes
+}
 _ALIGNMENT = 16
 
 
@@ -33,6 +36,7 @@ class CopyPath(StrEnum):
     """The path of a copy."""
 
     BATCH = "batch"
+    KERNEL = "kernel"
     SINGLE = "single"
     STAGED = "staged"
 
@@ -55,16 +59,31 @@ class Part(NamedTuple):
     end: int  # bytes from the start of the chunk to the part's end
 
 
-def choose(layers: Sequence[Layer], runs: Sequence[Run], *, pinned: bool, batched: bool) -> CopyPath:
-    """Return the path; `pinned`: all host memory is pinned, `batched`: there is an operation for many pieces."""
-    if not pinned or not all(layer.layout.dense for layer in layers):
+class Has(NamedTuple):
+    """Whether a device has an operation for many pieces of pinned memory."""
+
+    batch: bool
+    kernel: bool
+
+
+def choose(layers: Sequence[Layer], runs: Sequence[Run], direction: str, *, pinned: bool, has: Has) -> CopyPath:
+    """Return the path of a copy; `pinned`: all host memory is pinned."""
+    layouts = [layer.layout for layer in layers]
+    if not pinned or not all(layout.dense for layout in layouts):
         return CopyPath.STAGED
     blocks = sum(run.length for run in runs)
-    layouts = [layer.layout for layer in layers]
     pieces = sum(prod(each.sizes[:-1]) * (len(runs) if _runs_are_dense(each) else blocks) for each in layouts)
-    if blocks * sum(each.block_bytes for each in layouts) < pieces * _SMALL_PIECE:
-        return CopyPath.STAGED
-    if batched:
+    # The kernel copies eight bytes at a time.
+    has = Has(has.batch, has.kernel and all(layout.unit == WIDE for layout in layouts))
+    return path_of(direction, pieces, blocks * sum(layout.block_bytes for layout in layouts), has)
+
+
+def path_of(direction: str, pieces: int, size: int, has: Has) -> CopyPath:
+    """Return the path for so many pieces with this many bytes together, in pinned memory."""
+    if pieces >= _MANY_PIECES and size < pieces * _SMALL_PIECE[direction]:
+        # Only from the host to the device: the copy engines are faster in the other direction.
+        return CopyPath.KERNEL if has.kernel and direction == "h2d" else CopyPath.STAGED
+    if has.batch:
         return CopyPath.BATCH
     return CopyPath.SINGLE if pieces <= _FEW_PIECES else CopyPath.STAGED
 

@@ -1,8 +1,7 @@
 """The block copy operation for children with a host buffer: kvobs's or vLLM's, counted and timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
@@ -17,19 +16,13 @@ CopyBlocks: TypeAlias = Callable[..., None]
 _BYTES = {direction: signals.slot(signals.BLOCK_COPY_BYTES, direction) for direction in signals.DIRECTIONS}
 
 
+@dataclass(frozen=True)
 class BlockCopies:
-    """Make the operation for each child.
+    """Make the operation for each child."""
 
-    Args:
-        recorder: receives bytes and durations.
-        blocks: number of blocks of the KV cache, to find the dimension of a cache that counts them.
-        is_stock: whether children get vLLM's own operation wherever their caches are.
-    """
-
-    def __init__(self, recorder: Recorder, blocks: int, *, is_stock: bool = False) -> None:
-        self._recorder = recorder
-        self._blocks = blocks
-        self._is_stock = is_stock
+    recorder: Recorder
+    blocks: int  # of the KV cache, to find the dimension of a cache that counts them
+    is_stock: bool = False  # whether children get vLLM's own operation wherever their caches are
 
     def operation(self, child: int, vllms: CopyBlocks) -> CopyBlocks:
         """Return the operation for this child; ``vllms`` is vLLM's own."""
@@ -42,8 +35,8 @@ class BlockCopies:
             direction: str,
         ) -> None:
             begin = perf_counter_ns()
-            if _in_host_memory(src_kv_caches, dst_kv_caches) and not self._is_stock:
-                dims = block_dims(src_kv_caches, dst_kv_caches, self._blocks)
+            if _in_host_memory(src_kv_caches, dst_kv_caches) and not self.is_stock:
+                dims = block_dims(src_kv_caches, dst_kv_caches, self.blocks)
                 copy_kv_blocks(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction, block_dim=dims)
             else:
                 vllms(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
@@ -57,11 +50,10 @@ class BlockCopies:
     def _note(self, child: int, direction: str, spent: int, caches: tuple[Caches, Caches], ids: int) -> None:
         if not ids:
             return
-        src, dst = caches
-        dims = block_dims(src, dst, self._blocks)
-        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in src.items())
-        self._recorder.count(child, _BYTES[direction], ids * block)
-        self._recorder.observe(child, signals.BLOCK_COPY_DURATION, spent, direction)
+        dims = block_dims(*caches, self.blocks)
+        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in caches[0].items())
+        self.recorder.count(child, _BYTES[direction], ids * block)
+        self.recorder.observe(child, signals.BLOCK_COPY_DURATION, spent, direction)
 
 
 def block_dims(src: Caches, dst: Caches, blocks: int) -> Mapping[str, int]:

@@ -28,8 +28,8 @@ Caches: TypeAlias = dict[str, torch.Tensor]
 Copy: TypeAlias = Callable[[Caches, Caches, list[int], list[int], str], None]
 
 LAYERS = 8
-BLOCK_KIB = (4, 16, 64, 256, 1024)
-BLOCKS = (1, 8, 64, 512, 4096)
+BLOCK_KIB = (1, 4, 16, 24, 28, 64, 256, 2048)
+BLOCKS = (2, 4, 8, 64, 512, 1024)  # 16 to 8,192 pieces
 MOST_BYTES = 2 << 30
 ROUNDS, WARM_UP = 7, 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn)

@@ -1,7 +1,5 @@
 """Blocks arrive bit by bit as a plain loop would copy them, or nothing moves and the error says why."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
@@ -16,7 +14,8 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvobs.blocks.copy import _device, copy_kv_blocks
+from kvobs.blocks.copy import _device, _layer, copy_kv_blocks
+from kvobs.blocks.layout import tensor_view
 from tests.bench.copying import stock_of_cuda
 from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory
 
@@ -42,9 +41,7 @@ def test_every_byte_arrives_and_no_other_changes(
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20), st.sampled_from((torch.int64, torch.int32))
 )
-def test_within_one_cache_all_is_read_before_anything_is_written(
-    pairs: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_within_one_cache_all_is_read_before_any_is_written(pairs: list[tuple[int, int]], dtype: torch.dtype) -> None:
     cache = {"a": torch.arange(10 * 2, dtype=dtype).view(10, 2).clone()}
     expected = cache["a"].clone()
     for s, d in pairs:
@@ -76,7 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "fraction": (({"a": A}, {"a": B}, [0.5], [0], "h2d"), "source block ids must be whole numbers in a list, found f"),
     "nested": (({"a": A}, {"a": B}, [[0]], [0], "h2d"), "source block ids must be whole numbers in a list, found i"),
 }
-COPIED_BY_STOCK = (
+STOCK_COPIES = (
     "direction",
     "more ids here",
     "layer only here",
@@ -91,7 +88,7 @@ COPIED_BY_STOCK = (
     ("router", "case"),
     [
         *(("kvobs", case) for case in WRONG),
-        *(pytest.param("stock", case, marks=pytest.mark.xfail(strict=True)) for case in COPIED_BY_STOCK),
+        *(pytest.param("stock", case, marks=pytest.mark.xfail(strict=True)) for case in STOCK_COPIES),
     ],
 )
 def test_a_mistake_is_named_before_a_byte_moves(router: str, case: str) -> None:
@@ -155,6 +152,21 @@ def caches_at(*places: str) -> dict[str, torch.Tensor]:
     """Return caches that say they are there, without bytes."""
     with FakeTensorMode():
         return {name: torch.empty(4, 2, device=place) for name, place in zip("ab", places, strict=False)}
+
+
+def test_bytes_are_copied_eight_at_a_time_where_both_sides_begin_at_a_multiple_of_eight() -> None:
+    cache = torch.zeros(65, dtype=torch.uint8)
+    even, odd = cache[:64].view(8, 8), cache[1:].view(8, 8)
+    assert [_layer("a", *sides, 0).layout.unit for sides in ((even, even), (odd, even), (even, odd))] == [8, 1, 1]
+
+
+def test_a_storage_that_begins_elsewhere_is_copied_by_element() -> None:
+    """Torch refuses to read eight bytes at a time there, after all that was queued before."""
+    raw = torch.zeros(80, dtype=torch.uint8).numpy()
+    odd = torch.from_numpy(raw[4:68]).view(torch.int32)[1:9].view(4, 2)
+    layout = _layer("a", odd, odd, 0).layout
+    tensor_view(odd, layout.dst, layout.unit).fill_(7)
+    assert (odd.data_ptr() % 8, layout.unit, int(odd.sum())) == (0, 4, 56)
 
 
 def test_nothing_to_copy_is_no_error() -> None:

@@ -1,11 +1,7 @@
 """Blocks between host memory and a device arrive bit by bit, whatever of what is queued runs late or early."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,79 +10,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from vllm.v1.kv_offload.cpu import swap_blocks_triton
 
-from kvobs.blocks import copy, plans
 from kvobs.blocks import device as device_copies
-from kvobs.blocks.copy import copy_kv_blocks
+from kvobs.blocks import plans
+from kvobs.blocks.copy import prepare
 from kvobs.blocks.device import SLOTS, Copier, Device
-from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory, twin
-from tests.support.lazy_device import GARBAGE, LazyDevice
-
-Check = Callable[[], None]
-
-
-@contextmanager
-def on(device: LazyDevice, chunk_bytes: int = 256, **limits: int) -> Iterator[Copier]:
-    """Have every copy take place between host memory and this device."""
-    copier = Copier(device, chunk_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy, "_device", lambda *_: torch.device("cuda", 0))
-        patch.setattr(device_copies, "copier_of", lambda _: copier)
-        patch.setattr(plans, "_SMALL_PIECE", 1)
-        for name, value in limits.items():
-            patch.setattr(plans, name, value)
-        yield copier
-
-
-@torch.inference_mode()
-def on_the_way(device: LazyDevice, cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache of the device whose bytes are still to be written by the current stream."""
-    there = twin(cache)
-    memory(there).fill_(GARBAGE)
-    device.current.queue(lambda: memory(there).copy_(memory(cache)))
-    return there
-
-
-def d2h(
-    device: LazyDevice, src: dict[str, Any], dst: dict[str, Any], pairs: list[tuple[int, int]], dims: dict[str, int]
-) -> Check:
-    expected = {name: by_a_loop(src[name], dst[name], pairs, dims[name]) for name in src}
-    live = {name: on_the_way(device, cache) for name, cache in src.items()}
-    copy_kv_blocks(live, dst, [s for s, _ in pairs], [d for _, d in pairs], "d2h", block_dim=dims)
-    arrived = {name: memory(cache).clone() for name, cache in dst.items()}  # read at once, and not later
-    with torch.inference_mode():
-        for cache in live.values():
-            device.current.queue(partial(memory(cache).fill_, GARBAGE))
-
-    def check() -> None:
-        for name in src:
-            assert torch.equal(arrived[name], memory(expected[name]))
-
-    return check
-
-
-def h2d(
-    device: LazyDevice, src: dict[str, Any], dst: dict[str, Any], pairs: list[tuple[int, int]], dims: dict[str, int]
-) -> Check:
-    expected = {name: by_a_loop(src[name], dst[name], pairs, dims[name]) for name in src}
-    live = {name: on_the_way(device, cache) for name, cache in dst.items()}
-    copy_kv_blocks(src, live, [s for s, _ in pairs], [d for _, d in pairs], "h2d", block_dim=dims)
-    for cache in src.values():
-        memory(cache).fill_(GARBAGE)
-    read: dict[str, torch.Tensor] = {}
-
-    def note(name: str, cache: torch.Tensor) -> None:
-        read[name] = memory(cache).clone()
-
-    for name, cache in live.items():
-        device.current.queue(partial(note, name, cache))
-
-    def check() -> None:
-        device.current.synchronize()
-        for name in src:
-            assert torch.equal(read[name], memory(expected[name]))
-
-    return check
+from tests.support.caches import BLOCK_SHAPES, DTYPES, caches
+from tests.support.device_copies import d2h, h2d, on
+from tests.support.lazy_device import LazyDevice, Stream, move
 
 
 @given(st.data(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([16, 100, 256, 4096]))
@@ -95,9 +27,9 @@ def test_every_byte_arrives_in_calls_one_after_the_other(
     data: st.DataObject, eager: bool, pinned: bool, batched: bool, chunk_bytes: int
 ) -> None:
     """Both ways in turns with the same buffers; any layout, any dtype, any ids; each layer its own."""
-    device = LazyDevice(eager=eager, pinned=pinned, batched=batched)
+    device = LazyDevice(eager=eager, pinned=pinned, batched=batched, kernel=data.draw(st.sampled_from([None, move])))
     checks = []
-    with on(device, chunk_bytes, BATCH_PIECES=7):
+    with on(device, chunk_bytes, data.draw(st.sampled_from([1, 1 << 20])), BATCH_PIECES=7, _MANY_PIECES=3):
         for direction in data.draw(st.lists(st.sampled_from([d2h, h2d]), min_size=1, max_size=3)):
             src_blocks, dst_blocks = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
             ids = st.tuples(st.integers(0, src_blocks - 1), st.integers(0, dst_blocks - 1))
@@ -116,6 +48,8 @@ def dense(blocks: int, layers: int = 3) -> dict[str, torch.Tensor]:
     return {str(i): torch.randint(0, 256, (blocks, 64), dtype=torch.uint8) for i in range(layers)}
 
 
+KERNEL: dict[str, Any] = {"pinned": True, "batched": True, "kernel": move}
+STAGED = ["upload", "upload", *["copy"] * 4]
 SCATTERED = [(7, 0), (3, 2), (1, 4), (5, 6), (0, 7)]
 
 
@@ -124,18 +58,22 @@ SCATTERED = [(7, 0), (3, 2), (1, 4), (5, 6), (0, 7)]
     ("has", "limits", "calls"),
     [
         ({"pinned": True, "batched": True}, {"BATCH_PIECES": 10}, ["batch"] * 2),
+        (KERNEL, {"BATCH_PIECES": 10, "_MANY_PIECES": 15, "small_piece": 65}, ["kernel"] * 2),
+        (KERNEL, {"BATCH_PIECES": 10, "_MANY_PIECES": 16, "small_piece": 65}, ["batch"] * 2),
         ({"pinned": True}, {}, ["copy"] * 15),
-        ({"pinned": True}, {"_FEW_PIECES": 14}, ["upload", *["copy"] * 4]),
-        ({"batched": True}, {}, ["upload", *["copy"] * 4]),
+        ({"pinned": True}, {"_FEW_PIECES": 14}, STAGED),
+        ({"batched": True}, {}, STAGED),
     ],
 )
 def test_each_path_is_taken_and_right(
-    has: dict[str, bool], limits: dict[str, int], calls: list[str], direction: Any
+    has: dict[str, Any], limits: dict[str, int], calls: list[str], direction: Any
 ) -> None:
     """Staged: five blocks of three layers, 15 x 64 bytes, in chunks of four."""
     device, layers = LazyDevice(**has), dense(8)
     with on(device, **limits):
         direction(device, layers, dense(8), SCATTERED, dict.fromkeys(layers, 0))()
+    if "kernel" in calls and direction is d2h:
+        calls = STAGED  # vLLM's kernel is slower than the copy engines in this direction
     kernel = {"d2h": "gather", "h2d": "scatter"}[direction.__name__]
     assert [call for call in device.calls if call != kernel] == calls
     # A layer whose blocks are in two chunks is gathered or scattered twice.
@@ -147,13 +85,13 @@ def test_buffers_are_made_once_and_grow_for_a_block_that_is_larger() -> None:
     with on(device, 256):
         for direction in (h2d, d2h, h2d):
             direction(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0))()
-        assert device.allocated == 3 * 256
+        assert device.allocated == 4 * 256
         one = {"a": torch.arange(2 * 1000, dtype=torch.float32).view(2, 1000)}
         first = h2d(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0))
         second = h2d(device, one, {"a": torch.zeros(3, 1000)}, [(0, 2), (1, 1)], {"a": 0})
         first()
         second()
-        assert device.allocated == 3 * (256 + 4000)
+        assert device.allocated == 4 * (256 + 4000)
 
 
 def test_after_a_failure_nothing_is_left_in_the_queue() -> None:
@@ -163,11 +101,81 @@ def test_after_a_failure_nothing_is_left_in_the_queue() -> None:
         patch.setattr(device, "record", lambda _: (_ for _ in ()).throw(RuntimeError("device lost")))
         with pytest.raises(RuntimeError, match="device lost"):
             h2d(device, dense(8), dense(8), pairs, dims)
-        assert device.side._done == device.side.queued
+        assert all(side.done == side.queued for side in device._sides)
         assert not copier._lock.locked()
         patch.undo()
     with on(device):
         d2h(device, layers, dense(8), pairs, dims)()
+
+
+def test_prepared_buffers_are_those_of_the_first_copy() -> None:
+    device, caches = LazyDevice(), {"a": torch.zeros(2, 3, 1000, dtype=torch.uint8)}
+    with on(device):
+        for place, allocated in (("cpu", 0), ("cuda:0", 4 * 2000)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "device", torch.device(place))
+                prepare(caches, block_dim=1)
+            assert device.allocated == allocated
+        prepare({})
+        h2d(device, caches, {"a": caches["a"] + 1}, [(0, 2), (1, 1)], {"a": 1})()
+    assert device.allocated == 4 * 2000
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(
+    ("has", "limits", "waits"),
+    [
+        (KERNEL, {}, True),
+        (KERNEL, {"_MANY_PIECES": 15, "small_piece": 65}, True),
+        ({"pinned": True}, {}, True),
+        ({}, {"chunk_bytes": 512}, False),  # two chunks
+        ({}, {"chunk_bytes": 511}, True),  # three
+    ],
+)
+def test_the_host_waits_for_what_is_queued_where_it_must(
+    has: dict[str, Any], limits: dict[str, int], waits: bool, stays: bool
+) -> None:
+    """A third chunk has to wait for the first; else the host waits only for a source that may change at return."""
+    device = LazyDevice(**has)
+    with on(device, **limits):
+        check = h2d(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0), stays=stays)
+    assert (device.current.done > 0) == (waits and not (stays and has))
+    check()
+
+
+# --- mistakes that the stand-in finds, each in the place of the code that does without
+
+
+def bounced(copier: Copier, path: Any, layers: Any, runs: Any) -> None:
+    """Copy from memory that is freed while its bytes are on the way."""
+    chunks = [copier._device.pinned(layer.src.nbytes).view_as(layer.src).copy_(layer.src) for layer in layers]
+    DIRECTLY(copier, path, [layer._replace(src=chunk) for layer, chunk in zip(layers, chunks, strict=True)], runs)
+
+
+UPLOAD, DIRECTLY = Copier._upload, Copier._directly
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mistake", "has", "says"),
+    [
+        (Copier, "_memory_of", lambda self, _, size: self._device.memory(size), {}, "allocated on the caller's own"),
+        (Copier, "_upload", lambda *args: UPLOAD(*args)[:1] * SLOTS, {}, "memory of another stream"),
+        (Copier, "_directly", bounced, {"pinned": True, "batched": True}, "equal"),
+        (device_copies, "choose", lambda *_, **__: plans.CopyPath.SINGLE, {}, "the host waits for pageable memory"),
+        (LazyDevice, "ordered", lambda _: nullcontext(), {}, "queued before or after the block"),
+        (Stream, "wait_stream", lambda *_: None, {}, "equal"),
+        (LazyDevice, "wait", lambda *_: None, {}, "equal"),
+    ],
+)
+def test_a_mistake_in_the_use_of_streams_and_memory_is_found(
+    where: Any, name: str, mistake: Any, has: dict[str, Any], says: str
+) -> None:
+    """By words of the stand-in or by bytes that are not equal."""
+    device = LazyDevice(**has)
+    with on(device), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, mistake)
+        with pytest.raises(AssertionError, match=says):
+            h2d(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0), stays=True)()
 
 
 def test_one_call_at_a_time() -> None:
@@ -212,38 +220,47 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         log.append(f"leave {which.name}")
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Recorded(log, f"side@{device}"))
+    sides = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Recorded(log, f"side{next(sides)}@{device}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorded(log, f"current@{device}"))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Recorded(log, f"event{next(events)}"))
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    for operation in ("_batched_copy", "_kernel_copy"):  # vLLM can't be imported with such streams
+        monkeypatch.setattr(device_copies, operation, lambda: None)
     return log
 
 
-def test_the_side_stream_waits_for_the_current_one_and_the_current_one_for_it(log: list[str]) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_side_streams_wait_for_the_current_one_and_it_for_them_whatever_happens(log: list[str], fails: bool) -> None:
     device = Device(GPU)
-    with device.ordered():
+    with suppress(RuntimeError), device.ordered(), device.on(1):
         log.append("work")
+        if fails:
+            raise RuntimeError
     assert log == [
-        "side@cuda:1 wait_stream current@cuda:1",
-        "enter side@cuda:1",
-        "work",
-        "leave side@cuda:1",
-        "current@cuda:1 wait_stream side@cuda:1",
+        *(f"side{slot}@cuda:1 wait_stream current@cuda:1" for slot in range(SLOTS)),
+        *("enter side1@cuda:1", "work", *(() if fails else ["leave side1@cuda:1"])),
+        *(f"current@cuda:1 wait_stream side{slot}@cuda:1" for slot in range(SLOTS)),
     ]
 
 
-def test_marks_are_of_the_side_stream_and_the_host_waits_for_them(log: list[str]) -> None:
+def test_marks_are_of_the_slots_streams_and_the_host_waits_for_them(log: list[str]) -> None:
     device = Device(GPU)
     for slot in range(SLOTS):
         device.record(slot)
     device.wait(1)
     device.synchronize()
-    assert log == [
-        "event0 record side@cuda:1",
-        "event1 record side@cuda:1",
-        "event1 synchronize",
-        "side@cuda:1 synchronize",
-    ]
+    records = [f"event{slot} record side{slot}@cuda:1" for slot in range(SLOTS)]
+    assert log == [*records, "event1 synchronize", *(f"side{slot}@cuda:1 synchronize" for slot in range(SLOTS))]
+
+
+def test_a_tensor_is_asked_once_whether_it_is_pinned(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: next(answers))
+    device, caches = Device(GPU), [torch.zeros(2), torch.zeros(2)]
+    assert [device.is_pinned(cache) for cache in [*caches, *caches]] == [True, False, True, False]
+    del caches[0]
+    assert len(device._is_pinned) == 1
 
 
 def test_operations_do_what_they_say(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +272,9 @@ def test_operations_do_what_they_say(log: list[str], monkeypatch: pytest.MonkeyP
         return cache
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *args, **kwargs: (args, kwargs))
+        assert Device.pinned(None, 5) == ((5,), {"dtype": torch.uint8, "pin_memory": True})  # type: ignore[arg-type]
     device = Device(torch.device("cpu"))
     ids = device.upload(np.array([3, 1]))
     assert ids.tolist() == [3, 1]
@@ -272,15 +292,39 @@ def test_operations_do_what_they_say(log: list[str], monkeypatch: pytest.MonkeyP
     assert not device.is_pinned(here)
 
 
-@pytest.mark.parametrize("is_cuda", [True, False])
+@pytest.mark.parametrize(("is_cuda", "is_rocm"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("names", [{"swap_blocks_batch": "op"}, {}, None])
-def test_the_batched_copy_is_vllms_where_it_has_one_for_cuda(
-    names: dict[str, str] | None, is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+def test_copies_of_many_pieces_are_vllms_where_it_has_them(
+    names: dict[str, str] | None, has_triton: bool, is_cuda: bool, is_rocm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: without vLLM."""
-    operations, platforms = SimpleNamespace(**names or {}), SimpleNamespace(is_cuda_alike=lambda: is_cuda)
-    vllm = None if names is None else SimpleNamespace(_custom_ops=operations)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platforms))
-    operation: Any = device_copies._batched_copy()
-    assert operation == (names["swap_blocks_batch"] if names and is_cuda else None)
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda, is_cuda_alike=lambda: is_cuda or is_rocm)
+    operations = SimpleNamespace(**names or {})
+    modules: dict[str, Any] = {
+        "vllm": SimpleNamespace(_custom_ops=operations),
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "vllm.triton_utils": SimpleNamespace(HAS_TRITON=has_triton),
+        "vllm.v1.kv_offload.cpu.swap_blocks_triton": operations,
+    }
+    for module, stands in modules.items():
+        monkeypatch.setitem(sys.modules, module, None if names is None else stands)
+    batched: Any = device_copies._batched_copy()
+    assert batched == ("op" if names and (is_cuda or is_rocm) else None)
+    kernel: Any = device_copies._kernel_copy()
+    assert (kernel is not None) == bool(names and has_triton and is_cuda)
+
+
+def test_the_kernel_gets_pinned_columns_and_steps_of_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory the host would wait. Here a pinned copy has the opposite sign."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.neg)
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    monkeypatch.setattr(swap_blocks_triton, "swap_blocks_batch", lambda *columns, **how: calls.append((columns, how)))
+    kernel: Any = device_copies._kernel_copy()
+    for size, step in ((8, 8), (4096, 4096), (4104, 8192), (8192, 8192), (28664, 8192)):
+        kernel(torch.tensor([16, 32]), torch.tensor([48, 64]), torch.tensor([8, size]))
+        columns, how = calls.pop()
+        assert [column.tolist() for column in columns] == [[-16, -32], [-48, -64], [-8, -size]]
+        assert how == {"bytes_per_chunk": step}

@@ -1,7 +1,5 @@
 """Pieces and chunks hold every byte once, and the path is the one the memory allows."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 
@@ -13,7 +11,7 @@ from hypothesis import assume, given
 from kvobs.blocks import plans
 from kvobs.blocks.copy import _layers
 from kvobs.blocks.layout import Layer, Run
-from kvobs.blocks.plans import CopyPath, choose, chunks_of, pieces_of, pointers
+from kvobs.blocks.plans import CopyPath, Has, choose, chunks_of, path_of, pieces_of, pointers
 from tests.support.caches import BLOCK_SHAPES, DTYPES, by_a_loop, caches, memory, twin
 
 
@@ -65,9 +63,7 @@ def test_pieces_are_every_byte_of_the_blocks_once(
         (torch.zeros(9, 3, 4), torch.zeros(9, 4, 4)[:, :3], 0, [48] * 4),
     ],
 )
-def test_pieces_are_as_long_as_both_sides_allow(
-    src: torch.Tensor, dst: torch.Tensor, block_dim: int, sizes: list[int]
-) -> None:
+def test_pieces_are_as_long_as_they_can(src: torch.Tensor, dst: torch.Tensor, block_dim: int, sizes: list[int]) -> None:
     assert pieces_of(layer_of(src, dst, block_dim).layout, [Run(0, 4, 3), Run(8, 1, 1)]).sizes.tolist() == sizes
 
 
@@ -88,30 +84,45 @@ ONE, FOUR = [Run(0, 0, 1)], [Run(0, 0, 4)]
 SINGLES = [Run(i, i, 1) for i in range(0, 16, 2)]
 
 
+NINE = torch.empty(64, 9, dtype=torch.int16)[:, :8]
+ODD = [layer_of(NINE, twin(NINE))]  # not of eight bytes
+EVERY = Has(batch=True, kernel=True)
+
+
 @pytest.mark.parametrize(
-    ("layers", "found", "pinned", "batched", "path"),
+    ("layers", "found", "direction", "pinned", "path"),
     [
-        (kib(4, 64), ONE, False, False, CopyPath.STAGED),
-        (kib(4, 64), ONE, False, True, CopyPath.STAGED),
-        (kib(4, 64), ONE, True, True, CopyPath.BATCH),
-        (kib(4, 64), ONE, True, False, CopyPath.SINGLE),
-        (kib(16, 4, layers=25), SINGLES, True, False, CopyPath.SINGLE),  # 200 pieces
-        (kib(16, 4, layers=26), SINGLES, True, False, CopyPath.STAGED),  # 208
-        (kib(16, 4, layers=26), SINGLES, True, True, CopyPath.BATCH),
-        (kib(16, 3), SINGLES, True, True, CopyPath.STAGED),  # pieces too small to start a copy for
-        (kib(16, 3), FOUR, True, True, CopyPath.BATCH),  # but not together
-        (PERMUTED, FOUR, True, True, CopyPath.STAGED),
-        ([*kib(4, 64), *PERMUTED], ONE, True, True, CopyPath.STAGED),
+        (kib(4, 64), ONE, "h2d", False, CopyPath.STAGED),
+        (kib(4, 64), ONE, "h2d", True, CopyPath.BATCH),
+        (kib(16, 27, layers=8), SINGLES, "h2d", True, CopyPath.KERNEL),  # 64 pieces
+        (kib(16, 27, layers=8), SINGLES, "d2h", True, CopyPath.BATCH),
+        (kib(16, 27, layers=8), FOUR, "h2d", True, CopyPath.BATCH),  # eight pieces of 108 KiB
+        (kib(16, 3, layers=8), SINGLES, "d2h", True, CopyPath.STAGED),
+        ([*kib(64, 1), *ODD], [Run(i, i, 1) for i in range(0, 64, 2)], "h2d", True, CopyPath.STAGED),
+        ([*kib(4, 64), *PERMUTED], ONE, "h2d", True, CopyPath.STAGED),
     ],
 )
-def test_the_path(layers: list[Layer], found: list[Run], pinned: bool, batched: bool, path: CopyPath) -> None:
-    assert choose(layers, found, pinned=pinned, batched=batched) is path
+def test_the_path_is_that_of_pieces_in_memory(
+    layers: list[Layer], found: list[Run], direction: str, pinned: bool, path: CopyPath
+) -> None:
+    assert choose(layers, found, direction, pinned=pinned, has=EVERY) is path
+
+
+@pytest.mark.parametrize("has", [Has(*both) for both in itertools.product([True, False], repeat=2)])
+@pytest.mark.parametrize(("direction", "small"), [("h2d", 28 << 10), ("d2h", 4 << 10)])
+def test_the_path_at_every_border(direction: str, small: int, has: Has) -> None:
+    """One byte less than the border in all pieces together makes them small."""
+    for pieces in (1, 2, 63, 64, 65, 200, 201, 8192, 8193, 10**6):
+        large = CopyPath.BATCH if has.batch else CopyPath.SINGLE if pieces <= 200 else CopyPath.STAGED
+        many = CopyPath.KERNEL if has.kernel and direction == "h2d" else CopyPath.STAGED
+        border = pieces * small
+        for size in (pieces, border - 1, border, border + 1, 99 * border):
+            expected = many if pieces >= 64 and size < border else large
+            assert path_of(direction, pieces, size, has) is expected
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 40), st.integers(100, 400))
-def test_chunks_hold_every_block_once_in_order_and_no_more_than_fits(
-    block_bytes: list[int], blocks: int, chunk_bytes: int
-) -> None:
+def test_chunks_hold_every_block_once_in_order_and_fit(block_bytes: list[int], blocks: int, chunk_bytes: int) -> None:
     chunks = chunks_of(block_bytes, blocks, chunk_bytes)
     packed = [(part.layer, block) for chunk in chunks for part in chunk for block in range(part.first, part.last)]
     assert packed == [(layer, block) for layer in range(len(block_bytes)) for block in range(blocks)]
