@@ -9,10 +9,9 @@ Until there are steps with decodes only, the fixed cost counts as part of the pr
 reading the weights, however few its tokens are: the cost of prefills has a floor.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvobs.prediction.linear_cost import LinearCost
 
@@ -24,29 +23,17 @@ Work: TypeAlias = tuple[int, int, int, int, int]
 """The work of a step: the arguments of ``ComputeCost.observe`` from ``tokens`` to ``prefills``."""
 
 
-class Estimator(Protocol):
-    """Keeps an estimate of the cost of computing."""
-
-    @property
-    def cost(self) -> ComputeCost:
-        """Learn from all finished steps, then return the estimate."""
-
-
 def to_compute(all_tokens: int, known: int) -> int:
     """Return how many of a prompt's tokens are computed if ``known`` of them are loaded: at least the last one."""
     return max(1, all_tokens - known)
 
 
+@dataclass(slots=True)
 class Errors:
     """The differences between expected and observed times of steps."""
 
-    __slots__ = ("error_s", "observed_s")
-
-    def __init__(self) -> None:
-        self.observed_s = 0.0
-        """Total time of the steps."""
-        self.error_s = 0.0
-        """Total absolute difference."""
+    observed_s: float = 0.0  # total time of the steps
+    error_s: float = 0.0  # total absolute difference
 
     def note(self, expected: float, observed: float) -> None:
         """Add a step."""
@@ -63,13 +50,7 @@ class Errors:
 class ComputeCost:
     """The running estimate of a prefill's duration in this engine, among its present decodes.
 
-    Args:
-        budget: the most tokens of one request that a step computes.
-
-    Attributes:
-        crowding: running mean of a prefill's duration among others in its steps, in multiples of that alone.
-        decode_errors: of steps that only decode.
-        prefill_errors: of steps that prefill.
+    ``budget`` is the most tokens of one request that a step computes.
     """
 
     __slots__ = (
@@ -83,22 +64,17 @@ class ComputeCost:
         self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
         self._steps = 0
         self._decodes = self._context = 0.0  # running means: tokens of decodes, and their context
-        self.crowding = 1.0
-        self.decode_errors = Errors()
+        self.crowding = 1.0  # running mean of a prefill's duration among others, in multiples of that alone
+        self.decode_errors = Errors()  # of steps that only decode
         self.prefill_errors = Errors()
 
     def observe(
         self, seconds: float, tokens: int, pairs: int, decodes: int, context: int, *, prefills: int = 1
     ) -> None:
-        """Take in a step.
+        """Take in a step, in which so many requests prefill.
 
-        Args:
-            seconds: its time.
-            tokens: of prefills.
-            pairs: total number of tokens that these attend to.
-            decodes: tokens of decodes.
-            context: total number of tokens that the decodes attend to, counted once for each request.
-            prefills: how many requests prefill.
+        It has ``tokens`` of prefills, which attend to ``pairs`` tokens in total, and ``decodes`` tokens of decodes,
+        which attend to ``context`` tokens in total, counted once for each request.
         """
         self._decodes += _BLEND * (decodes - self._decodes)
         self._context += _BLEND * (context - self._context)
@@ -123,9 +99,7 @@ class ComputeCost:
     def predict(self, tokens: int, context: int = 0) -> float | None:
         """Return the seconds from a prefill's first step to the end of its last one; None if that is not known yet.
 
-        Args:
-            tokens: to compute; more than a step may are split into chunks.
-            context: the tokens before them.
+        More ``tokens`` than a step may compute are split into chunks; ``context`` are before them.
         """
         prefill = self._prefill
         chunk = max(1, self._budget - round(self._decodes))
@@ -148,10 +122,7 @@ class ComputeCost:
     def saved(self, tokens: int, context: int, rest: int) -> float | None:
         """Return the seconds that computing loaded tokens would have taken; None if that is not known yet.
 
-        Args:
-            tokens: loaded ones.
-            context: the tokens before them.
-            rest: the tokens after them, which are computed in either case.
+        ``context`` are the tokens before them, ``rest`` those after them, which are computed in either case.
         """
         all_of_it, remaining = self.predict(tokens + rest, context), self.predict(rest, context + tokens)
         if all_of_it is None or remaining is None:
@@ -167,21 +138,13 @@ class StepTimes:
     scheduled before an output comes, it is the time from output to output: the cost of one more step, not its latency.
 
     Outputs come in the order of the steps. If one is lost, as by an exception in vLLM, the number of steps that can be
-    in flight limits how long the others are assigned wrongly.
-
-    Args:
-        in_flight: the most steps that are scheduled and have no output.
-
-    Attributes:
-        steps: when each step in flight was scheduled, and its work; None if nothing is to be learned from it.
+    in flight, ``in_flight``, limits how long the others are assigned wrongly.
     """
 
     def __init__(self, in_flight: int) -> None:
+        # When each step in flight was scheduled, and its work; None if nothing is to be learned from it.
         self.steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
         self._last_ns = 0
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
     def end(self, now_ns: int) -> tuple[int, Work] | None:
         """Return the time in ns and the work of the step whose output has come; None if there is nothing to learn."""

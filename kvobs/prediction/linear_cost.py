@@ -9,8 +9,6 @@ A cost may have a floor: on a GPU a step of few tokens takes as long as reading 
 the cost above the floor only, and steps at the floor are not used to estimate it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 
@@ -34,19 +32,10 @@ Matrix = tuple[float, float, float, float, float, float]  # symmetric: 00, 01, 0
 
 
 class LinearCost:
-    """The running estimate of three coefficients.
+    """The running estimate of three coefficients, in seconds; ``largest`` is the most tokens of a step in it.
 
-    Args:
-        penalties: of the fixed cost, of each token, of each attended token. Costs that the steps do not separate are
-            attributed to the coefficient with the smallest penalty.
-        has_floor: whether the cost is never less than the least one observed; ``fixed`` may then be negative.
-
-    Attributes:
-        fixed: seconds.
-        per_token: seconds, never negative.
-        per_attended: seconds, never negative.
-        largest: the most tokens of a step that is part of the estimate.
-        is_ready: whether there is an estimate.
+    Costs that the steps do not separate are attributed to the coefficient with the smallest of the ``penalties``. With
+    ``has_floor`` the cost is never less than the least one observed, and ``fixed`` may be negative.
     """
 
     __slots__ = (
@@ -91,14 +80,7 @@ class LinearCost:
         return floors[at] if at < len(floors) else floors[-1] if floors else inf
 
     def learn(self, tokens: int, attended: int, seconds: float, base: float = 0.0) -> None:
-        """Take in a step.
-
-        Args:
-            tokens: computed in it, at least one.
-            attended: by all of them.
-            seconds: the whole step's.
-            base: those of them that are not part of this cost.
-        """
+        """Take in a step of ``tokens``, at least one; ``base`` of its ``seconds`` are not part of this cost."""
         at = _size(tokens)
         while at >= len(self._bins):
             self._bins.append([*[0.0] * _SUMS, 1.0])
@@ -153,18 +135,12 @@ class LinearCost:
     def _clipped(self, seconds: float, expected: float) -> float:
         """Return the seconds, limited to a few usual residuals from the expected ones; update the residuals."""
         expected = max(expected, _SHORTEST)
-        residual = seconds / expected - 1
         limit = _CLIP * self._spread
-        if residual > limit:
-            residual = limit
-        elif residual < -limit:
-            residual = -limit
-        size = residual if residual > 0 else -residual
-        self._spread = max(_SPREAD_AT_LEAST, self._spread + _BLEND * (size - self._spread))
+        residual = min(max(seconds / expected - 1, -limit), limit)
+        self._spread = max(_SPREAD_AT_LEAST, self._spread + _BLEND * (abs(residual) - self._spread))
         self._drift += _BLEND * (residual - self._drift)
-        drift = self._drift if self._drift > 0 else -self._drift
         self._undisturbed += 1
-        if drift > _ONE_SIDED * self._spread and self._undisturbed >= _DISCOUNTED_AFTER:
+        if abs(self._drift) > _ONE_SIDED * self._spread and self._undisturbed >= _DISCOUNTED_AFTER:
             self._discount()
         return expected * (1 + residual)
 
@@ -177,7 +153,6 @@ class LinearCost:
         self._undisturbed = 0
 
     def _solve(self) -> None:
-        """Compute the coefficients from the sums."""
         self._since = 0
         w, t, a, tt, ta, aa, y, ty, ay, _ = map(sum, zip(*self._bins, strict=True))
         if self._learned < _READY or w < _LIGHTEST:

@@ -10,9 +10,8 @@ threshold. An allowance limits all trials together; a trial after a much quicker
 are deterministic: they follow from the offers and loads alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvobs.prediction.load_times import LoadTimes
@@ -34,77 +33,42 @@ _BETTER = 1.5  # times quicker than predicted: worth another trial at once
 
 
 class Candidate(NamedTuple):
-    """An offer that may be loaded.
+    """An offer that may be loaded."""
 
-    Args:
-        child: who offers.
-        tokens: how many.
-        rest_s: the seconds that computing the tokens after them takes; None if that is not known.
-        open_loads: of this child: see ``LoadTimes.predict``.
-    """
-
-    child: int
+    child: int  # that offers
     tokens: int
-    rest_s: float | None
-    open_loads: Sequence[tuple[int, float]] = ()
+    rest_s: float | None  # the seconds that computing the tokens after them takes; None if that is not known
+    open_loads: Sequence[tuple[int, float]] = ()  # of this child: see ``LoadTimes.predict``
 
 
 class Decision(NamedTuple):
-    """A choice with its reason.
+    """A choice with its reason."""
 
-    Args:
-        child: the child that loads; None: everything is computed.
-        reason: one of ``REASONS``.
-        about: ``child``; without one, the child that would have been the quickest.
-        offered: the children with an offer.
-        predicted: the seconds until the request resumes, by known child.
-        computing_s: the seconds without a load; None if unknown.
-        missed: the seconds that a former fastest child would have saved at its former speed.
-    """
-
-    child: int | None
-    reason: str
-    about: int
-    offered: tuple[int, ...]
-    predicted: dict[int, float]
-    computing_s: float | None
-    missed: dict[int, float]
+    child: int | None  # that loads; None: everything is computed
+    reason: str  # one of ``REASONS``
+    about: int  # ``child``; without one, the child that would have been the quickest
+    offered: tuple[int, ...]  # the children with an offer
+    predicted: dict[int, float]  # the seconds until the request resumes, by known child
+    computing_s: float | None  # the seconds without a load; None if unknown
+    missed: dict[int, float]  # the seconds that a former fastest child would have saved at its former speed
 
 
+@dataclass(slots=True)
 class _Past:
-    """The history of a child's offers.
+    """The history of a child's offers."""
 
-    Attributes:
-        passed_over: decisions since the last one for it.
-        missed_s: the seconds that it would have saved in them at its former best speed.
-        in_vain: failed trials since it was the fastest.
-        best: its fixed seconds and its seconds per token at that time.
-        is_promising: whether its last load was a trial, and much quicker than predicted.
-        is_tried: whether a trial is in progress.
-        loads: number of recent loads, with older ones counting less.
-        late_s: total delay of these beyond their predictions.
-    """
-
-    __slots__ = ("best", "in_vain", "is_promising", "is_tried", "late_s", "loads", "missed_s", "passed_over")
-
-    def __init__(self) -> None:
-        self.passed_over = self.in_vain = 0
-        self.missed_s = self.late_s = self.loads = 0.0
-        self.best: tuple[float, float] | None = None
-        self.is_promising = self.is_tried = False
-
-    @property
-    def risk_s(self) -> float:
-        """How late the next load is expected to be."""
-        return self.late_s / (self.loads + _RELIABLE)
+    passed_over: int = 0  # decisions since the last one for it
+    missed_s: float = 0.0  # the seconds that it would have saved in them at its former best speed
+    in_vain: int = 0  # failed trials since it was the fastest
+    best: tuple[float, float] | None = None  # its fixed seconds and its seconds per token at that time
+    is_promising: bool = False  # whether its last load was a trial, and much quicker than predicted
+    is_tried: bool = False  # whether a trial is in progress
+    loads: float = 0.0  # number of recent loads, with older ones counting less
+    late_s: float = 0.0  # total delay of these beyond their predictions
 
 
 class LoadChoice:
-    """Choices among all connectors of an engine, and the knowledge for them.
-
-    Args:
-        children: their number.
-    """
+    """Choices among all connectors of an engine, and the knowledge for them."""
 
     def __init__(self, children: int) -> None:
         self.times = [LoadTimes() for _ in range(children)]
@@ -124,9 +88,7 @@ class LoadChoice:
     def decide(self, candidates: Sequence[Candidate], computing_s: float | None) -> Decision:
         """Return the decision about a request, which changes nothing: vLLM may ask again before it allocates.
 
-        Args:
-            candidates: at least one, in the order of the configuration.
-            computing_s: the seconds that computing everything takes; None if that is not known.
+        ``candidates`` are at least one, in the order of the configuration; computing everything takes ``computing_s``.
         """
         offered = tuple([candidate.child for candidate in candidates])
         predicted: dict[int, float] = {}
@@ -141,7 +103,8 @@ class LoadChoice:
                 past = self._past[child]
                 predicted[child] = load_s + rest_s
                 if (best := past.best) is not None:
-                    at_best[child] = best[0] + tokens * best[1] + rest_s + past.risk_s
+                    risk_s = past.late_s / (past.loads + _RELIABLE)  # how late the next load is expected to be
+                    at_best[child] = best[0] + tokens * best[1] + rest_s + risk_s
         if untried is not None or not predicted:
             first = offered[0] if untried is None else untried
             hangs = computing_s is not None and any(age > computing_s for _, age in candidates[0].open_loads)

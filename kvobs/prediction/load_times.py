@@ -4,8 +4,6 @@ The slope comes from a short window of loads, in which outliers have little weig
 only. One outlier has no effect, and a change is followed from its second load on.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from math import log1p
@@ -27,12 +25,7 @@ _SHORTEST = 1e-6  # seconds
 
 
 class LoadTimes:
-    """The last loads of one connector.
-
-    Attributes:
-        fixed: seconds of any load.
-        per_token: additional seconds of each token.
-    """
+    """The last loads of one connector: seconds of any load, ``fixed``, and more for each token, ``per_token``."""
 
     __slots__ = ("_line", "_loads", "fixed", "per_token")
 
@@ -42,12 +35,7 @@ class LoadTimes:
         self.fixed = self.per_token = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take in a load that has ended.
-
-        Args:
-            tokens: loaded.
-            seconds: from vLLM's allocation to its end on all ranks; of a synchronous load, the wait of its step.
-        """
+        """Take in a load: its time from allocation to its end on all ranks; if synchronous, the wait of its step."""
         loads = self._loads
         loads.append((max(1, tokens), max(_SHORTEST, seconds)))
         self._line = self._fitted()
@@ -66,16 +54,12 @@ class LoadTimes:
     def predict(self, tokens: int, open_loads: Sequence[tuple[int, float]] = ()) -> float | None:
         """Return the seconds that a load would take now; None before the first load has ended.
 
-        Args:
-            tokens: to load.
-            open_loads: tokens and age in seconds of the loads in progress. If one is late, the next may be, too.
+        ``open_loads``: tokens and age in seconds of the loads in progress. If one is late, the next may be, too.
         """
         if not self._loads:
             return None
-        late = 1.0
-        for of, age in open_loads:
-            late = max(late, age / self._expect(of))
-        return late * self._expect(tokens)
+        late = max((age / self._expect(of) for of, age in open_loads), default=1.0)
+        return max(1.0, late) * self._expect(tokens)
 
     def _expect(self, tokens: int) -> float:
         return max(_SHORTEST, self.fixed + tokens * self.per_token)
@@ -112,10 +96,8 @@ class LoadTimes:
     def _misfit(self, line: Line) -> float:
         """Return the deviation of the loads from a line; outliers count little more than other loads."""
         fixed, per_token = line
-        misfit = 0.0
-        for tokens, seconds in self._loads:
-            misfit += log1p((_off(seconds, max(_SHORTEST, fixed + tokens * per_token)) / _USUAL) ** 2)
-        return misfit
+        expected = ((seconds, max(_SHORTEST, fixed + tokens * per_token)) for tokens, seconds in self._loads)
+        return sum(log1p((_off(*pair) / _USUAL) ** 2) for pair in expected)
 
     def _improved(self, line: Line) -> Line:
         """Improve a line by least squares of relative deviations; loads far from the line have little weight."""

@@ -1,7 +1,5 @@
 """An engine with a known cost function: its steps are mixed, its prefills chunked, and what they cost is found."""
 
-from __future__ import annotations
-
 import random
 from statistics import mean
 from typing import Any, NamedTuple
@@ -128,12 +126,12 @@ def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
 
 
 def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
-    rig = Rig(GPU, 3)
+    rig = Rig(CPU, 3)
     rig.step(600)
-    saved = rig.estimate.saved(1000, 100, 60)
-    assert saved == pytest.approx(rig.truth(1060, 100) - rig.truth(60, 1100), rel=0.05)
+    saved = rig.estimate.saved(1000, 4000, 900)
+    assert saved == pytest.approx(rig.truth(1900, 4000) - rig.truth(900, 5000), rel=0.05)
     # Within one step the decodes and the step itself cost the same with and without the load.
-    assert saved == pytest.approx(1000 * GPU.token + (1000 * 100 + 1000 * 1060) * GPU.pair, rel=0.1)
+    assert saved == pytest.approx(1000 * CPU.token + (1000 * 4000 + 1000 * 1000 / 2) * CPU.pair, rel=0.05)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.04])
@@ -254,4 +252,23 @@ def test_a_step_lasts_to_its_output(in_flight: int, events: list[Any], ends: lis
         else:
             times.steps.append(event)
     assert found == ends
-    assert len(times) == 0
+    assert not times.steps
+
+
+def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
+    estimate, dice, seen = ComputeCost(512), random.Random(7), []
+    for i in range(240):
+        prefills, decodes = dice.choice((0, 1, 1, 3)), dice.choice((0, 12))
+        tokens, context = prefills * dice.randint(1, 140), decodes * dice.randint(50, 900)
+        pairs = tokens * dice.randint(1, 800)
+        took = 0.004 + tokens * 4e-5 + pairs * 2e-9 + decodes * 3e-5 + context * 4e-8
+        estimate.observe(took * dice.uniform(0.8, 1.2), tokens, pairs, decodes, context, prefills=prefills or 1)
+        if i % 40 == 39:
+            seen += [estimate.predict(300, 100), estimate.predict(1300, 200), estimate.crowding]
+    seen += [*estimate.prefill_errors.take(), *estimate.decode_errors.take()]
+    assert seen == pytest.approx(
+        [0.0144079, 0.0554139, 2.09019, 0.0166474, 0.0665133, 1.45494, 0.0142177, 0.0605101, 1.4076, 0.0164653,
+         0.0661692, 1.38699, 0.0154261, 0.0653987, 1.497, 0.0157092, 0.0629363, 1.4899,
+         1.40089, 0.197558, 0.0846723, 0.00678291],
+        rel=1e-5,
+    )  # fmt: skip

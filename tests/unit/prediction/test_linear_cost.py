@@ -1,7 +1,5 @@
 """A linear cost is found again from steps that follow it, whatever else is in them."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -59,10 +57,9 @@ def test_the_estimate_is_finite_and_positive(observed: list[tuple[int, int, floa
 
 def test_there_is_no_estimate_before_some_steps() -> None:
     linear = LinearCost(PENALTIES)
-    for n in range(8):
+    for n in range(9):
         assert not linear.is_ready, n
         linear.learn(20 + n, 100, 0.01)
-    linear.learn(28, 100, 0.01)
     assert linear.is_ready
 
 
@@ -145,3 +142,24 @@ def test_what_steps_of_one_kind_do_not_show_follows_the_smallest_penalty() -> No
             linear.learn(100, 5050, 0.01)
     assert of_tokens.expect(50, 1275) == pytest.approx(0.005, rel=0.1)
     assert fixed.expect(50, 1275) == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("has_floor", "expected"),
+    [
+        (False, [0.00761096, 0.00761096, 0.00791173, 0.0648298, 0.00792417, 0.067379, 0.00815465, 0.0643808,
+                 0.0074973, 0.0610555, 0.0085693, 0.0802891, 0.0150348, 0.111407, 0.0140508, 0.116162]),
+        (True, [0.00778025, 0.00778025, 0.00721814, 0.0693505, 0.00732116, 0.0671792, 0.00710223, 0.0650126,
+                0.00698493, 0.0644175, 0.00728994, 0.0882529, 0.0144887, 0.12515, 0.0143455, 0.116294]),
+    ],
+)  # fmt: skip
+def test_estimates_are_those_that_the_constants_were_chosen_by(has_floor: bool, expected: list[float]) -> None:
+    linear, dice, seen = LinearCost(PENALTIES, has_floor=has_floor), random.Random(7), []
+    for i in range(400):
+        tokens = dice.randint(1, dice.choice((16, 200, 2000)))
+        attended = tokens * dice.randint(0, 3000)
+        took = ((1, 2)[i // 250] * max(0.008, tokens * 4e-5) + attended * 1e-8) * dice.uniform(0.8, 1.2)
+        linear.learn(tokens, attended, 0.002 + took * (9 if i % 40 == 39 else 1), 0.002)
+        if i % 100 in (12, 62):
+            seen += [linear.expect(40, 10_000), linear.expect(1500, 10**6)]
+    assert seen == pytest.approx(expected, rel=1e-5)

@@ -1,7 +1,5 @@
 """What is decided, rule by rule; and whether it is quick, in races against the policies that do not predict."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -276,11 +274,8 @@ def test_one_that_turns_slow_is_left_within_20_requests_and_found_again(factor: 
     workload = Workload((1000, 2000), requests=1600, every_s=every_s)
     found = race(Fastest(2), changing(factor), workload)
     other = race(always(1), changing(factor), workload)
-    slow = [
-        number
-        for number in range(CHANGES_AT + begun, BACK_AT)
-        if found.seconds[number] > 1.2 * other.seconds[number] + 1e-3
-    ]
+    changed = range(CHANGES_AT + begun, BACK_AT)
+    slow = [number for number in changed if found.seconds[number] > 1.2 * other.seconds[number] + 1e-3]
     assert len(slow) <= 2 + (BACK_AT - CHANGES_AT) / 50
     assert all((decision := found.decisions[number]) is not None and decision.reason == EXPLORED for number in slow)
     last = [decision.child for decision in found.decisions[-100:] if decision is not None]

@@ -1,7 +1,5 @@
 """A connector's loads follow a line, with noise, outliers and changes: what the next one takes is predicted."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 
@@ -147,3 +145,19 @@ def test_no_number_stops_it(loads: list[tuple[int, float]]) -> None:
     times = times_of(*loads)
     assert expected(times, 0) > 0
     assert len(times._loads) <= _WINDOW
+
+
+def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
+    """Who changes a constant or a formula sees by how much the predictions change."""
+    times, dice, seen = LoadTimes(), random.Random(7), []
+    for i in range(60):
+        tokens = 500 if i < 6 else dice.randint(16, 4000)
+        factor = (1, 3, 0.3)[i // 20] * (6 if i % 11 == 8 else 1)
+        times.observe(tokens, factor * (0.01 + tokens * 1e-5) * dice.uniform(0.7, 1.4))
+        if i % 12 in (2, 9):
+            seen += [times.predict(100), times.predict(1000, [(2000, 0.05)])]
+    assert seen == pytest.approx(
+        [0.00834015, 0.03, 0.0152776, 0.05, 0.0178753, 0.0374231, 0.0371911, 0.0694404, 0.036829, 0.0627951,
+         0.0366124, 0.0585773, 0.046756, 0.070576, 0.00598906, 0.0395818, 0.00395153, 0.0340616, 0.00358816, 0.0343111],
+        rel=1e-5,
+    )  # fmt: skip

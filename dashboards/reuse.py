@@ -1,0 +1,133 @@
+"""Panels about reuse: what share of the prompts a cache of any size would serve, and where their tokens came from."""
+
+from __future__ import annotations
+
+from prometheus_client.utils import floatToGoString
+
+from dashboards import looks
+from dashboards.frame import Section
+from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_child, ref_id
+from dashboards.promql import ratio
+from dashboards.questions import SELECTION, VLLM
+from dashboards.sdk import board, model, prometheus, prometheus_model
+from kvobs.schema import signals
+from kvobs.schema.signals import REUSE_DISTANCE
+
+SIZE = "Cache size (tokens)"
+*_, LARGEST = map(floatToGoString, REUSE_DISTANCE.buckets)
+OF_CURVE = "15m"  # the curve is of at least so much time
+
+TOKENS = SELECTION.rate(REUSE_DISTANCE, part="_count")
+SEEN = SELECTION.rate(REUSE_DISTANCE, part="_bucket", le=LARGEST)
+_BY_SOURCE = "prompt_tokens_by_source_total"
+
+
+def reuse() -> Section:
+    """Return the section of the board *Connector*."""
+    return Section("Reuse: what a cache could serve", [(9, [(12, curve()), (12, _parts())])], collapsed=True)
+
+
+def served_by_size() -> str:
+    """Return the share of the prompts' blocks that an LRU cache of each size, the label ``le``, would serve."""
+    within = SELECTION.rate(REUSE_DISTANCE, "le", part="_bucket", le="[0-9].*|0")  # without +Inf
+    return ratio(within, f"0 * {within} + on () group_left () {TOKENS}")
+
+
+def served_by_vllm() -> str:
+    """Return the share of prompts that vLLM's own cache served, with its size as the label ``le``."""
+    hits = ratio(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), VLLM.vllm_rate("prompt_tokens_total"))
+    sizes = f'count_values("le", {SELECTION.series(signals.LOCAL_CACHE_TOKENS)})'
+    return f"max by (le) (0 * {sizes} + on () group_left () ({hits}))"
+
+
+def served_by_connectors() -> str:
+    """Return the share of prompts that vLLM's own cache and each connector of a stated size served, at that size.
+
+    What vLLM serves itself is asked of no connector, which has it, too.
+    """
+    local = VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"')
+    loads = SELECTION.rate(signals.LOAD_TOKENS, "connector")
+    shares = ratio(
+        f"({loads} + on () group_left () ({local} or 0 * {TOKENS}))", f"0 * {loads} + on () group_left () {TOKENS}"
+    )
+    sizes = f'count_values by (connector) ("le", {SELECTION.series(signals.CAPACITY_TOKENS)})'
+    return f"max by (le, connector) (0 * {sizes} + on (connector) group_left () ({shares}))"
+
+
+def computed() -> tuple[str, str]:
+    """Return computed tokens per second: those used for the first time, and those used before.
+
+    With prefill elsewhere tokens are loaded that this engine never saw: these are not computed.
+    """
+    hits = VLLM.vllm_rate(_BY_SOURCE, matching='source=~"local_cache_hit|external_kv_transfer"')
+    rest = f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}), 0)"
+    new = f"({TOKENS} - {SEEN})"
+    return f"{new} < {rest} or {rest}", f"clamp_min({rest} - {new}, 0)"
+
+
+def curve() -> Panel:
+    """Return the panel, which the board *Overview* has too."""
+    # Each series has the name of its bars as the label ``cache``, and no other label but the size.
+    of_connectors = f'label_replace({served_by_connectors()}, "cache", "with $1, measured", "connector", "(.*)")'
+    queries = [
+        f'label_replace({served_by_size()}, "cache", "an LRU cache of this size", "", "")',
+        f'label_replace({served_by_vllm()}, "cache", "vLLM\'s own cache, measured", "", "")',
+        f"max by (le, cache) ({of_connectors})",
+    ]
+    about = About(
+        "Share of the prompts' tokens that an LRU cache of each size would serve; beside it what vLLM's own cache "
+        "served, at its size, and what it served together with each connector whose options state a size, at that.",
+        "All bars near 0: nothing repeats, and no cache helps. Flat to the right of vLLM's: more memory brings "
+        "nothing. A step to the right of it: that much is to be had with that size.",
+        "Size a connector's memory by the step. A measured bar far below its neighbours: blocks are held by requests "
+        "or transfers, were not stored or not waited for, or the cache was reset.",
+        "Sizes are of one engine, in tokens: a cache that several engines share sees the prompts of all. An estimate.",
+    )
+    panel = (
+        board.Panel()
+        .type("barchart")
+        .title("Hit share by cache size")
+        .description(about.text(queries))
+        .datasource(PROMETHEUS)
+        .interval(OF_CURVE)
+        .unit("percentunit")
+        .min(0)
+        .max(1)
+        .no_value(looks.NO_TRAFFIC)
+        .options({"xField": SIZE, "showValue": "never", "xTickLabelSpacing": 60, "legend": {"showLegend": True}})
+        .override_by_name(SIZE, [model.DynamicConfigValue(id_val="unit", value="short")])
+    )
+    for index, expr in enumerate(queries):
+        query = prometheus.Dataquery().datasource(PROMETHEUS).expr(expr).ref_id(ref_id(index)).instant()
+        panel.with_target(query.format(prometheus_model.PromQueryFormat.TIME_SERIES))
+    for id_val, options in {
+        "labelsToFields": {"valueLabel": "cache"},
+        "merge": {},
+        "convertFieldType": {"conversions": [{"targetField": "le", "destinationType": "number"}], "fields": {}},
+        "sortBy": {"fields": {}, "sort": [{"field": "le"}]},
+        "organize": {"excludeByName": {"Time": True}, "renameByName": {"le": SIZE}},
+    }.items():
+        panel.with_transformation(model.DataTransformerConfig(id_val=id_val, options=options))
+    return panel
+
+
+def _parts() -> Panel:
+    new, again = computed()
+    return lines(
+        "Where prompts' tokens came from (tokens/s)",
+        About(
+            "Prompt tokens per second: in vLLM's own cache, loaded by each connector, computed because they were used "
+            "for the first time, computed although they were used before, and those that no cache serves.",
+            "The parts add up to the prompts. 'used before': evicted, not stored, not waited for, declined or failed.",
+            "Many used before: compare the curve with the sizes of your caches, then see the row Gain for tokens that "
+            "were offered and not loaded.",
+            "Without vLLM's own metrics all its hits count as computed. Loads count again after a preemption.",
+        ),
+        Query(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), "vLLM's own cache", looks.VLLM),
+        of_child(SELECTION.rate(signals.LOAD_TOKENS, "connector")),
+        Query(new, "computed: first use"),
+        Query(again, "computed: used before", looks.BAD),
+        Query(SELECTION.rate(signals.PROMPT_TAIL_TOKENS), "no full block"),
+        unit="short",
+        stacked=True,
+    )

@@ -1,0 +1,138 @@
+"""Measure how far back the blocks of each prompt were used last: the hit share of a prefix cache of any size.
+
+A block's distance is the number of distinct blocks used since its last use, with itself: an LRU cache of that many
+blocks still has it (Mattson's stack distance). A prompt is looked up as a whole before any of its blocks is stored, and
+its first block counts as the one used last, since vLLM evicts a prefix from its end. A block serves only together with
+all blocks before it, so its distance is at least theirs.
+
+Distances are estimated from samples, as in SHARDS (Waldspurger et al., FAST 2015), with two changes. Neighbouring
+blocks of a prefix share their fate, so one block stands for a run of them, and runs grow with the depth. And samples
+are thinned by age instead of equally: up to a distance that follows from the traffic none is missing, beyond it half of
+them are left whenever the distance doubles, chosen by their hashes. So a system prompt that every request has is always
+among them, and a reuse after hours is estimated from a few. What is left stands for what is not: it has a scale.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise, repeat
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Places: TypeAlias = npt.NDArray[np.int64]
+_NONE: Places = np.empty(0, np.int64)
+
+SAMPLES_AT_MOST = 9216
+_THINNED_TO = SAMPLES_AT_MOST // 3  # removing many at once costs less
+_PLACES = 2 * SAMPLES_AT_MOST  # uses after which samples get new numbers; the number of unknown blocks, too
+_RUNS_PER_DEPTH = 8  # a run has an eighth of the blocks before it, at least one
+
+
+class Reuse(NamedTuple):
+    """The blocks of a prompt, by the smallest of the sizes of which a cache has them; the last number: of none."""
+
+    blocks: list[int]
+    seen: int  # how many of its blocks were used before, as far as the samples show
+
+
+class ReuseDistances:
+    """The last uses of sampled blocks; ``sizes`` are those of caches, in blocks, in ascending order."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = [*sizes, inf]
+        ends = [0]
+        while ends[-1] < sizes[-1]:
+            ends.append(ends[-1] + max(1, ends[-1] // _RUNS_PER_DEPTH))
+        self._ends = ends[1:]  # of the runs
+        self._runs = np.diff(ends)
+        self._sampled = [(start + end) // 2 for start, end in pairwise(ends)]  # the depth of the block for the run
+        self._last: dict[int, int] = {}  # the first 8 bytes of a sampled block's hash -> place of its last use
+        self._next = self._thinned = 0  # places from `_thinned` on are of samples that were not scaled
+        # By place: these bytes, how many blocks the sample stands for (0: it was used again), and the factor of that.
+        self._hashes = np.zeros(_PLACES, np.uint64)
+        self._weights = np.zeros(_PLACES + 1, np.int64)
+        self._scales = np.ones(_PLACES, np.int32)
+        self._largest = sizes[-1]
+        self._exact: float = sizes[-1]  # the distance up to which no sample is missing
+        self._excess = 0  # blocks that scaled samples stood for beyond those of the prompts; balanced by later prompts
+
+    def observe(self, hashes: Sequence[bytes], blocks: int) -> Reuse:
+        """Look up a prompt, the first ``blocks`` of these, then note its use."""
+        counted = [0] * len(self._sizes)
+        if not blocks:
+            return Reuse(counted, 0)
+        used = bisect_left(self._sampled, blocks)
+        runs = self._runs[:used].copy()
+        runs[-1] += blocks - self._ends[used - 1]
+        keys, places = self._places(hashes, 0, used)
+        lowest, distance, size, seen = self._next, 0, 0, 0
+        thinned, limit = self._thinned, self._sizes[0]
+        for place, run, end in zip(places.tolist(), runs.tolist(), self._ends, strict=False):
+            if place == _PLACES:
+                continue
+            weight = run if place >= thinned else run * self._scales.item(place)
+            if place < lowest:
+                distance += weight if place == lowest - 1 else int(self._weights[place:lowest].sum())
+                lowest = place
+                if distance > limit:
+                    size = bisect_left(self._sizes, distance, size)
+                    limit = self._sizes[size]
+            counted[size] += weight
+            seen = end
+        rest = blocks - self._excess - sum(counted[:-1])
+        counted[-1] = max(0, rest)
+        self._excess = min(counted[-1] - rest, self._largest // 4)
+        self._use(keys, runs, places)
+        return Reuse(counted, min(seen, blocks))
+
+    def use(self, hashes: Sequence[bytes], first: int, end: int) -> None:
+        """Note the use of the blocks from ``first`` to ``end`` without looking them up: those of an answer."""
+        begin, end = (bisect_left(self._sampled, depth) for depth in (first, end))
+        if begin < end:
+            keys, places = self._places(hashes, begin, end)
+            self._use(keys, self._runs[begin:end], places)
+
+    def _places(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[list[int], Places]:
+        """Return the keys of these samples and the places of their last uses, after making room for them.
+
+        The places are empty if all samples are new.
+        """
+        if self._next + end - begin > _PLACES or len(self._last) + end - begin > SAMPLES_AT_MOST:
+            self._thin()
+        chosen = [hashes[depth] for depth in self._sampled[begin:end]]
+        first_bytes = np.ndarray(end - begin, np.uint64, b"".join(chosen), strides=(len(chosen[0]),))
+        self._hashes[self._next : self._next + end - begin] = first_bytes[::-1]
+        keys = first_bytes.tolist()
+        if self._last.keys().isdisjoint(keys):
+            return keys, _NONE
+        return keys, np.fromiter(map(self._last.get, keys, repeat(_PLACES)), np.int64, len(keys))
+
+    def _use(self, keys: Sequence[int], runs: Any, places: Places) -> None:
+        """Note a use of these blocks, of which the first one counts as used last."""
+        begin, end = self._next, self._next + len(keys)
+        self._weights[places] = 0
+        self._weights[begin:end] = runs[::-1]
+        self._last.update(zip(keys, range(end - 1, begin - 1, -1), strict=True))
+        self._next = end
+
+    def _thin(self) -> None:
+        """Remove samples by their age and hash until at most a third is left, and renumber them."""
+        used = np.flatnonzero(self._weights[: self._next] != 0)  # in the order of their age
+        hashes, weights, scales = self._hashes[used], self._weights[used], self._scales[used]
+        distances = weights[::-1].cumsum()[::-1]
+        # A sample is left where its scale, which follows from its distance, is not above what its hash allows.
+        least = np.where(distances > self._largest, inf, np.ldexp(distances, np.frexp(hashes)[1] - 65))
+        if len(used) > _THINNED_TO:
+            self._exact = min(float(np.partition(least, _THINNED_TO)[_THINNED_TO]), self._largest)
+        kept = least < self._exact
+        self._next = self._thinned = end = int(kept.sum())
+        scaled = np.maximum(scales, 1 << (np.frexp(np.maximum(distances / self._exact, 1))[1] - 1))
+        self._hashes[:end], self._scales[:end] = hashes[kept], scaled[kept]
+        self._weights[:end] = (weights * (scaled // scales))[kept]
+        self._weights[end:], self._scales[end:] = 0, 1
+        self._last = {}  # before the new one is built
+        self._last = dict(zip(self._hashes[:end].tolist(), range(end), strict=True))
