@@ -5,26 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvobs.children import validation
-from kvobs.cli.check import rules, vllm_source
-from kvobs.cli.check.source import Router, rewrite, router_of
-from kvobs.cli.topology import Pair
-from kvobs.export import destinations
-from kvobs.export.destinations import Setup
-from kvobs.export.http_server import holder, resolve
+from kvobs.children.known import PD_ROUTER, ROUTER
+from kvobs.children.specs import HAND_OFF
+from kvobs.cli.check import destinations, rules, vllm_source
+from kvobs.cli.check.source import DYNAMO_VLLM, RAY, Router, rewrite, router_of
+from kvobs.export.destinations import Setup, findings
+from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
+from kvobs.export.web_config import UnusableError, context
 from kvobs.log import line
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.topology import Engine
+from kvobs.telemetry.timeline import ring_files
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -32,21 +34,24 @@ if TYPE_CHECKING:
 
 _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
 _HISPARSE = "HiSparseConnector"
+_HAND_OFF = {*HAND_OFF, "NixlPullConnector", "NixlPushConnector"}
+_PLUGINS = "VLLM_PLUGINS"
+_CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
+_OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` too
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Further options of vLLM's start.
-
-    ``is_mla``: whether the model uses MLA, None if unknown. ``engines``: this engine and the other one.
-    """
+    """Further options of vLLM's start; ``port`` is None, and ``launcher`` empty, where they are not known."""
 
     disable_log_stats: bool = False
     otlp_traces_endpoint: str | None = None
     api_server_count: int = 1
-    is_mla: bool | None = None
-    kv_heads: int = 1
-    engines: tuple[Engine, Engine] | None = None
+    port: int | None = None
+    engines_here: int = 1
+    has_chunked_prefill: bool = False
+    launcher: str = ""
 
 
 @dataclass(slots=True)
@@ -76,7 +81,6 @@ class Checked:
     spans_go_to: str = ""
     connectors: list[CheckedConnector] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
-    engines: Pair | None = None
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
@@ -96,22 +100,6 @@ class Checked:
             else:
                 yield finding
 
-    def with_fact(self, fact: str, value: bool) -> list[str]:
-        """Return the names of the connectors with this value of a fact."""
-        return [each.name for each in self.connectors if each.facts and getattr(each.facts, fact) is value]
-
-    def layouts(self, *, is_mla: bool) -> dict[str, str]:
-        """Return the KV cache layout of each connector that is known to need one."""
-        needs = {each.name: each.facts.layouts[is_mla] for each in self.connectors if each.facts}
-        return {name: layout for name, layout in needs.items() if layout not in (None, "unknown")}
-
-
-def check(config: Mapping[str, Any], flags: Flags = Flags()) -> Checked:
-    """Check a parsed configuration, with the classes of its connectors if vLLM is installed."""
-    checked = check_text(config, flags)
-    check_classes(checked, is_mla=flags.is_mla)
-    return checked
-
 
 # The text
 
@@ -119,37 +107,40 @@ def check(config: Mapping[str, Any], flags: Flags = Flags()) -> Checked:
 def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritten: bool = False) -> Checked:
     """Check the text of a configuration; one without kvobs as ``rewrite`` would change it.
 
-    Args:
-        config: the parsed configuration.
-        flags: further options of vLLM's start.
-        is_rewritten: whether the result of ``rewrite`` is what will be used, perhaps in another environment.
+    With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment.
     """
     router = router_of(config)
-    by_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
+    is_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
+    plugins = os.environ.get(_PLUGINS)
+    by_variable = is_variable and (plugins is None or "kvobs" in plugins.split(","))
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
     checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config))
     if router is not Router.KVOBS and not is_rewritten:
-        checked.add(warnings=[_not_enabled(config, router)])
+        checked.add(warnings=[_not_enabled(config, router, plugins if is_variable else None)])
     _check_entries(checked)
     has_vllm = not is_rewritten and checked.vllm is not None
     checked.add(*rules.findings(checked.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
     if checked.vllm is None:
         checked.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(checked, flags)
-    _check_engines(checked, flags)
+    _check_effects(checked, flags)
     _note_options_that_are_off(checked)
     return checked
 
 
-def _not_enabled(config: Mapping[str, Any], router: Router) -> Finding:
-    if router is Router.NONE:
-        return Finding("kv_connector", "kvobs is not enabled", fix="use the configuration that --rewrite prints")
+def _not_enabled(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
+    if plugins is not None:
+        found = f"found {plugins!r}, which does not list kvobs: {ENABLE_VARIABLE} has no effect"
+        return Finding(f"environment variable {_PLUGINS}", found, fix="add kvobs to the list, or unset the variable")
+    fix = "use the configuration that --rewrite prints"
+    if router is not Router.STOCK:
+        routes = "" if router is Router.NONE else f": {PD_ROUTER} routes, which asks only its first connector for hits"
+        return Finding("kv_connector", f"kvobs is not enabled{routes}", fix=fix)
     extra = config.get(PATH)
     ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
     found = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
-    fix = f"use the configuration that --rewrite prints, or start vLLM with {ENABLE_VARIABLE}=1"
-    return Finding("kv_connector_module_path", found, fix=fix)
+    return Finding("kv_connector_module_path", found, fix=f"{fix}, or start vLLM with {ENABLE_VARIABLE}=1")
 
 
 def _check_entries(checked: Checked) -> None:
@@ -172,35 +163,40 @@ def _check_entries(checked: Checked) -> None:
         checked.connectors.append(connector)
 
 
-def _check_port(checked: Checked, exporter: ExporterOptions | None) -> None:
-    """Warn if the exporter that will run could not listen here now; its engine may be running, or be for elsewhere."""
+def _check_ports(checked: Checked, exporter: ExporterOptions | None, flags: Flags) -> None:
+    """Warn if the exporters that will run could not listen here now; an engine may be running, or be for elsewhere."""
     if exporter is None or exporter.port is None:
         return
+    extra = checked.config.get(PATH)
+    options = extra.get("kvobs") if isinstance(extra, Mapping) else None
+    is_option = isinstance(options, Mapping) and "exporter" in options
+    by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
+    path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
+    first, number, fix = exporter.port, flags.engines_here, "use another port"
+    if first + number - 1 > _LAST_PORT:
+        found = f"found port {first} for {number} engines: the last one would have {first + number - 1}"
+        checked.add(warnings=[Finding(path, found, f"at most {_LAST_PORT + 1 - number}", fix)])
+    if flags.port is not None and first <= flags.port < first + number:
+        found = f"found port {flags.port} of engine {flags.port - first}, which is --port of vLLM's API server"
+        checked.add(warnings=[Finding(path, found, fix=fix)])
     try:
-        _listen(exporter.host, exporter.port)
-    except (OSError, ValueError) as error:  # ValueError: not a host name
-        extra = checked.config.get(PATH)
-        options = extra.get("kvobs") if isinstance(extra, Mapping) else None
-        is_option = isinstance(options, Mapping) and "exporter" in options
-        by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
-        path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            found = f"found port {exporter.port}, which is in use on this machine: held by {holder(exporter.port)}"
-            fix = "end that process, unless it is the exporter of this engine, which runs already; or use another port"
+        if exporter.web_config is not None:
+            context(exporter.web_config)
+        for port in range(first, min(first + number, _LAST_PORT + 1)):
+            listen(exporter.host, port).close()
+        if exporter.web_config is None and is_reached_from_elsewhere(exporter.host):
+            checked.add(warnings=[Finding(path, f"listens on {show(exporter.host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
+    except UnusableError as error:
+        fix = "correct the file, unless it is for another machine"
+        checked.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=fix)])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            found = f"found port {port}, which is in use on this machine: held by {holder(port)}"
+            fix = f"end that process, unless it is the exporter of this engine, which runs already; or {fix}"
         else:
-            reason = getattr(error, "strerror", None) or "not a host name"
-            found = f"found {show(exporter.host)} and port {exporter.port}, where this machine can't listen: {reason}"
+            found = f"found {show(exporter.host)} and port {port}, where this machine can't listen: {error.strerror}"
             fix = "use an address of the engine's machine, and a port that its user may open"
         checked.add(warnings=[Finding(path, found, fix=fix)])
-
-
-def _listen(host: str, port: int) -> None:
-    """Listen for a moment, as the exporter would; OSError if that fails."""
-    family, address = resolve(host, port)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that ended don't count
-        probe.bind((address, port))
-        probe.listen()
 
 
 def _check_telemetry(checked: Checked, flags: Flags) -> None:
@@ -209,57 +205,103 @@ def _check_telemetry(checked: Checked, flags: Flags) -> None:
     # The part of vLLM's configuration that is read.
     vllm_config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
     tracing = TracingSettings.of(options, vllm_config)
+    is_dynamo = flags.launcher == DYNAMO_VLLM or any(map(_OF_DYNAMO.match, os.environ))
     setup = Setup(
         options.exporter,
         has_stats=not flags.disable_log_stats,
         has_rust_frontend=versions.has_rust_frontend(),
         api_servers=flags.api_server_count,
-        has_multiprocess_metrics=versions.has_multiprocess_metrics(),
-        has_traces=tracing is not None,
+        has_multiprocess_metrics=is_dynamo or versions.has_multiprocess_metrics(),
+        is_in_ray_actor=flags.launcher == RAY,
     )
-    _check_port(checked, setup.running)
+    _check_ports(checked, setup.running, flags)
+    if is_dynamo:
+        checked.add(warnings=_of_dynamo(checked, setup.running))
     if flags.disable_log_stats and endpoint is not None:
         found = "vLLM fails at the first finished request when both are given"
         checked.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
     else:
-        checked.add(warnings=destinations.findings(setup))
+        checked.add(warnings=findings(setup))
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
         checked.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
     checked.metrics_go_to = destinations.metrics_go_to(setup)
-    checked.spans_go_to = destinations.spans_go_to(setup, sampling.endpoint_of(tracing))
+    checked.spans_go_to = destinations.spans_go_to(setup, tracing)
     checked.off |= destinations.lost(setup)
-    if "tracing" not in checked.off:
-        _check_tracing(checked, tracing)
-    if "tracing" in checked.off:
-        checked.off["exemplars"] = "tracing is off"
-
-
-def _check_tracing(checked: Checked, tracing: TracingSettings | None) -> None:
-    """Note the tracing level, or why nothing is traced."""
-    if tracing is None:
-        checked.off["tracing"], warnings = sampling.why_off(checked.options)
+    if tracing is None and "tracing" not in checked.off:
+        checked.off["tracing"], warnings = sampling.why_off(options)
         checked.add(warnings=warnings)
+    if tracing is None or "tracing" in checked.off:
+        checked.off["exemplars"] = "tracing is off"
         return
     checked.tracing = "calls" if tracing.has_calls else "requests"
     if tracing.endpoint is None:
         checked.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
 
 
-def _check_engines(checked: Checked, flags: Flags) -> None:
-    """Check that the two engines fit; this one decodes, unless it is a producer."""
-    if flags.engines is None:
-        return
-    is_producer = checked.config.get("kv_role") == "kv_producer"
-    prefill, decode = flags.engines if is_producer else reversed(flags.engines)
-    pair = Pair(prefill, decode, flags.kv_heads, bool(flags.is_mla))
+def _of_dynamo(checked: Checked, exporter: ExporterOptions | None) -> Iterator[Finding]:
+    """Yield the metrics and events that NVIDIA Dynamo does not get."""
+    is_seen = exporter is not None
+    if exporter is not None and exporter.port is not None:  # else it sends them
+        with suppress(OSError):  # an unknown name is found with the ports
+            is_seen = is_reached_from_elsewhere(exporter.host)
+    if not is_seen:
+        found = "NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only; kvobs's are at its exporter"
+        found += ", which is switched off" if exporter is None else f", at {exporter.host}"
+        fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/dynamo.md'
+        yield Finding(DYNAMO_VLLM, found, fix=fix)
+    is_combined = os.environ.get(_CONSOLIDATOR, "true").strip().lower() in ("1", "true", "on", "yes")
+    if is_combined and any(connector.kv_connector == "DynamoConnector" for connector in checked.connectors):
+        found = (
+            f"NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without {ROUTER}: its router will "
+            "see those of vLLM"
+        )
+        fix = f"keep Dynamo's configuration where requests are routed by these events, or set {_CONSOLIDATOR}=0"
+        yield Finding(DYNAMO_VLLM, found, fix=fix)
+
+
+def _check_effects(checked: Checked, flags: Flags) -> None:
+    """Warn about options without the intended effect, and about files that the engine would refuse on this machine."""
+    options, place = checked.options, f"{PATH}.kvobs"
+    connectors = [connector.kv_connector for connector in checked.connectors]
+    is_single, slow = len(connectors) == 1, "isolate_slow_ms" in options.model_fields_set
+    is_handed_over = options.load_policy == "fastest" and _HAND_OFF.issuperset(connectors)
+    useless = [
+        ("load_policy", options.load_policy == "longest" and is_single, "it compares connectors, and there is one"),
+        ("load_policy", is_handed_over, "KV that another engine hands over is not compared"),
+        ("wait_for", options.wait_for == "earlier" and is_single, "there is one connector"),
+        ("isolate_slow_ms", slow and not options.isolate, "isolate is empty"),
+        ("tracing.propagate", options.tracing.propagate and "tracing" in checked.off, "nothing is traced"),
+    ]
+    found = [
+        Finding(f"{place}.{option}", f"has no effect: {why}", fix="remove it, or change that")
+        for option, is_so, why in useless
+        if is_so and connectors
+    ]
+    for option, path in (("timeline.dir", options.timeline.dir), ("request_log", options.request_log)):
+        if path not in (None, "stderr") and (problem := _refusal(Path(path), is_folder=option != "request_log")):
+            fix = "correct it on the engine's machine, or use another path there"
+            text = f"found {show(path)}, which the engine would refuse here: {problem}"
+            found.append(Finding(f"{place}.{option}", text, fix=fix))
+    for i, name in enumerate(connectors):
+        if name == "ExampleConnector" and flags.has_chunked_prefill:
+            text = "found ExampleConnector with chunked prefill, of whose chunks it saves the first only"
+            found.append(Finding(f"{validation.path_of(i)}.kv_connector", text, fix="add --no-enable-chunked-prefill"))
+    checked.add(warnings=found)
+
+
+def _refusal(path: Path, *, is_folder: bool) -> str | None:
+    """Return why the engine could not write recordings to a folder, or a log to a file; None if it can, or makes it."""
+    if not path.parent.is_dir():
+        return f"{path.parent} is missing"
+    if not is_folder:
+        return "it is a folder" if path.is_dir() else None
     try:
-        pair.reads()
-    except ValueError as error:
-        where = "--tensor-parallel-size, --remote-tensor-parallel-size"
-        checked.add([Finding(where, str(error), fix="choose sizes that fit the model and each other")])
-    else:
-        checked.engines = pair
+        with suppress(FileNotFoundError), ring_files.private_folder(path, is_created=False):
+            return None
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def _note_options_that_are_off(checked: Checked) -> None:
@@ -277,7 +319,7 @@ def _note_options_that_are_off(checked: Checked) -> None:
 # The classes
 
 
-def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
+def check_classes(checked: Checked) -> None:
     """Add the properties and mistakes of the connectors' classes to a checked text; nothing without vLLM."""
     validated = checked.validated
     if checked.vllm is None or validated is None or not validated.entries:
@@ -293,6 +335,12 @@ def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
         fix = "run `python -c 'import vllm'` here, and correct what it names"
         checked.add(warnings=[Finding("vLLM", found, fix=fix)])
         return
+    if checked.by_variable and not (theirs := classes.class_of(ROUTER, None)).__module__.startswith(
+        ("kvobs.", "vllm.")
+    ):
+        found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
+        fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
+        checked.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
     validation.find_classes(validated, classes.class_of)
     checked.add(validated.mistakes, validated.warnings)
     connectors = dict(zip(validated.entries, checked.connectors, strict=True))
@@ -308,18 +356,25 @@ def check_classes(checked: Checked, *, is_mla: bool | None = None) -> None:
                 checked.add([error.at(validation.path_of(spec.index))])
             else:
                 connectors[spec.index].facts = facts
-    _check_layouts(checked, is_mla)
-    for feature, fact in (("hybrid KV cache manager", "supports_hma"), ("sleep mode", "supports_sleep_mode")):
-        if lacking := checked.with_fact(fact, False):
+    _check_layouts(checked)
+    for feature, fact, problem in (
+        ("hybrid KV cache manager", "supports_hma", False),
+        ("sleep mode", "supports_sleep_mode", False),
+        ("full CUDA graphs", "requires_piecewise", True),
+    ):
+        lacking = [each.name for each in checked.connectors if each.facts and getattr(each.facts, fact) is problem]
+        if lacking:
             checked.off[feature] = f"not supported by {', '.join(lacking)}"
 
 
-def _check_layouts(checked: Checked, is_mla: bool | None) -> None:
-    """Check that the connectors need one layout; if the model is unknown, for models with and without MLA."""
-    kinds = (False, True) if is_mla is None else (is_mla,)
-    clashes = [finding for kind in kinds for finding in validation.clashing_layouts(checked.layouts(is_mla=kind))]
-    if len(clashes) == len(kinds):
-        checked.add(clashes[:1])
-    elif clashes:
-        found = f"for some models (give --model to check one), {clashes[0].found}"
-        checked.add(warnings=[replace(clashes[0], found=found)])
+def _check_layouts(checked: Checked) -> None:
+    """Check that the connectors need one layout, for models with and without MLA."""
+    clashes = {}
+    for is_mla, words in enumerate(("without", "with")):
+        needs = {each.name: each.facts.layouts[is_mla] for each in checked.connectors if each.facts}
+        clashes[words] = validation.clashing_layouts({name: need for name, need in needs.items() if need != "unknown"})
+    if all(clashes.values()):
+        checked.add(clashes["without"])
+        return
+    for words, clashing in clashes.items():
+        checked.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])

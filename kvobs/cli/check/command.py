@@ -1,67 +1,39 @@
 """The command ``kvobs check``."""
 
-from __future__ import annotations
-
 import json
 import os
+import re
 import sys
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
 from kvobs.cli.check.live import Looked, look
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
-from kvobs.cli.check.source import Router, read
+from kvobs.cli.check.source import LAUNCHER, Router, Source, read
 from kvobs.cli.output import examples
-from kvobs.cli.topology import read_model
-from kvobs.cli.web import url_of
+from kvobs.cli.web import CaCert, Cert, Key, url_of, use_certificates
 from kvobs.schema.findings import Finding
-from kvobs.topology import Engine
 
 _PROMETHEUS_PORT = 9090
+_OF_CHECK = re.compile(r"(KVOBS|OTEL|DYN)_|VLLM_(PLUGINS|USE_RUST_FRONTEND)$|PROMETHEUS_MULTIPROC_DIR$")
 _WIDE = 1000  # columns of a pipe: tables take what they need
 
 Config = Annotated[
     str | None,
-    typer.Argument(
-        show_default=False,
-        help="The JSON, a vllm serve line, a file with either or vLLM's YAML file, or - for stdin.",
-    ),
+    typer.Argument(help="The JSON, a vllm serve line, a file with either or YAML with engines in it, or - for stdin."),
 ]
-TpSize = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, max=1024, help="As given to vLLM.")]
-OtherTp = Annotated[
-    int | None,
-    typer.Option(
-        "--remote-tensor-parallel-size",
-        "--remote-tp",
-        min=1,
-        max=1024,
-        help="Tensor parallel size of the other engine: shows which rank reads from which.",
-        show_default=False,
-    ),
-]
-
-# Used by the command `topology` too.
-KvHeads = Annotated[int | None, typer.Option(min=1, help="KV heads of the model.", show_default=False)]
-Mla = Annotated[bool, typer.Option("--mla", help="The model uses MLA: one latent for all heads.")]
-ModelDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Model folder; KV heads and MLA are read from its config.json.", show_default=False
-    ),
-]
-
 
 EXAMPLES = examples(
     "kvobs check kvobs.json",
     "kvobs check start-server.sh",
-    "kvobs check vllm.yaml --json",
+    "kvobs check values.yaml --json",
     """kvobs check "vllm serve MODEL --kv-transfer-config '{...}'\"""",
     "kvobs check --rewrite stock.json",
     "kvobs check --server localhost:9464 --prometheus localhost:9090",
@@ -72,88 +44,117 @@ def check(
     config: Config = None,
     *,
     server: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Look at a running server or its exporter instead.", show_default=False),
+        list[str] | None, typer.Option(metavar="URL", help="Look at a running server or its exporter instead.")
     ] = None,
     prometheus: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Look at this Prometheus: jobs, rules, exemplars.", show_default=False),
+        str | None, typer.Option(metavar="URL", help="Look at this Prometheus: jobs, rules, exemplars.")
     ] = None,
     should_rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Print only the configuration, changed to use kvobs.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     disable_log_stats: Annotated[bool, typer.Option("--disable-log-stats", help="As given to vLLM.")] = False,
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="As given to vLLM.", show_default=False)
-    ] = None,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", help="As given to vLLM.")] = None,
     api_server_count: Annotated[int, typer.Option(min=1, help="As given to vLLM.")] = 1,
-    tensor_parallel_size: TpSize = 1,
-    remote_tp: OtherTp = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")] = 16,
-    remote_block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV cache block of the other engine.")] = 16,
-    kv_heads: KvHeads = None,
-    mla: Mla = False,
-    model: ModelDir = None,
+    cacert: CaCert = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
     """Check a --kv-transfer-config and name every mistake in it; or look at running servers and their Prometheus.
 
-    Exit status 1 if there is a mistake.
+    Of a line or a file with engines, vLLM's other options and the engines' variables are read too. Exit status 1 if
+    there is a mistake.
     """
     if (config is None) == (not server and prometheus is None):
         raise typer.BadParameter("give either the configuration, or --server and/or --prometheus", param_hint="CONFIG")
     if config is None:
+        use_certificates(cacert, cert, key)
         _look(server or [], prometheus, as_json=as_json)
-    heads, is_mla = _model(kv_heads, mla, model, is_needed=remote_tp is not None)
+    out = Console(stderr=True) if should_rewrite else _console(is_quiet=as_json)
     try:
-        source = read(config)
-        given = source.flags
-        engine = Engine(_number(given, "tensor-parallel-size", tensor_parallel_size), block_size)
-        flags = Flags(
-            disable_log_stats or str(given.get("disable-log-stats", False)).lower() not in ("false", "0", "none"),
-            otlp_traces_endpoint or given.get("otlp-traces-endpoint"),
-            _number(given, "api-server-count", api_server_count),
-            is_mla,
-            heads,
-            (engine, Engine(remote_tp, remote_block_size)) if remote_tp is not None else None,
-        )
+        sources = read(config)
+        if should_rewrite and len(sources) > 1:
+            raise ValueError(f"{len(sources)} configurations: {', '.join(each.place for each in sources)}; give one")
+        flags = [_flags(each.flags, disable_log_stats, otlp_traces_endpoint, api_server_count) for each in sources]
     except ValueError as error:
-        fix = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either or vLLM's YAML file, or -"
-        checked = Checked(Router.NONE, mistakes=[Finding("CONFIG", str(error), fix=fix)])
-        _print_findings(Console(stderr=should_rewrite, quiet=as_json and not should_rewrite), checked)
+        fix = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either, YAML with engines, or -"
+        checked = [Checked(Router.NONE, mistakes=[Finding("CONFIG", str(error), fix=fix)])]
+        _print_findings(out, checked[0])
     else:
+        check_one = _rewrite if should_rewrite else _check
         try:
-            if should_rewrite:
-                checked = _rewrite(source.config, flags)
-            else:
-                checked = _check(source.config, flags, _console(is_quiet=as_json))
+            checked = [check_one(source, of_engine, out) for source, of_engine in zip(sources, flags, strict=True)]
         except KeyboardInterrupt:
             Console(stderr=True).print("Stopped.", style="yellow")
             raise typer.Exit(130) from None
     if as_json and not should_rewrite:
-        typer.echo(json.dumps(as_dict(checked)))
-    raise typer.Exit(1 if checked.mistakes else 0)
+        for each in checked:
+            typer.echo(json.dumps(as_dict(each)))
+    raise typer.Exit(1 if any(each.mistakes for each in checked) else 0)
 
 
-def _check(config: Mapping[str, Any], flags: Flags, out: Console) -> Checked:
+def _flags(given: Mapping[str, Any], disable_log_stats: bool, otlp_traces_endpoint: str | None, servers: int) -> Flags:
+    """Return vLLM's options: those of this command, else those beside the configuration."""
+    of_host = "data-parallel-size-local" if "data-parallel-size-local" in given else "data-parallel-size"
+    return Flags(
+        disable_log_stats or _is_on(given, "disable-log-stats"),
+        otlp_traces_endpoint or (str(endpoint) if (endpoint := given.get("otlp-traces-endpoint")) else None),
+        servers if servers > 1 else _number(given, "api-server-count", servers),
+        _number(given, "port", 8000) if given else None,
+        max(1, _number(given, of_host, 1)),
+        bool(given) and not given.get("no-enable-chunked-prefill") and _is_on(given, "enable-chunked-prefill", "on"),
+        given.get(LAUNCHER, ""),
+    )
+
+
+def _is_on(given: Mapping[str, Any], name: str, default: str = "0") -> bool:
+    return str(given.get(name, default)).lower() not in ("false", "0", "none")
+
+
+def _number(given: Mapping[str, Any], name: str, default: int) -> int:
+    value = str(given.get(name, default))
+    if not value.isdecimal():
+        raise ValueError(f"--{name} {value}, beside the configuration, is not a whole number")
+    return int(value)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those variables of the engine that the check looks at."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if _OF_CHECK.match(name)})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check(source: Source, flags: Flags, out: Console) -> Checked:
     """Check the text and print the results, then the classes and theirs, then the verdict."""
-    checked = check_text(config, flags)
-    out.print(lay_out_text(checked))
-    _print_findings(out, checked)
-    printed_off, printed = list(checked.off), [*checked.warnings, *checked.mistakes]
-    if checked.vllm is not None:
-        with _quiet_import():
-            check_classes(checked, is_mla=flags.is_mla)
-        out.print(lay_out_classes(checked, printed_off))
-        _print_findings(out, checked, printed)
+    if source.place:
+        out.print(Text(f"\n{source.place}\n", "bold"))
+    with _environment(source.environment):
+        checked = check_text(source.config, flags)
+        checked.add(warnings=source.warnings)
+        out.print(lay_out_text(checked))
+        _print_findings(out, checked)
+        printed_off, printed = list(checked.off), [*checked.warnings, *checked.mistakes]
+        if checked.vllm is not None:
+            with _quiet_import():
+                check_classes(checked)
+            out.print(lay_out_classes(checked, printed_off))
+            _print_findings(out, checked, printed)
     out.print(verdict(checked), soft_wrap=True)
     return checked
 
 
-def _rewrite(config: Mapping[str, Any], flags: Flags) -> Checked:
+def _rewrite(source: Source, flags: Flags, out: Console) -> Checked:
     """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
-    checked = check_text(config, flags, is_rewritten=True)
-    _print_findings(Console(stderr=True), checked)
+    with _environment(source.environment):
+        checked = check_text(source.config, flags, is_rewritten=True)
+    checked.add(warnings=source.warnings)
+    _print_findings(out, checked)
     if not checked.mistakes:
         typer.echo(json.dumps(checked.config, indent=2))
     return checked
@@ -210,29 +211,3 @@ def _quiet_import() -> Iterator[None]:
         if is_slow:
             errors.file.write("\r\x1b[K")
             errors.file.flush()
-
-
-def _number(given: Mapping[str, Any], name: str, option: int) -> int:
-    """Return the option of this command, unless it is the default and the configuration has another."""
-    if option != 1 or name not in given:
-        return option
-    try:
-        number = int(given[name])
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise ValueError(f"--{name} beside the configuration is not a whole number above 0")
-    return number
-
-
-def _model(kv_heads: int | None, mla: bool, model: Path | None, *, is_needed: bool) -> tuple[int, bool | None]:
-    """Return the model's KV heads, and whether it uses MLA (None if neither option says)."""
-    given = [model is not None, kv_heads is not None or mla]
-    if all(given) or (is_needed and not any(given)):
-        raise typer.BadParameter("give --model, or --kv-heads and/or --mla", param_hint="--kv-heads, --mla, --model")
-    if model is not None:
-        try:
-            return read_model(model)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--model") from None
-    return kv_heads or 1, mla if any(given) else None

@@ -1,7 +1,5 @@
 """Look at running servers, and at the Prometheus that scrapes them: metrics, exemplars, doubled series, rules, jobs."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -15,16 +13,17 @@ from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
-from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, values_of
+from kvobs.cli.top.rows import server_row
+from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm, values_of
 from kvobs.cli.web import NoAnswerError, get
+from kvobs.demo.scrapes import Numbers
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
-from kvobs.telemetry.payload.scrapes import Numbers
+from kvobs.schema.verdicts import HANGS
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
-HANGS_S = 10.0
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
 _COUNTS = {
@@ -79,11 +78,11 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
         return set()
     numbers = Numbers.of(values.items())
     series = Counter(_SERIES.findall(text))
-    connectors = {labels.get("connector", "?") for labels, _ in numbers.by_name.get(signals.CONNECTOR_INFO.name, [])}
+    rows = server_row(url, None, Scrape(0.0, values, parse_vllm(text))).connectors
     looked.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
-        "connectors": ", ".join(sorted(connectors)) or "none yet",
+        "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",
     }
@@ -96,21 +95,16 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
         looked.refuse(url, found, "report it: Prometheus refuses such an answer")
-    _look_for_hangs(looked, url, numbers)
+    for row in rows:
+        if row.state == HANGS.name:
+            where = f" in {row.call}" if row.state_by == "call" else ""
+            found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
+            looked.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
     for signal, (meaning, fix) in _COUNTS.items():
         if total := numbers.total(signal):
             looked.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
     builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
     return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in builds}
-
-
-def _look_for_hangs(looked: Looked, url: str, numbers: Numbers) -> None:
-    """Note each call that the engine waits for."""
-    fix = "see KvobsCallHangs in the runbook"
-    for call, age_s in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ()):
-        if age_s > HANGS_S:
-            what = f"connector {call.get('connector')} has been in {call.get('hook')} ({call.get('rank')})"
-            looked.refuse(url, printable(f"{what} for {age_s:.0f} s: the engine waits for it"), fix)
 
 
 def _exemplars(url: str) -> int | None:

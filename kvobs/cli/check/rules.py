@@ -4,8 +4,6 @@ A connector's own option is checked if vLLM (0.32 here) ignores a mistake in it,
 or a way to correct it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ from kvobs.schema.findings import Finding, unknown
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
 _DEEPEST = 8  # routers within routers
+_MQ_TIMEOUT, _LONG_S = "lmcache.mp.mq_timeout", 10
 
 
 class Findings(NamedTuple):
@@ -25,18 +24,16 @@ class Findings(NamedTuple):
 
 
 def findings(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -> Findings:
-    """Return the mistakes and the warnings about the entries of a configuration.
+    """Return the mistakes and the warnings about the entries of a configuration, given as kvobs would get it.
 
-    Args:
-        whole: the configuration as kvobs would get it.
-        is_stock: whether vLLM's own router is in the configuration as it is.
-        has_vllm: whether this is the environment of an engine, where libraries must be installed.
+    ``is_stock``: vLLM's own router is in the configuration as it is; ``has_vllm``: libraries must be installed here.
     """
     found = Findings([], misplaced(whole, ""))
     for path, entry in _walk(whole, ""):
-        if entry.get("kv_connector_module_path") is None:
-            if has_vllm:
-                found.mistakes.extend(_libraries(entry, path))
+        module = entry.get("kv_connector_module_path")
+        if module is None and has_vllm:
+            found.mistakes.extend(_libraries(entry, path))
+        if module is None or str(module).startswith("lmcache."):
             _check_own_options(found, entry, path)
         found.warnings.extend([*misplaced(entry, path), *_nested(entry, path)])
     found.warnings.extend(_roles(whole))
@@ -67,37 +64,45 @@ def _name(entry: Any) -> str | None:
 
 
 def _libraries(entry: Mapping[str, Any], path: str) -> list[Finding]:
+    name = _name(entry)
     return [
         Finding(
             f"{path}.kv_connector",
-            f"found {_name(entry)!r}, which needs {need.modules[0]!r}, which is not installed here",
+            f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here",
             fix=need.install,
         )
-        for need in missing_libraries(_name(entry) or "")
+        for need in missing_libraries(name or "")
     ]
 
 
 def _nested(entry: Mapping[str, Any], path: str) -> list[Finding]:
     """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
+    extra = entry.get(PATH)
     if entry.get("kv_connector") != ROUTER or entry.get("kv_connector_module_path") in OURS:
-        return []
+        if entry.get("kv_connector") == ROUTER or not isinstance(extra, Mapping) or "kvobs" not in extra:
+            return []
+        found = "has no effect in a connector: kvobs reads its options beside the list of connectors only"
+        return [Finding(f"{path}.{PATH}.kvobs", found, fix=f"move it out, beside {PATH}.connectors")]
     found = f"found vLLM's {ROUTER} within {ROUTER}: kvobs sees it as one connector, and none of those in it"
     return [Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")]
 
 
 def _roles(whole: Mapping[str, Any]) -> list[Finding]:
-    """Warn about connectors that only receive in an engine that only sends, and the other way round."""
-    role = whole.get("kv_role")
-    opposite = _OPPOSITE.get(role) if isinstance(role, str) else None
+    """Warn about connectors that only receive beside, or in an engine of, those that only send; or the other way."""
+    entries = {i: entry for i, entry in enumerate(_connectors(whole)) if isinstance(entry, Mapping)}
+    role, where = whole.get("kv_role"), "kv_role at the top level"
+    if role == "kv_both":
+        one_way = ((entry.get("kv_role"), f"that of connectors[{i}]") for i, entry in entries.items())
+        role, where = next((first for first in one_way if first[0] in [*_OPPOSITE]), (None, ""))
     return [
         Finding(
             f"{PATH}.connectors[{i}].kv_role",
-            f"found {opposite!r}, while kv_role at the top level is {role!r}",
+            f"found {entry['kv_role']!r}, while {where} is {role!r}",
             f"{role!r} or 'kv_both'",
             "use the role that this engine has, unless it is meant to do both",
         )
-        for i, entry in enumerate(_connectors(whole))
-        if opposite is not None and isinstance(entry, Mapping) and entry.get("kv_role") == opposite
+        for i, entry in entries.items()
+        if isinstance(role, str) and role in _OPPOSITE and entry.get("kv_role") == _OPPOSITE[role]
     ]
 
 
@@ -185,8 +190,25 @@ def _check_nixl(found: Findings, extra: Mapping[str, Any], place: str) -> None:
         found.mistakes.append(Finding(f"{place}.backends", text, 'a list of names, such as ["UCX"]', "write a list"))
 
 
+def _check_lmcache(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+    """Warn about a setting by which one call may block the scheduler for long, whether or not it is isolated."""
+    seconds = extra.get(_MQ_TIMEOUT, 300)
+    if _is_number(seconds) and int(seconds or 0) > _LONG_S:
+        text = f"is {seconds} s: a call to a server that hangs blocks the engine as long, isolated or not"
+        found.warnings.append(Finding(f"{place}.{_MQ_TIMEOUT}", text, fix=f"set it to {_LONG_S} or less"))
+
+
+def _check_mooncake_store(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+    if extra.get("enable_lookup", True) and not extra.get("lookup_async"):
+        text = "is false: a lookup waits for the store without a limit, and the engine with it, isolated or not"
+        fix = "set it to true, and limit it by kvobs.lookup_timeout_ms"
+        found.warnings.append(Finding(f"{place}.lookup_async", text, fix=fix))
+
+
 CHECKS: Mapping[str, Callable[[Findings, Mapping[str, Any], str], None]] = {
     "OffloadingConnector": _check_offloading,
     "SimpleCPUOffloadConnector": _check_simple_offload,
+    "LMCacheMPConnector": _check_lmcache,
+    "MooncakeStoreConnector": _check_mooncake_store,
     **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _check_nixl),
 }

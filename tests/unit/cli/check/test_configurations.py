@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.check.check import check
 from kvobs.cli.check.source import rewrite
 from kvobs.schema.config import PATH
+from tests.support.configurations import check
 
 GIB = 1 << 30
 OFF = ("kv_connector", "--rewrite")
@@ -42,7 +42,7 @@ NIXL = one("NixlConnector")
 CPU = one("OffloadingConnector", extra={"cpu_bytes_to_use": GIB})
 TIERS = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": GIB}
 FS = [{"type": "fs", "root_dir": "/mnt/kv"}]
-STORED = one("MooncakeStoreConnector", extra={"load_async": True})
+STORED = one("MooncakeStoreConnector", extra={"load_async": True, "lookup_async": True})
 
 # Configuration, mistakes, warnings beside the one that kvobs is not enabled.
 CASES: dict[str, tuple[dict[str, Any], Verdict, Verdict]] = {

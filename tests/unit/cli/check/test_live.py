@@ -1,8 +1,8 @@
 """The live doctor on real exporters' answers and a real Prometheus: what is fine, and what each fault is called."""
 
-from __future__ import annotations
-
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from kvobs.cli.check import live
 from kvobs.cli.check.live import look, shipped_rules
 from kvobs.cli.top.scrapes import NO_METRICS
 from kvobs.cli.web import Page
-from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, QUARANTINED
+from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, OLDEST_IN_FLIGHT, QUARANTINED
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, answering, count, exporting, serving
@@ -43,7 +43,7 @@ def test_what_a_server_has_is_printed(exporter: str) -> None:
     looked = look([exporter])
     assert looked.mistakes == []
     facts = looked.facts[exporter]
-    assert (facts["vLLM"], facts["connectors"], facts["exemplars"]) == ("0.32.0", "cpu, disk", "0")
+    assert (facts["vLLM"], facts["connectors"], facts["exemplars"]) == ("0.32.0", "cpu (Idle), disk (Idle)", "0")
     assert int(facts["series of kvobs"]) >= 5
     assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
 
@@ -94,6 +94,16 @@ def test_lost_measurements_and_quarantines_are_warnings() -> None:
     with answering(200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n') as url:
         noted = [warning.found for warning in look([url]).warnings]
     assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in noted)
+
+
+def test_a_connector_that_hangs_is_a_mistake() -> None:
+    begun = {(0, OLDEST_IN_FLIGHT, "load"): time.perf_counter_ns() - 20 * 10**9}
+    with exporting(lambda _: None, begun, [], ("cpu", "disk")) as address:
+        looked = look([f"http://{address}/metrics"])
+    assert [re.sub(r"2\d s", "20 s", mistake.found) for mistake in looked.mistakes] == [
+        "connector cpu hangs: load for 20 s"
+    ]
+    assert looked.facts[f"http://{address}/metrics"]["connectors"] == "cpu (Hangs), disk (Idle)"
 
 
 def test_one_engine_at_two_addresses_is_doubled(exporter: str) -> None:
@@ -151,7 +161,7 @@ def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:
     assert "connectors" in result.stdout
     assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning"
     noted = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
-    assert noted["facts"][exporter]["connectors"] == "cpu, disk"
+    assert noted["facts"][exporter]["connectors"] == "cpu (Idle), disk (Idle)"
     assert CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"]).exit_code == 1
 
 

@@ -1,0 +1,209 @@
+"""What `kvobs check` finds in lines, scripts, manifests and charts as people have them, and nothing else."""
+
+# ruff: noqa: E501
+# A case is a line.
+import json
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from typer.testing import CliRunner
+
+from kvobs.cli import app
+from kvobs.demo.run import GPU_CONNECTORS, multi_connector
+from kvobs.export.http_server import LESS_OPEN
+from tests.support.contexts import no_otel_variables
+
+BOTH = '"kv_role": "kv_both"'
+NIXL = f'{{"kv_connector": "NixlConnector", {BOTH}}}'
+CPU = (
+    f'{{"kv_connector": "OffloadingConnector", {BOTH}, "kv_connector_extra_config": {{"cpu_bytes_to_use": 10000000}}}}'
+)
+EXAMPLE = f'{{"kv_connector": "ExampleConnector", {BOTH}}}'
+
+
+def router(*connectors: str, kvobs: str = "", module: str = ', "kv_connector_module_path": "kvobs"') -> str:
+    options = f', "kvobs": {kvobs}' if kvobs else ""
+    extra = f'{{"connectors": [{", ".join(connectors)}]{options}}}'
+    return f'{{"kv_connector": "MultiConnector"{module}, {BOTH}, "kv_connector_extra_config": {extra}}}'
+
+
+def with_key(connector: str, value: str) -> str:
+    return f'{{"kv_connector": "{connector}", {BOTH}, "kv_connector_extra_config": {value}}}'
+
+
+OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
+LINE = f"--kv-transfer-config '{OURS}'"
+OFF, STOCK_OFF = "kv_connector: kvobs is not enabled", "kv_connector_module_path: kvobs is not enabled"
+UNLISTED = "VLLM_PLUGINS: found 'lora', which does not list kvobs"
+AT_PORT = "kvobs.exporter: found port 9464 of engine 0, which is --port"
+DYNAMO = "dynamo.vllm: NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only"
+EVENTS = "dynamo.vllm: NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector"
+KVBM = ', "kv_connector_module_path": "kvbm.vllm_integration.connector"'
+PD = router(f'{{"kv_connector": "DynamoConnector"{KVBM}, {BOTH}}}', NIXL, module=KVBM).replace("Multi", "Pd", 1)
+PD_OFF = "kv_connector: kvobs is not enabled: PdConnector routes"
+NO_KVBM = "install the package that has the module 'kvbm'"
+EXPORTER, NONE, LAST, OPEN, LOOPBACK, SENT = (
+    f'{{"exporter": {options}}}'
+    for options in ("{}", "null", '{"port": 65530}', '{"host": "0.0.0.0"}', '{"host": "127.0.0.2"}',
+                    '{"port": null, "otlp_metrics": true}')
+)  # fmt: skip
+SHELL = "exec vllm serve m --kv-transfer-config '{}'".format
+LMCACHE = ("kv_connector: found 'LMCacheConnectorV1', which needs 'lmcache'", OFF)
+
+
+def args(*words: str) -> str:
+    return json.dumps(["m", *words])
+
+
+def pod(container: str) -> str:
+    """Return a Deployment whose container has these keys, in YAML's flow style."""
+    kind = "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: vllm}\n"
+    return f"{kind}spec: {{template: {{spec: {{containers: [{{name: vllm, image: v, {container}}}]}}}}}}\n"
+
+
+K = "--kv-transfer-config"
+# Text, number of engines, words of each finding.
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    # of the review
+    "plugins": (f"VLLM_PLUGINS=lora KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, (UNLISTED,)),
+    "plugins with kvobs": (f"VLLM_PLUGINS=lora,kvobs KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
+    "plugins and the key": (f"VLLM_PLUGINS=lora vllm serve m {LINE}", 1, ()),
+    "on the line": (f"KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
+    "shell variable": (f'vllm serve m {K} "$KV_CONFIG"', 0, ("is '$KV_CONFIG', which a shell or a template replaces",)),
+    "shell variable that is set": (f"KV='{OURS}'\nvllm serve m {K} \"$KV\"", 1, ()),
+    "no option": ("vllm serve m --port 8000", 0, ("the vllm line has no --kv-transfer-config",)),
+    "offloading size": ("vllm serve m --kv-offloading-size 10", 1, ("--kv-offloading-size: vLLM makes OffloadingConnector of it", OFF)),
+    "two": (f"vllm serve m {LINE} {K} '{NIXL}'", 1, ("--kv-transfer-config: found 2 of this option", OFF)),
+    "port": (f"vllm serve m --port 9464 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, (AT_PORT,)),
+    "port of a rank": (f"vllm serve m -dp 4 --port 9466 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, ("9466 of engine 2",)),
+    "ranks elsewhere": (f"vllm serve m -dp 4 -dpl 2 --port 9466 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, ()),
+    "last port": (router(CPU, kvobs=LAST), 1, ()),
+    "beyond the last port": (f"vllm serve m -dp 8 {K} '{router(CPU, kvobs=LAST)}'", 1, ("would have 65537",)),
+    "folder of others": (router(CPU, kvobs='{"timeline": {"dir": "/tmp"}}'), 1, ("timeline.dir: found '/tmp', which",)),
+    "no folder": (router(CPU, kvobs='{"timeline": {"dir": "/no/such"}}'), 1, ("/no is missing",)),
+    "log in no folder": (router(CPU, kvobs='{"request_log": "/no/log"}'), 1, ("/no is missing",)),
+    "log is a folder": (router(CPU, kvobs='{"request_log": "/tmp"}'), 1, ("it is a folder",)),
+    "log to stderr": (router(CPU, kvobs='{"request_log": "stderr"}'), 1, ()),
+    "fastest of nixl": (router(NIXL, kvobs='{"load_policy": "fastest"}'), 1, ("kvobs.load_policy: has no effect",)),
+    "fastest": (router(CPU, kvobs='{"load_policy": "fastest"}'), 1, ()),
+    "longest of one": (router(CPU, kvobs='{"load_policy": "longest"}'), 1, ("kvobs.load_policy: has no effect",)),
+    "earlier of one": (router(CPU, kvobs='{"wait_for": "earlier"}'), 1, ("kvobs.wait_for: has no effect",)),
+    "slow, none isolated": (router(CPU, kvobs='{"isolate_slow_ms": 5}'), 1, ("isolate_slow_ms: has no effect",)),
+    "propagate": (router(CPU, kvobs='{"tracing": {"propagate": true}}'), 1, ("propagate: has no effect",)),
+    "kvobs in a connector": (router(with_key("NixlConnector", '{"kvobs": {}}')), 1, ("kvobs: has no effect in a",)),
+    "chunks": (f"vllm serve m {K} '{router(EXAMPLE, CPU)}'", 1, ("found ExampleConnector with chunked prefill",)),
+    "no chunks": (f"vllm serve m --no-enable-chunked-prefill {K} '{router(EXAMPLE)}'", 1, ()),
+    "the demo's": (f"vllm serve MODEL --no-enable-chunked-prefill {K} '{json.dumps(multi_connector(*GPU_CONNECTORS))}'", 1, ()),
+    "opposite roles": (router(CPU.replace("both", "producer"), NIXL.replace("both", "consumer")), 1, ("found 'kv_consumer', while that of connectors[0] is 'kv_producer'",)),
+    "key twice": (OURS.replace(BOTH, f'"kv_role": "kv_producer", {BOTH}', 1), 1, ("the key 'kv_role' twice",)),
+    "spoolcache beside another": (router(CPU, EXAMPLE), 1, ()),
+    "lmcache mp": (router(with_key("LMCacheMPConnector", "{}")), 1, ("mq_timeout: is 300 s", "'lmcache'")),
+    "lmcache mp, short": (router(with_key("LMCacheMPConnector", '{"lmcache.mp.mq_timeout": 5}')), 1, ("'lmcache'",)),
+    "mooncake store": (router(with_key("MooncakeStoreConnector", "{}")), 1, ("lookup_async: is false", "'mooncake.")),
+    "mooncake store, async": (router(with_key("MooncakeStoreConnector", '{"lookup_async": true}')), 1, ("'mooncake.",)),
+    # scripts
+    "export": (f"export KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, ()),
+    "not exported": (f"KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, (STOCK_OFF,)),
+    "exported later": (f"KVOBS_ENABLE=1 # on\nexport KVOBS_ENABLE\nvllm serve m {K} '{STOCK}'", 1, ()),
+    "of the other one": (f"KVOBS_ENABLE=1 vllm serve m {LINE} &\nvllm serve m {K} '{STOCK}' &\n", 2, (STOCK_OFF,)),
+    "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),
+    "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ()),
+    "arguments in a variable": (f"ARGS=\"--port 9464 {K} " + NIXL.replace('"', '\\"').replace(" ", "") + '"\nvllm serve m $ARGS', 1, (OFF,)),
+    "an array": (f'ARGS=(\n  --port 9464\n  {LINE}\n)\nvllm serve m "${{ARGS[@]}}"', 1, ()),
+    "role in a variable": ("ROLE=kv_both; vllm serve m " + K + ' "' + NIXL.replace('"', '\\"').replace("kv_both", "$ROLE") + '"', 1, (OFF,)),
+    "command substitution": (f'vllm serve m {K} "$(cat kv.json)"', 0, ("which a shell or a template replaces",)),
+    "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
+    "dotted and json": (f"vllm serve m {LINE} {K}.kv_role kv_both", 1, ("found 2 of this option", "kv_connector: is missing", OFF)),
+    "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("in the place of any", OFF)),
+    "offloading to lmcache": ("vllm serve m --kv-offloading-size 4 --kv-offloading-backend lmcache", 1, ("vLLM makes LMCacheMPConnector", "mq_timeout: is 300 s", "'lmcache'", OFF)),
+    "systemd": (f"[Unit]\nDescription=vLLM\n[Service]\nEnvironment=\"KVOBS_ENABLE=1\" A=2\nExecStart=/opt/vllm serve m \\\n " f" {K} '{STOCK}'\nRestart=always\n", 1, ()),
+    "log stats": (f"vllm serve m --disable-log-stats {K} '{router(CPU, kvobs=NONE)}'", 1, ("--disable-log-stats: vLLM's stat logging is off",)),
+    "stats and traces": (f"vllm serve m --disable-log-stats --otlp-traces-endpoint=http://c:4317 {LINE}", 1, ("vLLM fails at the first finished",)),
+    "no number": (f"vllm serve m --port four {LINE}", 0, ("--port four, beside the configuration, is not a whole number",)),
+    "no engine here": (f"vllm serve m -dp 4 -dpl 0 --api-server-count=0 {LINE}", 1, ()),
+    "dockerfile": (f"FROM v\nENV KVOBS_ENABLE=1\nCMD {args(K, STOCK)}\n", 0, ("the line has no --kv-transfer-config that can be read",)),
+    "endpoint that is a number": (f"otlp_traces_endpoint: 4317\nkv_transfer_config: {OURS}\n", 1, ("--otlp-traces-endpoint: has neither a scheme nor a port",)),
+    "applied by kubectl": (pod(f"args: {args(K, OURS)}") + f"status: {{annotations: {{last: {json.dumps(LINE)}}}, runtime_env: text}}\n", 1, ()),
+    "for another shell": ("srun bash -c " + json.dumps(SHELL(STOCK)).replace("$", "") + " &\n", 1, (STOCK_OFF,)),
+    "arithmetic": (f"vllm serve m --port 9464 -dp $((A * 2)) {K} '{router(CPU, kvobs=EXPORTER)}'", 1, (AT_PORT,)),
+    "supervisor": (f"[program:vllm]\ncommand=vllm serve m {LINE}\n", 1, ()),
+    # YAML
+    "vllm.yaml, several servers": (f"api_server_count: 2\nkv_transfer_config: {router(CPU, kvobs=NONE)}\n", 1, ("--api-server-count: several API servers",)),
+    "vllm.yaml": (f"model: m\nport: 9464\nkv_transfer_config: {router(CPU, kvobs=EXPORTER)}\n", 1, (AT_PORT,)),
+    "vllm.yaml, size": ("model: m\nkv-offloading-size: 4\n", 1, ("in the place of any", OFF)),
+    "vllm.yaml, none": ("model: m\nport: 9464\n", 0, ("the YAML has neither a key 'kv-transfer-config'",)),
+    "deployment": (pod(f"command: [vllm, serve], args: {args(K, OURS)}"), 1, ()),
+    "deployment, variable": (pod(f"env: [{{name: KVOBS_ENABLE, value: '1'}}, {{name: A, valueFrom: {{}}}}], " f"args: {args(f'{K}={STOCK}')}"), 1, ()),
+    "deployment, $(KV)": (pod(f"env: [{{name: KV, value: {json.dumps(OURS)}}}], args: {args(K, '$(KV)')}"), 1, ()),
+    "sh -c": (pod(f"command: [sh, -c, {json.dumps('export KVOBS_ENABLE=1; ' + SHELL(STOCK))}]"), 1, ()),
+    "sh -c, args": (pod(f"command: [bash, -c], args: [{json.dumps(SHELL(STOCK))}]"), 1, (STOCK_OFF,)),
+    "two deployments": (f"{pod(f'args: {args(K, OURS)}')}---\n{pod(f'args: {args(K, NIXL)}')}", 2, (OFF,)),
+    "configmap": (f"kind: ConfigMap\nmetadata: {{name: c}}\ndata:\n  vllm.yaml: |\n    model: m\n    kv-transfer-config: '{OURS}'\n", 1, ()),
+    "kustomize patch": (f"patches:\n- target: {{kind: Deployment}}\n  patch: |-\n    - {{op: test, path: /a, value: {K}}}\n    - op: replace\n      path: /b\n      value: >-\n        {NIXL}\n", 1, (OFF,)),
+    "compose": (f"services:\n  vllm:\n    image: v\n    environment: [KVOBS_ENABLE=1]\n    command: >\n" f"      --model m {K} '{STOCK}'\n", 1, ()),
+    "compose, list": (f"services:\n  vllm:\n    environment: {{KVOBS_ENABLE: 1}}\n    command: {args(K, STOCK)}\n", 1, ()),
+    "production stack": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ()),
+    "its lmcache": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n" "    lmcacheConfig: {enabled: true}\n", 1, ("found 2 of this option", *LMCACHE)),
+    "modelservice": (f"prefill:\n  containers: [{{args: {args(K, OURS)}}}]\ndecode:\n  containers: [{{args: {args(K, NIXL)}}}]\n", 2, (OFF,)),
+    "llm-d service": (f"spec:\n  template:\n    containers:\n    - env: [{{name: VLLM_ADDITIONAL_ARGS, value: {json.dumps(LINE)}}}]\n", 1, ()),
+    "template": (f"spec:\n  args:\n  - {K}\n  - {{{{ .Values.kv | toJson }}}}\n", 0, ("the file is a template",)),
+    "whole template": ("{{- if .Values.on }}\nargs: []\n{{- end }}\n", 0, ("the file is a template",)),
+    "broken manifest": (f"spec:\n  args: [{K}, '\n", 0, ("neither JSON nor valid YAML",)),
+    "ray serve": (f"applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {{kv_transfer_config: {OURS}}}\n", 1, ()),
+    "ray serve, no exporter": (f"llm_configs:\n- engine_kwargs:\n    kv_transfer_config: {router(CPU, kvobs=NONE)}\n", 1, ("Ray Serve: an actor of Ray runs the engine",)),
+    "ray serve, variable": (f"llm_configs:\n- runtime_env: {{env_vars: {{KVOBS_ENABLE: '1'}}}}\n  engine_kwargs: " f"{{kv_transfer_config: {STOCK}}}\n", 1, ()),
+    # NVIDIA Dynamo
+    "dynamo": (f"python3 -m dynamo.vllm --model m {LINE}", 1, (DYNAMO,)),
+    "dynamo, reachable": (f"python3 -m dynamo.vllm --model m {K} '{router(CPU, kvobs=OPEN)}'", 1, (LESS_OPEN,)),
+    "dynamo, pd": (f"DYN_KVBM_CPU_CACHE_GB=9 python3 -m dynamo.vllm --model m {K} '{PD}'", 1, (DYNAMO, EVENTS, PD_OFF, NO_KVBM)),
+    "dynamo, pd, no events": (f"DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR=off python3 -m dynamo.vllm {K} '{PD}'", 1, (DYNAMO, PD_OFF, NO_KVBM)),
+    "dynamo, loopback": (f"python3 -m dynamo.vllm {K} '{router(CPU, kvobs=LOOPBACK)}'", 1, (f"{DYNAMO}; kvobs's are at its exporter, at 127.0.0.2",)),
+    "dynamo, by OTLP": (f"python3 -m dynamo.vllm {K} '{router(CPU, kvobs=SENT)}'", 1, ()),
+    "kvbm without dynamo": (f"DYN_KVBM_CPU_CACHE_GB=9 vllm serve m {K} '{PD}'", 1, (PD_OFF, NO_KVBM)),
+    "dynamo's manifest": (f"kind: DynamoGraphDeployment\nspec: {{services: {{Decode: {{extraPodSpec: {{mainContainer: {{" f"command: [python3, -m, dynamo.vllm], args: {args(K, OURS)}}}}}}}}}}}\n", 1, (DYNAMO,)),
+    "dynamo's variables": (f"DYN_NAMESPACE=a sh -c \"true\" {LINE}", 1, (DYNAMO,)),
+    "pd without a module": (PD.replace(KVBM, "", 1), 1, (OFF, "kv_connector_module_path to 'kvbm.vllm_integration.connector'")),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens, and no variable is set."""
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_it_finds_what_is_wrong_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    text, engines, findings = CASES[kind]
+    path = tmp_path / "given"
+    path.write_text(text)
+    before = dict(os.environ)
+    result = CliRunner().invoke(app, ["check", str(path), "--json"])
+    assert dict(os.environ) == before
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(answers) == max(1, engines), result.output
+    told = [
+        f"{finding['path']}: {finding['found']}, {finding['fix']}"
+        for answer in answers
+        for finding in (*answer["warnings"], *answer["mistakes"])
+    ]
+    assert len(told) == len(findings), told
+    assert all(any(words in text for text in told) for words in findings), told
+
+
+def test_dynamos_router_is_rewritten_with_its_connectors_and_of_several_engines_none_is() -> None:
+    result = CliRunner().invoke(app, ["check", PD, "--rewrite"])
+    pair = json.loads(PD)["kv_connector_extra_config"]["connectors"]
+    config = json.loads(result.stdout)
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("MultiConnector", "kvobs")
+    assert config["kv_connector_extra_config"]["connectors"] == pair
+    for text, places in (
+        (f"a: {args(K, OURS)}\nb: {args(K, NIXL)}\n", "a, b"),
+        (f"vllm serve m {LINE}\nvllm serve m {LINE}", "command 1, command 2"),
+    ):
+        several = CliRunner().invoke(app, ["check", text, "--rewrite"])
+        assert (several.exit_code, several.stdout) == (1, "")
+        assert f"2 configurations: {places}; give one" in several.stderr
