@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
-from kvobs.cli.check.command import KvHeads, Mla, ModelDir, check
+from kvobs.cli.check.command import check
 from kvobs.cli.output import examples, fail
 from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
 from kvobs.cli.timeline.command import timeline
+from kvobs.cli.web import CaCert, Cert, Key, pair_of, use_certificates
 from kvobs.demo.scenarios import FAULTS
 from kvobs.schema import __version__
 
@@ -68,7 +69,7 @@ def demo(
     exporter: Annotated[
         bool, typer.Option("--exporter", help="Serve kvobs's metrics, and export spans, from a separate process.")
     ] = False,
-    fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.", show_default=False)] = None,
+    fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.")] = None,
 ) -> None:
     """Run a vLLM server with two KV connectors on this CPU, and show the numbers of each."""
     console, errors = Console(), Console(stderr=True)
@@ -97,7 +98,7 @@ def demo(
         raise typer.Exit(1) from None
 
 
-TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.", show_default=False)]
+TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")]
 
 
@@ -114,9 +115,9 @@ def topology(
     decode_tp: TpSize,
     prefill_block_size: BlockSize = 16,
     decode_block_size: BlockSize = 16,
-    kv_heads: KvHeads = None,
-    mla: Mla = False,
-    model: ModelDir = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads of the model.")] = None,
+    mla: Annotated[bool, typer.Option("--mla", help="The model uses MLA: one latent for all heads.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Its folder, whose config.json has both.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a range is [first, last].")] = False,
 ) -> None:
     """Print which decode rank reads which KV heads from which prefill ranks."""
@@ -125,23 +126,14 @@ def topology(
 
     if (model is None) == (kv_heads is None and not mla):
         raise typer.BadParameter("give --model, or --kv-heads and/or --mla", param_hint="--kv-heads, --mla, --model")
-    prefill, decode = Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size)
-    heads_option = "--model" if model else "--kv-heads"
-    options = "--model"
     try:
         heads, is_mla = topology.read_model(model) if model else (kv_heads or 1, mla)
-        pair = topology.Pair(prefill, decode, heads, is_mla)
-        # Each check reuses the sizes that the previous ones accepted, so that its error is about two options only.
-        checks = {
-            f"--prefill-tp and {heads_option}": pair._replace(decode=prefill),
-            f"--decode-tp and {heads_option}": pair._replace(prefill=decode),
-            "--prefill-tp and --decode-tp": pair._replace(decode=Engine(decode_tp, prefill_block_size)),
-            "--prefill-block-size and --decode-block-size": pair,
-        }
-        for options, checked in checks.items():  # noqa: B007 the error names them
-            checked.reads()
+        pair = topology.Pair(
+            Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size), heads, is_mla
+        )
+        pair.reads()
     except ValueError as error:
-        raise fail(f"{options}: {error}") from None
+        raise fail(str(error)) from None
     if as_json:
         typer.echo(json.dumps(topology.as_dict(pair)))
     else:
@@ -152,7 +144,7 @@ def topology(
     short_help="Show the connectors of running servers, live.",
     epilog=examples(
         "kvobs top localhost                  a vLLM server at its port 8000",
-        "kvobs top gpu-1:9464 gpu-2:9464      two exporters",
+        "kvobs top gpu-1:9464+8000            an exporter, and its vLLM server's port",
         "kvobs top localhost --once --json    for scripts",
     ),
 )
@@ -161,22 +153,26 @@ def top(
         list[str],
         typer.Argument(
             metavar="URL...",
-            help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464.",
-            show_default=False,
+            help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464, or both as "
+            "localhost:9464+8000.",
         ),
     ],
+    *,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Scrape twice, print the difference, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --once.")] = False,
+    cacert: CaCert = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
     """Show each connector of running servers live: hits, loads, waits, errors, and the cost of telemetry."""
     from kvobs.cli.top.live import Top, Watch
-    from kvobs.cli.web import url_of
 
+    use_certificates(cacert, cert, key)
     if as_json and not once:
         raise typer.BadParameter("requires --once", param_hint="--json")
     try:
-        watches = [Watch(url, interval) for url in dict.fromkeys(map(url_of, urls))]
+        watches = [Watch(url, interval, of_vllm) for url, of_vllm in dict.fromkeys(map(pair_of, urls))]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="URL") from None
     # SIGTERM must restore the terminal as Ctrl-C does.

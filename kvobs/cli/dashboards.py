@@ -24,19 +24,17 @@ PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
 """Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs."""
 
 
-def contents(
-    settings: SiteSettings | None = None, shipped: Path = SHIPPED, checkout: Path = CHECKOUT
-) -> dict[str, bytes]:
+def contents(settings: SiteSettings | None = None) -> dict[str, bytes]:
     """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting."""
-    files = sources(shipped, checkout)
+    files = sources()
     defaults = json.loads(files.pop(SETTINGS))
     return {path: _fill(path, content, settings or SiteSettings(), defaults) for path, content in files.items()}
 
 
-def sources(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, bytes]:
+def sources() -> dict[str, bytes]:
     """Return all files by their place, as they come with kvobs; ValueError if some are missing."""
-    is_installed = shipped.is_dir()
-    roots = {place: shipped / place if is_installed else checkout / source for place, source in PLACES.items()}
+    is_installed = SHIPPED.is_dir()
+    roots = {place: SHIPPED / place if is_installed else CHECKOUT / source for place, source in PLACES.items()}
     if missing := [str(root) for root in roots.values() if not root.exists()]:
         raise ValueError(f"this installation of kvobs is incomplete: {', '.join(missing)} is missing; reinstall kvobs")
     return {
@@ -47,11 +45,7 @@ def sources(shipped: Path = SHIPPED, checkout: Path = CHECKOUT) -> dict[str, byt
 
 
 def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> list[str]:
-    """Write the files that are missing or different in a folder; return their places.
-
-    Raises:
-        ValueError: a file there is different and ``force`` is not set; nothing is written.
-    """
+    """Write files that are missing or different; ValueError, and none is written, if one differs without ``force``."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder")
     paths = {place: folder / place for place in files}
@@ -68,6 +62,8 @@ def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> 
 
 # The settings of a site
 
+_CHANGED = "\n\nThis site has other thresholds than the sections name:\n\n"
+_FIRST_SECTION = "\n\n## "
 _LABEL_NAME = r"[A-Za-z_]\w*"
 _KUBERNETES_LABEL = r"([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
 _NAMESPACE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -78,8 +74,7 @@ _URL = r"https?://[^\s\"'{}]+"
 class SiteSettings:
     """The settings of a site; empty ones keep the default. Without ``grafana`` alerts have no link to a board.
 
-    Raises:
-        ValueError: Prometheus, Kubernetes or a browser would not take one of them.
+    ValueError if Prometheus, Kubernetes or a browser would not take one of them.
     """
 
     grafana: str = ""
@@ -123,6 +118,11 @@ def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[s
         text = _in_lists(text, old_cluster, cluster)
     elif path == "runbook.md":
         text = text.replace(f'job="{old_job}"', f'job="{job}"')
+        known = defaults["thresholds"]
+        changed = _thresholds(settings.thresholds, known).items() - _thresholds((), known).items()
+        lines = [f"- `{name}`: {value}, {known[name]['meaning']}" for name, value in sorted(changed)]
+        if lines:
+            text = text.replace(_FIRST_SECTION, _CHANGED + "\n".join(lines) + _FIRST_SECTION, 1)
         # Its queries are indented.
         text = re.sub("^    .*$", lambda line: _in_lists(line[0], old_cluster, cluster), text, flags=re.MULTILINE)
     return text.encode()
@@ -159,7 +159,13 @@ def _thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -
         name, _, value = text.partition("=")
         if name not in known:
             raise ValueError(f"--threshold {name} is unknown; use one of: {', '.join(known)}")
-        if not re.fullmatch(r"\d+(\.\d+)?", value):
-            raise ValueError(f"--threshold {text} is not valid; use {name}=NUMBER ({known[name]['meaning']})")
+        meaning = known[name]["meaning"]
+        pattern, allowed = r"\d+(\.\d+)?", "NUMBER"
+        if "share" in meaning:
+            pattern, allowed = r"0?\.\d*[1-9]\d*|1(\.0+)?", "a number above 0 and at most 1"
+        elif isinstance(known[name]["value"], int):
+            pattern, allowed = r"\d+", "a whole number"
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"--threshold {text} is not valid; use {name}={allowed} ({meaning})")
         values[name] = value
     return values

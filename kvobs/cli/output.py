@@ -1,7 +1,5 @@
 """Print errors, examples and tables; write external text safely, and numbers in a few characters."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections.abc import Iterable, Sequence
 
@@ -41,7 +39,7 @@ def count(number: int, thing: str) -> str:
 # Tables
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[str], gap: int = 2) -> list[str]:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[str]) -> list[str]:
     """Return a header and the rows in aligned columns; without rows no header.
 
     The columns whose head is in ``texts`` are aligned to the left, others to the right.
@@ -54,7 +52,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequenc
     for row in cells:
         spaces = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
         padded = zip(heads, row, spaces, strict=True)
-        lines.append((" " * gap).join(cell + s if head in texts else s + cell for head, cell, s in padded).rstrip())
+        lines.append("  ".join(cell + s if head in texts else s + cell for head, cell, s in padded).rstrip())
     return lines
 
 

@@ -1,16 +1,21 @@
 """Complete the address of a server, and read a page over HTTP, limited in time and size."""
 
-from __future__ import annotations
-
+import re
+import ssl
 import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException, HTTPResponse
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
+
+import typer
 
 from kvobs.cli.output import printable
 
+CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA to trust, for https.")]
+Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate to show, for https.")]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
 VLLM_PORT = 8000
 TIMEOUT_S = 10.0
 AT_MOST = 64 * 2**20
@@ -18,11 +23,7 @@ AT_MOST = 64 * 2**20
 
 
 def url_of(text: str, default_port: int = VLLM_PORT) -> str:
-    """Return the URL of a server's metrics: ``localhost`` is ``http://localhost:8000/metrics``, at vLLM's port.
-
-    Raises:
-        ValueError: not a valid address.
-    """
+    """Return the URL of a server's metrics: ``localhost`` is ``http://localhost:8000/metrics``; or raise ValueError."""
     allowed = "use HOST[:PORT] or http(s)://HOST[:PORT][/PATH]"
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -35,6 +36,37 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
     path = parts.path if parts.path.strip("/") else "/metrics"
     netloc = parts.netloc if "://" in text or port is not None else f"{parts.netloc.removesuffix(':')}:{default_port}"
     return parts._replace(netloc=netloc, path=path, fragment="").geturl()
+
+
+def pair_of(text: str) -> tuple[str, str | None]:
+    """Return the URL of a server's metrics and, of an exporter's address as ``gpu-7:9464+8000``, that of its vLLM."""
+    pair = re.fullmatch(r"(.*:\d+)\+(\d+)", text)
+    if pair is None:
+        return url_of(text), None
+    url = url_of(pair[1])
+    host = urlsplit(url).netloc.rpartition(":")[0]
+    return url, url_of(f"{host}:{pair[2]}")
+
+
+class _Proxy(urllib.request.ProxyHandler):
+    """The proxy of the environment, but for this machine."""
+
+    def proxy_open(self, req: Any, proxy: str, type: str) -> Any:  # noqa: A002 - the name of urllib's argument
+        if re.fullmatch(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?", req.host):
+            return None
+        return super().proxy_open(req, proxy, type)
+
+
+def use_certificates(cacert: str | None = None, cert: str | None = None, key: str | None = None) -> None:
+    """Ask servers so from now on; ``BadParameter`` if the files can't be used."""
+    try:
+        context = ssl.create_default_context(cafile=cacert)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:
+        raise typer.BadParameter(f"can't be used: {error.strerror}", param_hint="--cacert, --cert, --key") from None
+    https = urllib.request.HTTPSHandler(context=context)
+    urllib.request.install_opener(urllib.request.build_opener(_Proxy, https))
 
 
 class NoAnswerError(Exception):

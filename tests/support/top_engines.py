@@ -1,10 +1,8 @@
 """What the tests of `kvobs top` share: servers whose /metrics are kvobs's own, filled as vLLM's API server does it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,7 +11,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
-from kvobs.export import http_server
+from kvobs.export.http_server import Server
 from kvobs.export.totals import Exposition, Totals
 from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
@@ -48,9 +46,9 @@ class Engines:
     def text(self) -> str:
         return generate_latest(self.front.registry).decode()
 
-    def scrape(self, at_s: float = 0.0, unix_s: float = 0.0, vllm: Vllm | None = None) -> Scrape:
+    def scrape(self, at_s: float = 0.0, vllm: "Vllm | None" = None) -> Scrape:
         text = self.text + (vllm.text if vllm is not None else "")
-        return Scrape(at_s, unix_s, parse(text), parse_vllm(text))
+        return Scrape(at_s, parse(text), parse_vllm(text))
 
 
 class Vllm:
@@ -125,12 +123,8 @@ def exporting(
     totals.add(Increments(recorder.take().counts, opened, at))
     totals.set_own(ENGINE_UP, 1)
     text = Exposition(totals, lambda: None).text
-    server = http_server.serve("127.0.0.1", 0, http_server.make_app(text, lambda: (True, {})))
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with closing(Server("127.0.0.1", 0, text, lambda: (True, {}))) as server:
+        yield f"127.0.0.1:{server.port}"
 
 
 @contextmanager

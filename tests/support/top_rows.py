@@ -1,11 +1,10 @@
 """Engines and connectors as kvobs top shows them."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.schema import signals
+from kvobs.schema.verdicts import STATES
 from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import count
 
@@ -19,7 +18,8 @@ NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 ROWS = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 4, MAYBE, MAYBE,
     st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE, st.none() | st.sampled_from(("0", "127")),
-    SHARES, COUNTS, COUNTS, MAYBE, st.booleans(), st.none() | NAMES, MAYBE,
+    SHARES, COUNTS, COUNTS, AMOUNTS, st.booleans(), st.none() | NAMES, MAYBE,
+    st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def busy(recorder: Recorder) -> None:
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")
     for hook in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "reset_cache"):
-        recorder.add_call(0, hook, 100 * MS)  # two in the engine's loop, one in a worker's, one that is no part of it
+        recorder.add_call(0, hook, 0, 100 * MS)  # two in the engine's loop, one in a worker's, one in neither
     recorder.observe(0, signals.LOAD_STALL, 10 * MS)
     recorder.observe(0, signals.SAVE_STALL, 30 * MS)
     count(recorder, 0, signals.PREFILL_SAVED, 50 * MS)
@@ -56,6 +56,7 @@ def busy(recorder: Recorder) -> None:
 
 RANKS = [["kvobs_slowest_rank_total", 0, "0", 1], ["kvobs_slowest_rank_total", 0, "1", 3]]
 ERRORS = [["kvobs_call_errors_total", 1, hook, "OSError", 2] for hook in ("start_load_kv", "wait_for_save")]
+NOW_NS = 1000 * 10**9
 GAUGES = {
     (0, signals.IN_FLIGHT, "load"): 2,
     (0, signals.IN_FLIGHT, "save"): 3,

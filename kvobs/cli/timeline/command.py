@@ -1,8 +1,5 @@
 """The command ``kvobs timeline``."""
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +17,6 @@ from kvobs.cli.timeline.transfers import Joined, join
 EXAMPLES = examples(
     "kvobs timeline /dev/shm/kvobs --last 10s",
     "kvobs timeline /dev/shm/kvobs --all -o all.json.gz --force",
-    "kvobs timeline /dev/shm/kvobs --requests --json",
 )
 OUTPUT = Path("timeline.json.gz")
 _UNITS_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9}
@@ -28,35 +24,21 @@ _DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS_NS)})")
 
 
 def timeline(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the recordings (option timeline.dir).")],
     *,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help=f"File to write: .json or .json.gz; {OUTPUT} unless given.", show_default=False
-        ),
+        Path | None, typer.Option("--output", "-o", help=f"File to write: .json or .json.gz; {OUTPUT} unless given.")
     ] = None,
     last: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Only the last part, such as 500ms, 10s or 2m.", show_default=False),
+        str | None, typer.Option(metavar="TIME", help="Only the last part, such as 500ms, 10s or 2m.")
     ] = None,
-    as_requests: Annotated[
-        bool, typer.Option("--requests", help="Print a line for each request instead: lookup, wait, ranks, resume.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line; requires --requests.")] = False,
     all_runs: Annotated[bool, typer.Option("--all", help="Include every run, not only the newest.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
     """Write the recorded calls of all processes of an engine, running or not, as a trace for https://ui.perfetto.dev."""
-    if as_json and not as_requests:
-        raise typer.BadParameter("requires --requests", param_hint="--json")
-    if as_requests and output is not None:
-        raise typer.BadParameter("--requests writes no file", param_hint="--output")
     last_ns = None if last is None else nanoseconds(last)
     output = output or OUTPUT
-    if not as_requests and output.exists() and not force:
+    if output.exists() and not force:
         raise fail(f"{output} exists; --force overwrites it, -o names another file")
     problems: list[str] = []
     try:
@@ -68,10 +50,7 @@ def timeline(
     joined = join(processes)
     if last_ns is not None:
         joined = _keep_last(processes, joined, last_ns)
-    if as_requests:
-        _print_requests(joined, as_json=as_json)
-    else:
-        _write(processes, joined, output)
+    _write(processes, joined, output)
 
 
 def nanoseconds(text: str) -> int:
@@ -90,17 +69,6 @@ def _keep_last(processes: Sequence[Process], joined: Sequence[Joined], last_ns: 
     for process in processes:
         process.keep_from(since[process.run])
     return [transfer for transfer in joined if transfer.end is None or transfer.end >= since[transfer.run]]
-
-
-def _print_requests(joined: Sequence[Joined], *, as_json: bool) -> None:
-    passages = tables.passages(joined)
-    if as_json:
-        for passage in passages:
-            typer.echo(json.dumps(tables.as_dict(passage)))
-    elif passages:
-        show(Console(), tables.of_requests(passages))
-    else:
-        warn("no request was looked up, loaded or saved in these recordings")
 
 
 def _write(processes: Sequence[Process], joined: Sequence[Joined], output: Path) -> None:

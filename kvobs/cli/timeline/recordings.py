@@ -1,7 +1,5 @@
 """Read the recordings of an engine's processes: slices, lookups, loads and saves, and calls that had not ended."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time
@@ -12,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvobs.telemetry.timeline import open_table
+from kvobs.cli.timeline.snapshot import RingError, Snapshot, read, rows, unpack
 from kvobs.telemetry.timeline.black_box import place_of
-from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, STEP, What, layer_words, unpack
-from kvobs.telemetry.timeline.ring import RingError, Snapshot, read
+from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, STEP, What, layer_words
 from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
 
 OPEN = "open"
@@ -155,7 +152,7 @@ class Process:
 
     def _add_in_progress(self, table: list[int]) -> None:
         """Add transfers in progress whose records are overwritten."""
-        for word, start, request in open_table.rows(table):
+        for word, start, request in rows(table):
             what, connector, _, n = unpack(word)
             kind, _ = TRANSFERS[what]
             transfer = Transfer(kind, connector, request, None, start + self._wall_offset, tokens=n)
@@ -201,15 +198,9 @@ class Process:
 
 
 def load(folder: Path, *, all_runs: bool = False, problems: list[str] | None = None) -> list[Process]:
-    """Read the recordings of the run that began last, or of all.
+    """Read the recordings of the run that began last, or of all; ``ValueError`` if none is there or can be read.
 
-    Args:
-        folder: where they are.
-        all_runs: read all.
-        problems: gets a line for each file that can't be read beside others that can.
-
-    Raises:
-        ValueError: there are none, or none can be read; the message names the first file.
+    ``problems`` gets a line for each file that can't be read beside others that can.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))

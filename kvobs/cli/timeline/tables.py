@@ -1,10 +1,6 @@
-"""Print recordings as tables: the processes, transfers in progress, the slowest loads, and a line for each request."""
+"""Print recordings as tables: the processes, transfers in progress, and the slowest loads."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from kvobs.cli.output import NONE, clock, duration, table
 from kvobs.cli.timeline.recordings import Process, Slice, engine_names, process_names, request_name
@@ -52,27 +48,22 @@ def in_progress(joined: Sequence[Joined]) -> list[str]:
     """Return a table of lookups, loads and saves that have not ended, the oldest first."""
     unended = [transfer for transfer in joined if transfer.is_open]
     rows = [
-        (transfer.kind, *_cells(transfer), _ranks(transfer.waits_for) or NONE, place or NONE)
+        (transfer.kind, *_cells(transfer), _ranks(transfer.waits_for), place or NONE)
         for transfer, place in zip(unended, _places(unended, joined), strict=True)
     ]
     heads = ("in progress", "age", "request", "tokens", "waits for", "connector")
     lines = table(heads, rows[:IN_PROGRESS_AT_MOST], texts=_LEFT)
     more = len(rows) - IN_PROGRESS_AT_MOST
-    return [*lines, f"and {more:,} more: see --requests"] if more > 0 else lines
+    return [*lines, f"and {more:,} more"] if more > 0 else lines
 
 
 def slowest_loads(joined: Sequence[Joined]) -> list[str]:
     ended = [transfer for transfer in joined if transfer.kind == "load" and not transfer.is_open]
     slowest = sorted(ended, key=lambda load: -load.spent_ns)[:SLOWEST_AT_MOST]
-    rows = [
-        (
-            clock(load.start),
-            *_cells(load),
-            _last_rank(load),
-            place + ("" if load.outcome == "ok" else f", {load.outcome}"),
-        )
-        for load, place in zip(slowest, _places(slowest, joined), strict=True)
-    ]
+    rows = []
+    for load, place in zip(slowest, _places(slowest, joined), strict=True):
+        outcome = "" if load.outcome == "ok" else f", {load.outcome}"
+        rows.append((clock(load.start), *_cells(load), _last_rank(load), place + outcome))
     return table(("slowest loads", "took", "request", "tokens", "last rank", "connector"), rows, texts=_LEFT)
 
 
@@ -92,7 +83,7 @@ def _tokens(transfer: Joined) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else NONE
 
 
 def _last_rank(transfer: Joined) -> str:
@@ -101,99 +92,3 @@ def _last_rank(transfer: Joined) -> str:
         return NONE
     rank, skew_ns = transfer.slowest
     return f"{rank} +{duration(skew_ns / 1e9)}"
-
-
-# Requests
-
-
-@dataclass
-class Passage:
-    """The way of a request from one lookup on; a preempted request has several."""
-
-    first: Joined
-    lookup: Joined | None = None
-    load: Joined | None = None
-    resume: Joined | None = None
-    saves: list[Joined] = field(default_factory=list)
-
-
-def passages(joined: Iterable[Joined]) -> list[Passage]:
-    """Return each request's passages, in the order of their begin; ``joined`` is in order too."""
-    every: list[Passage] = []
-    last: dict[tuple[str, int, int], Passage] = {}
-    for transfer in joined:
-        key = transfer.run, transfer.engine, transfer.request
-        passage, kind = last.get(key), transfer.kind
-        if passage is None or kind == "lookup" or (kind == "load" and passage.load is not None):
-            passage = last[key] = Passage(transfer)
-            every.append(passage)
-        if kind == "save":
-            passage.saves.append(transfer)
-        else:
-            setattr(passage, kind, transfer)
-    return every
-
-
-def of_requests(every: Sequence[Passage]) -> list[str]:
-    """Return a table with a line for each passage; times of what is in progress begin with >."""
-    places = engine_names([(passage.first.run, passage.first.engine) for passage in every])
-    heads = ("at", "request", "lookup", "wait", "last rank", "resume", "tokens", "connector")
-    rows = [_row(passage, place) for passage, place in zip(every, places, strict=True)]
-    return table(heads, rows, texts=("at", "request", "last rank", "connector"), gap=1)
-
-
-def _row(passage: Passage, place: str) -> tuple[str, ...]:
-    first, lookup, load = passage.first, passage.lookup, passage.load
-    parts = [place, "aborted" if lookup is not None and lookup.outcome == "aborted" else ""]
-    if load is not None:
-        missing = f": rank {', '.join(map(str, load.waits_for))}" if load.waits_for else ""
-        parts.append(load.connector if load.outcome == "ok" else f"{load.connector} {load.outcome}{missing}")
-    for save in passage.saves:
-        outcome = "" if save.outcome in ("ok", "open") else f"{save.outcome} "
-        parts.append(f"save {save.connector} {outcome}{_time(save)}")
-    rank, tokens = (NONE, NONE) if load is None else (_last_rank(load), _tokens(load))
-    times = (_time(lookup), _time(load), rank, _time(passage.resume))
-    return clock(first.start), request_name(first.request)[:8], *times, tokens, ", ".join(filter(None, parts)) or NONE
-
-
-def _time(transfer: Joined | None) -> str:
-    if transfer is None:
-        return NONE
-    return (">" if transfer.is_open else "") + duration(transfer.spent_ns / 1e9)
-
-
-def as_dict(passage: Passage) -> dict[str, Any]:
-    first = passage.first
-    return {
-        "at": first.start / 1e9,
-        "request": request_name(first.request),
-        "run": first.run,
-        "engine": first.engine,
-        "lookup": None if passage.lookup is None else _plain(passage.lookup),
-        "load": None if passage.load is None else _transfer(passage.load),
-        "resume": None if passage.resume is None else _plain(passage.resume),
-        "saves": [_transfer(save) for save in passage.saves],
-    }
-
-
-def _plain(transfer: Joined) -> dict[str, Any]:
-    return {"s": transfer.spent_ns / 1e9, "outcome": transfer.outcome}
-
-
-def _transfer(transfer: Joined) -> dict[str, Any]:
-    last, skew_ns = transfer.slowest or (None, None)
-    return {
-        "connector": transfer.connector,
-        **_plain(transfer),
-        "tokens": transfer.tokens or None,
-        "ranks": [
-            {"rank": part.rank, "s": _seconds(part.spent_ns), "outcome": part.outcome} for part in transfer.parts
-        ],
-        "last_rank": last,
-        "skew_s": _seconds(skew_ns),
-        "waits_for": transfer.waits_for,
-    }
-
-
-def _seconds(ns: int | None) -> float | None:
-    return None if ns is None else ns / 1e9

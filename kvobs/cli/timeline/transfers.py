@@ -1,7 +1,5 @@
 """Put the lookups, loads and saves of an engine's processes together: one of each, with its part on every rank."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,11 +38,9 @@ class Joined:
     end: int | None
     tokens: int
     outcome: str
-    read_ns: int
-    """The time of the reading, or of the engine's last record if it has ended."""
+    read_ns: int  # the time of the reading, or of the engine's last record if it has ended
     parts: list[Part] = field(default_factory=list)
-    waits_for: list[int] = field(default_factory=list)
-    """The ranks that have not reported it, as far as that is recorded."""
+    waits_for: list[int] = field(default_factory=list)  # ranks that have not reported it, as far as recorded
 
     @property
     def is_open(self) -> bool:

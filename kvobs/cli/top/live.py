@@ -1,7 +1,5 @@
 """Scrape servers in threads, and show their rows live; keys sort and quit."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -36,8 +34,7 @@ class Reading:
 
     scrape: Scrape | None = None
     since_start: Server | None = None
-    lately: Server | None = None
-    """Between the last two scrapes."""
+    lately: Server | None = None  # between the last two scrapes
     error: str | None = None
     error_since_s: float = 0.0
 
@@ -45,8 +42,8 @@ class Reading:
 class Watch:
     """Scrapes one server repeatedly; the last result is replaced as a whole."""
 
-    def __init__(self, url: str, interval_s: float) -> None:
-        self.url = url
+    def __init__(self, url: str, interval_s: float, of_vllm: str | None = None) -> None:
+        self.url, self._of_vllm = url, of_vllm
         self.address = url.removeprefix("http://").removesuffix("/metrics")
         self.reading = Reading()
         self._interval_s = interval_s
@@ -55,7 +52,7 @@ class Watch:
         """Scrape once; after a failure the next scrape counts as the first."""
         last = self.reading
         try:
-            scrape = fetch(self.url)
+            scrape = fetch(self.url, self._of_vllm)
             lately = server_row(self.address, last.scrape, scrape) if last.scrape else None
             self.reading = Reading(scrape, server_row(self.address, None, scrape), lately)
         except NoAnswerError as error:
@@ -96,8 +93,7 @@ class Top:
     console: Console
     watches: Sequence[Watch]
     interval_s: float
-    by: str | None = None
-    """The field that connectors are sorted by, the largest first; None: as they are configured."""
+    by: str | None = None  # the field that connectors are sorted by, the largest first; None: as they are configured
 
     def once(self, *, as_json: bool) -> bool:
         """Scrape all servers twice, an interval apart, and print the difference; return whether all could be read."""

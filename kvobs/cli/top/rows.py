@@ -1,14 +1,13 @@
 """A row for each server and for each of its connectors, from one scrape or two; sorted, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
+from kvobs.demo.scrapes import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.schema import signals
-from kvobs.telemetry.payload.scrapes import Numbers, by_owner, change, has_restarted
+from kvobs.schema.verdicts import IDLE, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 RATES = (
@@ -29,36 +28,30 @@ class ConnectorRow:
     lookups: float
     hit_share: float | None
     """Of the requests that were answered or timed out; one that vLLM looked up again counts once an answer."""
-    loads: float
-    """That ended well."""
+    loads: float  # that ended well
     load_tokens: float
-    load_bytes: float
-    """Over all ranks."""
-    unused_tokens: float
-    """That it offered and were not loaded, since another connector was chosen."""
+    load_bytes: float  # over all ranks
+    unused_tokens: float  # that it offered and were not loaded, since another connector was chosen
     load_p50_s: float | None
     load_p99_s: float | None
-    scheduler_s: float
-    """Time that the scheduler spent in it."""
-    load_stall_s: float
-    """Summed over ranks, as that of saves."""
+    scheduler_s: float  # time that the scheduler spent in it
+    load_stall_s: float  # summed over ranks, as that of saves
     save_stall_s: float
-    gain_s: float | None
-    """Time that its loads saved, less the time that requests waited for them."""
+    gain_s: float | None  # time that its loads saved, less the time that requests waited for them
     failed_loads: float
     exceptions: float
     skew_p99_s: float | None
-    slowest_rank: str | None
-    """The rank that most often finished last."""
+    slowest_rank: str | None  # the rank that most often finished last
     slowest_rank_share: float | None
     loads_open: int
     saves_held: int
-    oldest_s: float | None
-    """Age of the oldest lookup, load or promised save in progress."""
+    oldest_s: float  # age of the oldest lookup, load, resume or promised save in progress; 0 without any
     quarantined: bool
-    call: str | None
-    """The call into it that is in progress for longest."""
+    call: str | None  # the call into it that is in progress for longest
     call_s: float | None
+    state: str = IDLE.name
+    state_by: str = ""  # the measure by which it is in this state, and its value
+    state_value: float = 0.0
 
     @property
     def stall_s(self) -> float:
@@ -80,26 +73,29 @@ class Server:
     model: str = ""
     vllm_version: str = ""
     kvobs_version: str = ""
-    seconds: float | None = None
-    """Time between the two scrapes; None: all since the server's start."""
+    seconds: float | None = None  # between the two scrapes; None: all since the server's start
     telemetry_s: float | None = None
-    internal_errors: int = 0
-    """Since the server's start."""
-    running: int | None = None
-    """Requests, by vLLM's own metrics, as is what follows; an exporter does not have them."""
+    internal_errors: int = 0  # since the server's start
+    running: int | None = None  # requests, by vLLM's own metrics, as is what follows; an exporter does not have them
     waiting: int | None = None
-    ttft_p50_s: float | None = None
-    """Time to the first token."""
+    ttft_p50_s: float | None = None  # time to the first token
     ttft_p99_s: float | None = None
     connectors: tuple[ConnectorRow, ...] = ()
+    seen_share: float | None = None
+    """Of the prompts' tokens in full blocks; an LRU cache of the following size would serve half of it."""
+    half_within_tokens: float | None = None
+    local_cache_tokens: int | None = None
 
 
 def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     """Return a server's row between two scrapes, or since its start."""
     seconds = max(after.at_s - before.at_s, 1e-3) if before else None
     now, grown = Numbers.of(after.values.items()), change(before.values if before else None, after.values)
-    connectors = [(owner, numbers) for owner, numbers in by_owner(grown).items() if owner[1]]
+    owners = by_owner(grown)
+    connectors = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
     vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
+    all_grown = Numbers.of(grown.items())
+    seen_share = _seen_share(all_grown)
     vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
     return Server(
         address,
@@ -107,17 +103,26 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         vllm_version=now.label(signals.BUILD_INFO, "vllm_version"),
         kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
-        telemetry_s=Numbers.of(grown.items()).total(signals.SELF_SECONDS) / (seconds or 1),
+        telemetry_s=all_grown.total(signals.SELF_SECONDS) / (seconds or 1),
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
         running=_whole(vllm, RUNNING),
         waiting=_whole(vllm, WAITING),
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
-            _connector(engine, connector, numbers, seconds or 1, after.unix_s)
-            for (engine, connector), numbers in sorted(connectors, key=_configured)
+            _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm)
+            for owner, numbers in sorted(connectors, key=_configured)
         ),
+        seen_share=seen_share,
+        half_within_tokens=all_grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
+        local_cache_tokens=_whole(now, signals.LOCAL_CACHE_TOKENS.name),
     )
+
+
+def _seen_share(numbers: Numbers) -> float | None:
+    every, largest = numbers.total(signals.REUSE_DISTANCE, "_count"), signals.REUSE_DISTANCE.buckets[-1]
+    buckets = numbers.by_name.get(f"{signals.REUSE_DISTANCE.name}_bucket", ())
+    return sum(n for has, n in buckets if float(has.get("le", "inf")) == largest) / every if every else None
 
 
 def _whole(numbers: Numbers, name: str) -> int | None:
@@ -135,18 +140,20 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, now_s: float) -> ConnectorRow:
+def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Numbers, vllm: Numbers) -> ConnectorRow:
+    """Return a connector's row; ``own`` are kvobs's own numbers of its engine."""
+    seconds = between_s or 1
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
-    began = numbers.values(signals.OLDEST_IN_FLIGHT)
+    ages = numbers.by_label(signals.OLDEST_IN_FLIGHT, "kind")
+    failed, raised = numbers.total(signals.LOADS, outcome="failed"), numbers.total(signals.CALL_ERRORS)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
     calls = [(age, where) for where, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, key=lambda entry: entry[0], default=(None, None))
-    return ConnectorRow(
-        engine,
-        connector,
+    row = ConnectorRow(
+        *owner,
         numbers.label(signals.CONNECTOR_INFO, "class"),
         lookups=answered / seconds,
         hit_share=answers["hit"] / answered if answered else None,
@@ -160,19 +167,35 @@ def _connector(engine: str, connector: str, numbers: Numbers, seconds: float, no
         load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
         gain_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
-        failed_loads=numbers.total(signals.LOADS, outcome="failed") / seconds,
-        exceptions=numbers.total(signals.CALL_ERRORS) / seconds,
+        failed_loads=failed / seconds,
+        exceptions=raised / seconds,
         skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
         slowest_rank=slowest,
         slowest_rank_share=ranks[slowest] / sum(ranks.values()) if slowest is not None else None,
         loads_open=int(numbers.total(signals.IN_FLIGHT, kind="load")),
         saves_held=int(numbers.total(signals.IN_FLIGHT, kind="save")),
-        # The server's clock may be ahead of this machine's.
-        oldest_s=max(0.0, now_s - min(began)) if began else None,
+        oldest_s=max(ages.values(), default=0.0),
         quarantined=any(numbers.values(signals.QUARANTINED)),
         call=None if call is None else f"{call.get('hook')} on {_place(call.get('rank', '?'))}",
         call_s=call_s,
     )
+    computes = between_s is not None and own.total(signals.STEP_SECONDS) > 0
+    state, state_by, value = judge(
+        {
+            "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
+            "call": call_s,
+            **ages,
+            "resume": None if computes else ages.get("resume"),
+            "quarantined": row.quarantined,
+            "failing_share": (failed + raised) / max(numbers.total(signals.LOADS) + raised, 1),
+            "scheduler_share": row.scheduler_s if between_s is not None else None,
+            "load_p99": row.load_p99_s,
+            "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
+            "in_progress": numbers.total(signals.IN_FLIGHT),
+            "requests": vllm.sum(RUNNING, engine=row.engine) + vllm.sum(WAITING, engine=row.engine),
+        }
+    )
+    return replace(row, state=state.name, state_by=state_by, state_value=value)
 
 
 def _place(rank: str) -> str:

@@ -1,20 +1,19 @@
 """Read from /metrics the part of kvobs's metrics, and of vLLM's own, that `kvobs top` shows."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvobs.cli.output import printable
 from kvobs.cli.web import NoAnswerError, get
+from kvobs.demo.scrapes import Series, Values
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import Kind
-from kvobs.telemetry.payload.scrapes import Series, Values
 
 PLAIN = "text/plain"
 PREFIX = "kvobs_"
@@ -33,7 +32,8 @@ READ = (
     *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
     *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
     *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),
-    *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED),
+    *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED, signals.STEP_SECONDS),
+    *(signals.REUSE_DISTANCE, signals.LOCAL_CACHE_TOKENS),
 )
 _NAMES = {f"{signals.CALL_DURATION.name}_sum"} | {
     f"{signal.name}{part}"
@@ -48,16 +48,24 @@ class Scrape:
 
     at_s: float
     """By the clock ``time.monotonic``."""
-    unix_s: float
     values: Values
     """kvobs's metrics."""
     vllm: Values = field(default_factory=dict)
 
 
-def fetch(url: str) -> Scrape:
-    """Read a server's metrics once; ``NoAnswerError`` if there are none."""
+def fetch(url: str, of_vllm: str | None = None) -> Scrape:
+    """Read kvobs's metrics once, and vLLM's own, there or at ``of_vllm``; ``NoAnswerError`` if kvobs's are missing."""
     text = get(url, PLAIN).text
-    return Scrape(time.monotonic(), time.time(), values_of(text), parse_vllm(text))
+    values, vllm = values_of(text), parse_vllm(text)
+    if of_vllm is not None:
+        engines = {dict(labels).get("engine") for _, labels in values}
+        with suppress(NoAnswerError):
+            vllm = {
+                (name, labels): value
+                for (name, labels), value in parse_vllm(get(of_vllm, PLAIN).text).items()
+                if dict(labels).get("engine") in engines
+            }
+    return Scrape(time.monotonic(), values, vllm)
 
 
 def values_of(text: str) -> Values:
@@ -83,10 +91,7 @@ def _end(values: Values) -> str:
 
 
 def parse(text: str) -> dict[Series, float]:
-    """Return what is ``READ`` in the text of /metrics, without what is no number; ValueError for a malformed line.
-
-    The start of the oldest transfer is no number while none is open.
-    """
+    """Return what is ``READ`` in the text of /metrics, without what is no number; ValueError for a malformed line."""
     return _parse(text, PREFIX, _NAMES)
 
 

@@ -1,7 +1,5 @@
 """Render rows as lines for a terminal of any width: what has no room as a column goes to a line below the connector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +8,7 @@ from rich.text import Text
 
 from kvobs.cli.output import NONE, amount, duration, percent, signed, whole
 from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
+from kvobs.schema.verdicts import HANGS, IDLE, WELL
 
 NAME_AT_MOST = 24
 ADDRESS_AT_MOST = 40
@@ -129,13 +128,16 @@ def _server_lines(servers: Sequence[Server], width: int, at_most: int | None) ->
     several = "   " if len(servers) > 1 else ""
     address = min(ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
     model = max(5, *(cell_len(server.model) for server in servers))
-    room = width - len(several) - sum(column.width + 1 for column in OF_SERVERS) - 3
+    shown = list(OF_SERVERS)
+    room = width - len(several) - sum(column.width + 1 for column in shown) - 3
+    while room < len("server") + len("model") and len(shown) > 1:
+        room += shown.pop(-2).width + 1
     versions = VERSIONS if address + model + sum(column.width + 1 for column in VERSIONS) <= room else ()
     room -= sum(column.width + 1 for column in versions)
-    address = min(address, room - 5)
-    model = min(model, room - address)
+    address = max(len("server"), min(address, room - 5))
+    model = max(len("model"), min(model, room - address))
     titles = [f"{column.title:{column.width}}" for column in versions]
-    titles += [f"{column.title:>{column.width}}" for column in OF_SERVERS]
+    titles += [f"{column.title:>{column.width}}" for column in shown]
     lines = [Text(f"{several}{'server':{address}}  {' '.join(['model'.ljust(model), *titles])}", style="bold")]
     for i, server in numbered:
         start = (f"{i:>2} " if several else "") + fit(server.address, address)
@@ -143,14 +145,23 @@ def _server_lines(servers: Sequence[Server], width: int, at_most: int | None) ->
             lines.append(Text(f"{start}  {server.error}", style="red"))
             continue
         cells = [fit(server.model, model), *(fit(column.show(server), column.width) for column in versions)]
-        cells += [f"{column.show(server):>{column.width}}" for column in OF_SERVERS]
+        cells += [f"{column.show(server):>{column.width}}" for column in shown]
         line = Text(f"{start}  {' '.join(cells)}")
         if server.internal_errors:
             line.stylize("bold red", len(line) - len(str(server.internal_errors)))
         lines.append(line)
+        if not several and server.seen_share is not None:
+            lines.append(Text(fit(_reuse(server), width), style="dim"))
     if len(numbered) < len(servers):
         lines.append(Text(f"and {len(servers) - len(numbered)} more servers", style="dim"))
     return lines
+
+
+def _reuse(server: Server) -> str:
+    half, cache = server.half_within_tokens, server.local_cache_tokens
+    within = f", half of them within {amount(half)} tokens" if half is not None else ""
+    own = f"; vLLM's own cache has {amount(cache)}" if cache else ""
+    return f"{percent(server.seen_share)} of the prompts' tokens were used before{within}{own}"
 
 
 class _Table:
@@ -185,8 +196,9 @@ class _Table:
     def entry(self, i: int, row: ConnectorRow) -> list[Text]:
         """Return a connector's line, and further ones for what has no column."""
         where = (f"{i + 1:>2} " if self._several else "") + (f"{row.engine:>6.6} " if self._has_engines else "")
-        state = [f"in {row.call} for {duration(row.call_s)}"] * bool(row.call)
-        state += ["in quarantine"] * row.quarantined
+        age = f": {row.state_by} for {duration(row.state_value)}" if row.state == HANGS.name else ""
+        state = [f"{row.state}{age}"] * (row.state not in {WELL.name, IDLE.name})
+        state += [f"in {row.call}" + f" for {duration(row.call_s)}" * (not age)] * bool(row.call)
         is_bad = bool(state or row.errors)
         line = Text.assemble((where, "dim"), (fit(row.connector, self._names), "bold red" if is_bad else "bold"))
         for column in self._shown:

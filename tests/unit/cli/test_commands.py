@@ -91,9 +91,7 @@ def test_topology_prints_json_for_scripts() -> None:
     [({"num_key_value_heads": 8}, ["--kv-heads", "8"]), ({"kv_lora_rank": 512}, ["--mla", "--kv-heads", "128"])],
     ids=["heads", "mla"],
 )
-def test_topology_takes_the_model_s_numbers_from_its_folder(
-    tmp_path: Path, config: dict[str, int], same_as: list[str]
-) -> None:
+def test_topology_takes_the_numbers_from_a_model(tmp_path: Path, config: dict[str, int], same_as: list[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, output = kvobs("topology", *PAIR, "--model", str(tmp_path))
     assert (code, output) == kvobs("topology", *PAIR, *same_as)
@@ -102,24 +100,21 @@ def test_topology_takes_the_model_s_numbers_from_its_folder(
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 3}')
     code, output = kvobs("topology", *PAIR, "--model", str(tmp_path))
     assert code == 1
-    assert output.startswith("--prefill-tp and --model: TP size 4 with 3 KV heads: one must")
+    assert output.startswith("TP size 2 with 3 KV heads: one must")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("3 --decode-tp 4 --kv-heads 8", "--prefill-tp and --kv-heads: TP size 3 with 8 KV heads: one"),
-        ("4 --decode-tp 3 --kv-heads 8", "--decode-tp and --kv-heads: TP size 3 with 8 KV heads: one must"),
-        ("4 --decode-tp 3 --kv-heads 12", "--prefill-tp and --decode-tp: TP size 3 .* 4 .*: one must"),
-        ("4 --decode-tp 3 --mla", "--prefill-tp and --decode-tp: TP size 3 .* 4 .*: one must"),
-        (
-            "4 --decode-tp 4 --kv-heads 8 --prefill-block-size 32",
-            "--prefill-block-size and --decode-block-size: b",
-        ),
-        ("4 --decode-tp 4 --model /nowhere", "--model: /nowhere/config.json: No such file.*; give the folder"),
+        ("3 --decode-tp 4 --kv-heads 8", "TP size 3 with 8 KV heads: one"),
+        ("4 --decode-tp 3 --kv-heads 8", "TP size 3 with 8 KV heads: one must"),
+        ("4 --decode-tp 3 --kv-heads 12", "TP size 3 .* 4 .*: one must"),
+        ("4 --decode-tp 3 --mla", "TP size 3 .* 4 .*: one must"),
+        ("4 --decode-tp 4 --kv-heads 8 --prefill-block-size 32", "block size 16 .* and 32 of the remote engine: "),
+        ("4 --decode-tp 4 --model /nowhere", "/nowhere/config.json: No such file.*; give the folder"),
     ],
 )
-def test_topology_says_which_options_do_not_fit(arguments: str, says: str) -> None:
+def test_topology_says_which_numbers_do_not_fit(arguments: str, says: str) -> None:
     """In one line on stderr, with exit code 1, nothing on stdout and no traceback."""
     result = CliRunner().invoke(cli.app, ["topology", "--prefill-tp", *arguments.split(), "--json"])
     assert result.exit_code == 1

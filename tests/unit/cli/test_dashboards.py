@@ -55,12 +55,13 @@ def test_a_wheel_exports_what_a_checkout_does_byte_by_byte(tmp_path: Path) -> No
     assert f"{len(files)} files written, 0 unchanged" in said.stdout
 
 
-def test_an_installation_that_is_not_whole_says_what_is_missing(tmp_path: Path) -> None:
+def test_an_incomplete_installation_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exported/boards").mkdir(parents=True)
+    monkeypatch.setattr(dashboards, "SHIPPED", tmp_path / "exported")
     names = ("rules", "kubernetes", "kustomization.yaml", "stack", "runbook.md", "settings.json")
     missing = ", ".join(rf"\S*{name}" for name in names)
     with pytest.raises(ValueError, match=f"is incomplete: {missing} is missing"):
-        dashboards.contents(None, tmp_path / "exported", tmp_path)
+        dashboards.contents()
 
 
 def test_what_differs_is_overwritten_only_by_force_and_else_nothing_is_written(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ OURS = {
     "grafana": "https://grafana.example.org/g/", "runbook": "https://wiki.example.org/kvobs", "job": "llm/kvobs",
     "cluster": "k8s_cluster",
 }  # fmt: skip
-THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4.294967296", "self_share": "1.5"}
+THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4.294967296", "self_share": "0.5"}
 CHOSEN = [f"{name}={value}" for name, value in THRESHOLDS.items()]
 WHOLE = SiteSettings(**OURS, labels=["release=mon", "team/a=b"], namespaces=["a", "b"], thresholds=CHOSEN)
 DEFAULTS = dashboards.contents()
@@ -175,7 +176,11 @@ def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
     assert set(re.findall(r"\b(?:k8s_)?cluster\b", asked)) == {"k8s_cluster"}
     for path in ("stack/alertmanager.yml", "runbook.md"):
         back = CHANGED[path].decode().replace("k8s_cluster", "cluster").replace("llm/kvobs", "kvobs")
+        back, of_site = re.subn(r"\n\nThis site has other thresholds .*:\n(\n- `\w+`: .*)+", "", back)
         assert back == DEFAULTS[path].decode(), "nothing else changes"
+        assert of_site == (path == "runbook.md")
+    lines = re.findall(r"^- `(\w+)`: ([\d.]+), \w", CHANGED["runbook.md"].decode(), re.MULTILINE)
+    assert dict(lines) == THRESHOLDS
 
 
 def test_exported_settings_of_prometheus_load_the_exported_rules(tmp_path: Path) -> None:
@@ -206,15 +211,17 @@ def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
         ("--cluster", "a-b", "use the name of a label"),
         ("--label", "release", "use NAME=VALUE for Kubernetes"),
         ("--namespace", "A_b", "use the name of a namespace"),
-        ("--threshold", "few_failed", "--threshold few_failed is not valid; use few_failed=NUMBER (failed loads in"),
+        ("--threshold", "few_failed", "--threshold few_failed is not valid; use few_failed=a whole number (failed"),
         ("--threshold", "few_failde=3", "is unknown; use one of: failed_share, few_failed"),
-        ("--threshold", "few_failed=-3", "--threshold few_failed=-3 is not valid; use few_failed=NUMBER"),
+        ("--threshold", "few_failed=-3", "--threshold few_failed=-3 is not valid; use few_failed=a whole number"),
+        ("--threshold", "few_failed=2.5", "use few_failed=a whole number"),
+        ("--threshold", "failed_share=5", "failed_share=a number above 0 and at most 1 (share of loads that failed"),
+        ("--threshold", "failed_share=0", "use failed_share=a number above 0 and at most 1"),
+        ("--threshold", "rank_skew_s=-1", "use rank_skew_s=NUMBER"),
         ("--threshold", "few_failed=3=4", "--threshold few_failed=3=4"),
     ],
 )
-def test_a_wrong_setting_is_named_in_a_line_and_nothing_is_written(
-    option: str, value: str, says: str, tmp_path: Path
-) -> None:
+def test_a_wrong_setting_is_named_and_nothing_is_written(option: str, value: str, says: str, tmp_path: Path) -> None:
     code, output = kvobs(str(tmp_path / "new"), option, value)
     assert code == 1
     assert says in output

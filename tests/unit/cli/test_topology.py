@@ -123,9 +123,7 @@ def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> Non
         ({"text_config": {"kv_lora_rank": 512}}, (1, True)),
     ],
 )
-def test_a_model_s_folder_says_how_many_heads_it_has(
-    tmp_path: Path, config: dict[str, Any], expected: tuple[int, bool]
-) -> None:
+def test_a_model_says_how_many_heads_it_has(tmp_path: Path, config: dict[str, Any], expected: tuple[int, bool]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path) == expected
 

@@ -2,13 +2,20 @@
 
 import socketserver
 import threading
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
+import typer
 
 from kvobs.cli import web
-from kvobs.cli.web import NoAnswerError, get, url_of
+from kvobs.cli.web import NoAnswerError, get, pair_of, url_of, use_certificates
+from kvobs.export.http_server import Server
+from kvobs.export.web_config import context
+from tests.support.certificates import CLIENTS, Authority
 from tests.support.top_engines import answering, exporting
 
 
@@ -94,3 +101,54 @@ def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match=r"is not a server address.*; use HOST\[:PORT\] or ") as refused:
         url_of(given)
     assert str(refused.value).isprintable()
+
+
+PAIRS = {
+    "gpu-7:9464+8000": ("http://gpu-7:9464/metrics", "http://gpu-7:8000/metrics"),
+    "https://gpu-7:9464+8000": ("https://gpu-7:9464/metrics", "http://gpu-7:8000/metrics"),
+    "[::1]:9464+8001": ("http://[::1]:9464/metrics", "http://[::1]:8001/metrics"),
+    "gpu-7": ("http://gpu-7:8000/metrics", None),
+}
+
+
+def test_an_exporter_can_be_given_with_its_vllm() -> None:
+    assert {text: pair_of(text) for text in PAIRS} == PAIRS
+    with pytest.raises(ValueError, match="is not a server address"):
+        pair_of("gpu-7:9464+99999")
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    yield
+    urllib.request.install_opener(None)  # as it is at the start
+
+
+@pytest.mark.usefixtures("_restored")
+def test_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(200, "of the proxy") as proxy, answering(200, "direct") as server:
+        monkeypatch.setenv("http_proxy", proxy.removesuffix("/metrics"))
+        use_certificates()
+        assert [get(server.replace("127.0.0.1", name)).text for name in ("127.0.0.1", "localhost")] == ["direct"] * 2
+        assert get("http://gpu-7.invalid/metrics").text == "of the proxy"
+        assert get("http://localhost.invalid/metrics").text == "of the proxy"
+
+
+@pytest.mark.usefixtures("_restored")
+def test_an_exporter_with_tls_is_asked_with_a_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = partial(context, authority.web_config(**CLIENTS))
+    server = Server("127.0.0.1", 0, lambda _: ("text/plain", b"kvobs 1"), lambda: (True, {}), tls)
+    with closing(server):
+        url = f"https://127.0.0.1:{server.port}/metrics"
+        with pytest.raises(NoAnswerError, match="certificate verify failed"):
+            get(url)
+        use_certificates(str(authority.ca))
+        with pytest.raises(NoAnswerError, match="no answer: "):
+            get(url)
+        use_certificates(str(authority.ca), *authority.certificate("client"))
+        assert get(url).text == "kvobs 1"
+
+
+def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="can't be used: No such file"):
+        use_certificates(str(tmp_path / "no.pem"))

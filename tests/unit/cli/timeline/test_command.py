@@ -101,7 +101,7 @@ def test_a_file_that_exists_stays_unless_it_may_be_overwritten(tmp_path: Path, a
     assert run(tmp_path / "t", "-o", out) == (1, f"{out} can't be written: No such file or directory\n")
 
 
-# --- what is in progress, the slowest, and requests
+# --- what is in progress, and the slowest
 
 
 def stuck(folder: Path, a: Script) -> Rig:
@@ -136,28 +136,6 @@ def test_it_names_the_slowest_loads_and_what_is_in_progress_whose_age_grows_in_a
     assert not re.search(r"^load +60 min ", run(tmp_path / "t", "-o", tmp_path / "u.json")[1], re.MULTILINE)
 
 
-def test_each_request_is_a_line_or_a_line_of_json(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording_rig(tmp_path / "none", a).step()
-    warning = "warning: no request was looked up, loaded or saved in these recordings\n"
-    assert run(tmp_path / "none", "--requests") == (0, warning)
-    assert run(tmp_path / "none", "--requests", "--json") == (0, "")
-    stuck(tmp_path / "t", a)
-    monkeypatch.chdir(tmp_path)
-    code, printed = run(tmp_path / "t", "--requests", columns=80)
-    assert code == 0
-    head, good, waiting = printed.splitlines()
-    assert head.split() == ["at", "request", "lookup", "wait", "last", "rank", "resume", "tokens", "connector"]
-    assert good.endswith(" 32 one")
-    assert waiting.endswith(" 16 one open: rank 1")
-    assert max(len(line) for line in (head, good)) <= 80
-    assert {path.name for path in tmp_path.iterdir()} == {"none", "t"}, "it writes no file"
-    code, printed = run(tmp_path / "t", "--requests", "--json")
-    assert code == 0
-    done, open_ = map(json.loads, printed.splitlines())
-    assert (done["load"]["last_rank"], done["load"]["outcome"], done["resume"]["outcome"]) == (1, "ok", "ok")
-    assert (open_["load"]["waits_for"], open_["load"]["outcome"], open_["resume"]) == ([1], "open", None)
-
-
 def test_only_the_last_part_is_shown_if_asked(tmp_path: Path, a: Script) -> None:
     """What is in progress is, whenever it began."""
     rig = stuck(tmp_path / "t", a)
@@ -171,7 +149,6 @@ def test_only_the_last_part_is_shown_if_asked(tmp_path: Path, a: Script) -> None
         assert code == 0
         assert "rank 1     one" in printed
         counts.append((len(json.loads(out.read_text())["traceEvents"]), "slowest loads" in printed))
-        assert len(run(tmp_path / "t", "--requests", "--last", last)[1].splitlines()) == (4 if last == "2m" else 3)
     (whole, has_slowest), *last_parts = counts
     assert has_slowest
     assert last_parts == [(last_parts[0][0], False)] * 2
@@ -185,11 +162,3 @@ def test_other_texts_than_durations_are_refused(last: str, tmp_path: Path) -> No
     assert f"{last!r} is not a duration; use e.g. 500ms, 10s or 2m" in " ".join(printed.split())
     durations = {"500ms": 5 * 10**8, "10s": 10**10, "2m": 12 * 10**10, "1.5s": 15 * 10**8}
     assert {text: nanoseconds(text) for text in durations} == durations
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"), [(["--json"], "--json"), (["--requests", "-o", "x.json"], "--output")]
-)
-def test_options_that_make_no_sense_together_are_refused(arguments: list[str], option: str, tmp_path: Path) -> None:
-    code, printed = run(tmp_path, *arguments)
-    assert (code, option in printed) == (2, True)

@@ -82,9 +82,7 @@ def test_a_request_that_loads_twice_has_two_loads_with_their_own_parts() -> None
 @pytest.mark.parametrize(
     ("spent", "outcome", "waits_for"), [((20, 70), "ok", []), ((20, None), "open", [1]), ((None, 70), "open", [0])]
 )
-def test_without_the_schedulers_file_the_ranks_say_it(
-    spent: tuple[int | None, ...], outcome: str, waits_for: list[int]
-) -> None:
+def test_ranks_say_it_without_the_scheduler(spent: tuple[int | None, ...], outcome: str, waits_for: list[int]) -> None:
     """As on the second machine of an engine."""
     ends = [[] if ns is None else [(100, ns, LOADED, 5)] for ns in spent]
     one = only(join([recorded(BEGUN, *end, rank=rank) for rank, end in enumerate(ends)]))

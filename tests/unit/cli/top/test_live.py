@@ -1,7 +1,5 @@
 """`kvobs top` as people run it, in a real terminal, and as scripts do; /metrics are kvobs's own, no engine runs."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -214,7 +212,7 @@ def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, addres
     coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     for env, wanted in (({}, True), ({"NO_COLOR": "1"}, False)):
         with terminal(str(KVOBS), "top", address, *QUICK, **env) as shown:
-            text = shown.wait_for("in quarantine", "q quit")
+            text = shown.wait_for("Quarantined", "q quit")
             assert bool(coloured.search(text)) is wanted
 
 

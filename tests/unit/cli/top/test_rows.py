@@ -1,6 +1,7 @@
 """What each child did, out of metrics that kvobs's own code filled; sorted; as JSON."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -17,22 +18,24 @@ from kvobs.cli.top.screen import picture
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
 from kvobs.telemetry.payload.wire import Increments
+from kvobs.telemetry.recording.recorder import Recorder
+from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, Vllm, count
-from tests.support.top_rows import ERRORS, GAUGES, MS, RANKS, SERVERS, busy
+from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, SERVERS, busy
 
 about: Any = pytest.approx
 TEN = about(10)  # seconds, between two times as floats
 
 
+@stopped_clock(NOW_NS)
 def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     engines = Engines("cpu", "disk")
     engines.send(busy, opened=[*RANKS, *ERRORS])
     before = engines.scrape(at_s=100)
     engines.send(busy, GAUGES, [*RANKS, *ERRORS])
-    server = server_row("here", before, engines.scrape(at_s=102, unix_s=1000))
+    server = server_row("here", before, engines.scrape(at_s=102))
     assert (server.address, server.error, server.model, server.seconds) == ("here", None, "tiny", 2)
     assert server.kvobs_version == kvobs.__version__
-    assert server_row("here", None, engines.scrape(unix_s=900)).connectors[0].oldest_s == 0, "clocks may differ"
     cpu, disk = server.connectors
     assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
     assert (cpu.lookups, cpu.hit_share, cpu.loads, cpu.load_tokens) == (4, 6 / 8, 2, 1024)
@@ -46,7 +49,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert (cpu.slowest_rank, cpu.slowest_rank_share) == ("1", 0.75)
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, cpu.quarantined) == (2, 3, TEN, False)
     assert (cpu.failed_loads, cpu.exceptions, cpu.errors) == (0, 0, 0)
-    assert {disk.hit_share, disk.load_p50_s, disk.slowest_rank, disk.oldest_s} == {None}
+    assert ({disk.hit_share, disk.load_p50_s, disk.slowest_rank}, disk.oldest_s) == ({None}, 0)
     assert (disk.lookups, disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (0, 1.5, 2, 3.5, True)
 
 
@@ -87,6 +90,63 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     assert 0.040 <= (server.telemetry_s or 0) < 0.4, "and what applying these numbers took"
     assert server.internal_errors == 3
     assert "".join(c.connector for c in server.connectors) == "cpucpu"
+
+
+def waiting(kind: str) -> dict[tuple[Any, ...], int]:
+    return {(0, signals.IN_FLIGHT, kind): 1, (0, signals.OLDEST_IN_FLIGHT, kind): NOW_NS - 15 * 10**9}
+
+
+def called(recorder: Recorder, ms: int = 1) -> None:
+    recorder.add_call(0, "build_connector_meta", 0, ms * MS)
+
+
+def computing(recorder: Recorder) -> None:
+    recorder.count_own(slot(signals.STEP_SECONDS, "decode"), MS)
+
+
+STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, tuple[str, str]]] = [
+    (lambda _: None, {}, 0, ("Idle", "configured")),
+    (lambda _: None, {}, 1, ("OK", "requests")),
+    (called, {}, 0, ("OK", "time_in_calls")),
+    (lambda _: None, {(0, signals.IN_FLIGHT, "save"): 1}, 0, ("OK", "in_progress")),
+    (lambda _: None, waiting("save"), 0, ("OK", "in_progress")),
+    *((lambda _: None, waiting(kind), 0, ("Hangs", kind)) for kind in ("lookup", "load", "resume")),
+    (computing, waiting("load"), 0, ("Hangs", "load")),
+    (computing, waiting("resume"), 0, ("OK", "in_progress")),
+    (lambda _: None, waiting("load") | {(0, signals.QUARANTINED): 1}, 0, ("Hangs", "load")),
+    (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),
+    (lambda recorder: count(recorder, 0, signals.LOADS, 1, "sync", "failed"), {}, 0, ("Failing", "failing_share")),
+    (lambda recorder: called(recorder, 200), {}, 0, ("Blocks steps", "scheduler_share")),
+    (lambda recorder: called(recorder, 100), {}, 0, ("OK", "time_in_calls")),
+    (lambda recorder: recorder.observe(0, signals.LOAD_DURATION, 2000 * MS, "async"), {}, 0, ("Slow", "load_p99")),
+]
+
+
+@pytest.mark.parametrize(("record", "gauges", "running", "state"), STATES)
+@stopped_clock(NOW_NS)
+def test_a_state_is_the_worst_that_is_true(
+    record: Any, gauges: dict[tuple[Any, ...], int], running: int, state: tuple[str, str]
+) -> None:
+    engines, vllm = Engines("cpu"), Vllm()
+    engines.send(computing)
+    before = engines.scrape(at_s=0)
+    engines.send(record, gauges)
+    vllm.send(running=running)
+    (row,) = server_row("here", before, engines.scrape(at_s=2, vllm=vllm)).connectors
+    assert (row.state, row.state_by) == state
+
+
+def test_a_server_shows_how_much_of_its_prompts_was_used_before() -> None:
+    engines = Engines("cpu")
+    engines.send()
+    before = engines.scrape(at_s=0)
+    assert server_row("here", None, before).seen_share is None
+    first, last = slot(signals.REUSE_DISTANCE), slot(signals.REUSE_DISTANCE) + signals.REUSE_DISTANCE.sum_offset - 1
+    tokens = {first + 1: 100, first + 2: 300, last: 600}
+    engines.front.metrics._totals[0].add(Increments(tokens, [], {slot(signals.LOCAL_CACHE_TOKENS): 5000}))
+    server = server_row("here", before, engines.scrape(at_s=2))
+    assert (server.seen_share, server.local_cache_tokens) == (0.4, 5000)
+    assert server.half_within_tokens == pytest.approx(2048 + 2048 / 3)
 
 
 def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
@@ -138,14 +198,14 @@ def test_json_has_the_documented_fields(servers: list[Server]) -> None:
     for server, noted in zip(servers, document["servers"], strict=True):
         assert " ".join(noted) == (
             "address error model vllm_version kvobs_version seconds telemetry_s_per_s internal_errors running waiting "
-            "ttft_p50_s ttft_p99_s connectors"
+            "ttft_p50_s ttft_p99_s connectors seen_share half_within_tokens local_cache_tokens"
         )
         for row, fields_of in zip(server.connectors, noted["connectors"], strict=True):
             assert " ".join(fields_of) == (
                 "engine connector connector_class lookups_per_s hit_share loads_per_s load_tokens_per_s "
                 "load_bytes_per_s unused_tokens_per_s load_p50_s load_p99_s scheduler_s_per_s load_stall_s_per_s "
                 "save_stall_s_per_s gain_s_per_s failed_loads_per_s exceptions_per_s skew_p99_s slowest_rank "
-                "slowest_rank_share loads_open saves_held oldest_s quarantined call call_s"
+                "slowest_rank_share loads_open saves_held oldest_s quarantined call call_s state state_by state_value"
             )
             assert list(fields_of.values()) == [getattr(row, field.name) for field in fields(row)]
 
@@ -169,7 +229,7 @@ def test_whatever_a_server_says_makes_rows(lines: list[tuple[str, dict[str, str]
     ]
     texts = ("".join(said), "".join(said[:-1]))
     try:
-        before, after = (Scrape(at, at, parse(text)) for at, text in enumerate(texts))
+        before, after = (Scrape(at, parse(text)) for at, text in enumerate(texts))
     except ValueError:
         return
     server = server_row("here", before, after)

@@ -11,11 +11,12 @@ import kvobs
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.top.scrapes import fetch, parse, parse_vllm
 from kvobs.cli.web import NoAnswerError, url_of
+from kvobs.demo.scrapes import by_owner, change
 from kvobs.schema import signals
-from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS, OLDEST_IN_FLIGHT
-from kvobs.telemetry.payload.scrapes import by_owner, change
+from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS
+from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
-from tests.support.top_rows import ERRORS, GAUGES, RANKS, busy
+from tests.support.top_rows import ERRORS, GAUGES, NOW_NS, RANKS, busy
 
 
 def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
@@ -35,10 +36,7 @@ def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
 
 
 def test_what_is_no_number_is_not_there() -> None:
-    engines = Engines("cpu")
-    engines.send(gauges={(0, OLDEST_IN_FLIGHT, "load"): 0})
-    assert "kvobs_oldest_in_flight_timestamp_seconds" in engines.text
-    assert by_owner(engines.scrape().values)["0", "cpu"].values(OLDEST_IN_FLIGHT) == []
+    assert parse(f"{LOOKUPS.name} NaN\n{LOADS.name} 1\n") == {(LOADS.name, frozenset()): 1}
 
 
 def test_other_metrics_are_left_alone_even_where_they_are_malformed() -> None:
@@ -94,12 +92,13 @@ def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str
 def test_an_exporter_shows_what_vllms_server_shows() -> None:
     """For the same numbers every field is the same; there are no series of vLLM there."""
     engines = Engines("cpu", "disk")
-    engines.send(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
+    with stopped_clock(NOW_NS):
+        engines.send(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS])
     exporter = exporting(busy, gauges=GAUGES, opened=[*RANKS, *ERRORS], names=("cpu", "disk"))
-    with serving(engines) as address, exporter as other:
+    with stopped_clock(NOW_NS), serving(engines) as address, exporter as other:
         theirs, ours = (fetch(url_of(one)) for one in (address, other))
     assert not [name for name, _ in ours.values if not name.startswith("kvobs_")]
-    rows = [server_row("here", None, replace(scrape, unix_s=1000.0)) for scrape in (theirs, ours)]
+    rows = [server_row("here", None, scrape) for scrape in (theirs, ours)]
     assert rows[0].connectors[0].loads == 4
     unlike, like = ([replace(child, connector_class="") for child in row.connectors] for row in rows)
     assert unlike == like
@@ -114,3 +113,13 @@ def test_vllms_own_metrics_are_read_with_kvobss() -> None:
         row = server_row("here", None, fetch(url))
     assert (row.running, row.waiting) == (3, 2)
     assert 0.01 < (row.ttft_p50_s or 0) < 0.02
+
+
+def test_an_exporter_is_shown_with_its_vllm() -> None:
+    """By the engine's number, since a server may have several; without vLLM's answer the rest is shown."""
+    vllm = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 5.0\n'
+    exporter = exporting(lambda _recorder: None, {}, [], ("cpu",))
+    with exporter as address, answering(200, vllm) as of_vllm:
+        rows = [server_row("", None, fetch(url_of(address), other)) for other in (of_vllm, None, of_vllm + "/x\ny")]
+    assert [row.running for row in rows] == [3, None, None]
+    assert {row.model for row in rows} == {"tiny"}

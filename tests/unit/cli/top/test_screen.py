@@ -32,9 +32,7 @@ def test_a_cut_text_ends_with_a_mark() -> None:
 
 @settings(max_examples=50, phases=(Phase.explicit, Phase.generate))  # what it finds is small enough
 @given(SERVERS, st.sampled_from(SORTS), st.integers(80, 200), st.integers(16, 60))
-def test_no_line_is_too_long_and_no_connector_is_lost(
-    servers: list[Server], by: str | None, width: int, height: int
-) -> None:
+def test_all_lines_fit_and_no_connector_is_lost(servers: list[Server], by: str | None, width: int, height: int) -> None:
     """Nor is a number wider than its column."""
     for server in servers:
         assert all(len(column.show(server)) <= column.width for column in OF_SERVERS)
@@ -57,6 +55,17 @@ def test_no_line_is_too_long_and_no_connector_is_lost(
     assert listed + int(left_out[1] if left_out else 0) == n
 
 
+@settings(max_examples=50, phases=(Phase.explicit, Phase.generate))
+@given(SERVERS, st.integers(1, 79))
+def test_narrow_windows_show_less(servers: list[Server], width: int) -> None:
+    """The terminal cuts what is too wide; servers leave out columns, but not kvobs's errors."""
+    lines = [line.plain for line in picture(servers, 2, width)]
+    assert "server" in lines[2]
+    assert lines[2].endswith("errors in it")
+    for line, server in zip(lines[3:], servers, strict=False):
+        assert server.error or cell_len(line) <= max(width, 35)
+
+
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups=20, hit_share=0.25, loads=5, load_tokens=7168, load_bytes=3e9,
     unused_tokens=0, load_p50_s=0.03, load_p99_s=0.067, scheduler_s=0.045, load_stall_s=0.001, save_stall_s=0.0004,
@@ -65,7 +74,7 @@ CPU = ConnectorRow(
 )  # fmt: skip
 DISK = replace(
     CPU, connector="disk", exceptions=2, quarantined=True, skew_p99_s=None, slowest_rank=None, slowest_rank_share=None,
-    saves_held=0, gain_s=-0.05,
+    saves_held=0, state="Quarantined", gain_s=-0.05,
 )  # fmt: skip
 SERVER = Server("localhost:8000", None, "tiny", "0.32.0", "0.1.0", 2.0, 0.0003, 0, 12, 340, 0.08, 2.4, (CPU, DISK))
 
@@ -86,8 +95,15 @@ def test_at_80_columns_a_second_line_has_the_rest() -> None:
         "cpu        25 %   7.2k   3.0G  30 ms  67 ms    4 %    1.4     2  1.2 s      0\n"
         "  gain 0.52, slowest rank 3 (92 %), skew p99 120 ms, saves held 3\n"
         "disk       25 %   7.2k   3.0G  30 ms  67 ms    4 %    1.4     2  1.2 s    2.0\n"
-        "  in quarantine, gain -0.05\n"
+        "  Quarantined, gain -0.05\n"
     )
+
+
+def test_reuse_is_below_a_single_server() -> None:
+    server = replace(SERVER, seen_share=0.4, half_within_tokens=131_072, local_cache_tokens=524_288)
+    line = "40 % of the prompts' tokens were used before, half of them within 131k tokens; vLLM's own cache has 524k"
+    assert shown([server], 120).splitlines()[4] == line
+    assert "used before" not in shown([server, server], 200)
 
 
 def test_with_room_all_is_in_columns() -> None:
@@ -99,18 +115,34 @@ def test_with_room_all_is_in_columns() -> None:
     ]  # fmt: skip
     numbers = "cpu 25 % 20 7.2k 3.0G 0 5.0 30 ms 67 ms 4 % 1.4 0.52 2 3 1.2 s 120 ms 3 (92 %) 0"
     assert " ".join(lines[7].split()) == numbers
-    assert lines[9].split() == ["in", "quarantine"]
+    assert lines[9].split() == ["Quarantined"]
     text = shown([replace(SERVER, seconds=None)], 160)
     assert ("/s" in text, "1.4 ms" in text) == (False, True), "totals are no rates"
 
 
 def test_what_has_no_column_is_below_its_connector_in_as_many_lines_as_it_takes() -> None:
-    busy = replace(CPU, connector="c" * 30, unused_tokens=88.0, quarantined=True)
+    busy = replace(CPU, connector="c" * 30, unused_tokens=88.0, state="Quarantined")
     assert shown([replace(SERVER, connectors=(busy,))], 80).splitlines()[7:] == [
         "c" * 18 + "…  25 %   7.2k  30 ms  67 ms    4 %    1.4     2  1.2 s      0",
-        "  in quarantine, gain 0.52, slowest rank 3 (92 %), skew p99 120 ms",
+        "  Quarantined, gain 0.52, slowest rank 3 (92 %), skew p99 120 ms",
         "  88 tokens/s unused, saves held 3, 3.0G bytes/s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (replace(CPU, state="Hangs", state_by="load", state_value=20.0), "  Hangs: load for 20 s, gain 0.52, "),
+        (
+            replace(CPU, state="Hangs", state_by="call", state_value=20.0, call="wait_for_save on rank 1", call_s=20.0),
+            "  Hangs: call for 20 s, in wait_for_save on rank 1, gain 0.52",
+        ),
+        (replace(CPU, state="OK", call="lookup on rank 1", call_s=2), "  in lookup on rank 1 for 2.0 s, gain 0.52, "),
+        (replace(CPU, state="Slow"), "  Slow, gain 0.52, "),
+    ],
+)
+def test_a_state_is_told_with_its_age_where_something_hangs(row: ConnectorRow, says: str) -> None:
+    assert shown([replace(SERVER, connectors=(row,))], 80).splitlines()[8].startswith(says)
 
 
 def test_of_several_servers_each_has_a_number() -> None:
@@ -126,7 +158,7 @@ def test_of_several_servers_each_has_a_number() -> None:
 def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> None:
     lines = picture([SERVER], 2, 80, by="errors")
     assert "by errors, largest first" in lines[0].plain
-    assert [line.plain[:4] for line in lines[7:]] == ["disk", "  in", "cpu ", "  ga"]
+    assert [line.plain[:4] for line in lines[7:]] == ["disk", "  Qu", "cpu ", "  ga"]
     (column,) = [span for span in lines[5].spans if span.style == "reverse"]
     assert lines[5].plain[column.start : column.end].strip() == "errors"
 
