@@ -4,9 +4,14 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
+    # Inherited files are closed: otherwise the engine's ports would stay taken after its end.
+    for name in {*os.listdir("/proc/self/fd")}.difference({"0", "1", "2", *sys.argv[1:]}):
+        with suppress(OSError):  # the list's own
+            os.close(int(name))
     # No child of the engine: vLLM kills those with it, and the last numbers would be lost. It sees the engine's end.
     if len(sys.argv) > 1 and os.fork():
         os._exit(0)

@@ -1,10 +1,12 @@
 """Watch an engine's processes from outside: the calls that they are in, and which call the engine died in.
 
 It reads their pages (see ``black_box``), which are on the same machine, and keeps them after the processes are gone.
+The end is left in a file beside the pages, for the engine's next life.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -13,20 +15,29 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from threading import Event, Thread
 from typing import NamedTuple
 
 from kvobs import faults
-from kvobs.log import log, once
-from kvobs.telemetry.timeline.black_box import UNKNOWN, Call, Page, pages, place_of
-from kvobs.vllm_api.proc import exit_status
+from kvobs.log import line, log, once
+from kvobs.telemetry.payload.wire import EngineInfo
+from kvobs.telemetry.timeline import ring_files
+from kvobs.telemetry.timeline.black_box import STEPS, UNKNOWN, Call, Page, folder, pages, place_of
+from kvobs.vllm_api.hooks import HOOKS
+from kvobs.vllm_api.proc import exit_status, is_stopped
 
 SHOWN_NS = 10**9
 """Shorter calls are not shown: they come and go between scrapes."""
-HANGS_NS = 10 * 10**9
-"""After this time in one call it is logged."""
+HANGS_NS = UNWATCHED_NS = 10 * 10**9
+"""After this time in one call it is logged; after this time without a look, ages of calls begin again."""
 LOOK_S, PAUSE_S = 1.0, 0.01
-NOT_SEEN = "not seen"
+AT_ONCE_S = 0.5
+"""How long vLLM takes, at most, to kill an engine's processes; workers without their EngineCore end later."""
+NOT_SEEN, STOPPED = "not seen", "stopped"
+PREVIOUS_S = 15 * 60.0
+"""How long the end of the previous life is shown, and how old it is at most at the start."""
+_BYTES = 1 << 12  # of the file with an end
 
 
 class End(NamedTuple):
@@ -39,22 +50,22 @@ class End(NamedTuple):
 
 
 class EngineWatch:
-    """Watches the processes of one engine on this machine, from a thread.
+    """Watches an engine's processes on this machine, from a thread; with ``logs_end`` it logs their end in a call."""
 
-    Args:
-        engine: the begin of the names of its pages.
-        ranks: number of its workers on all machines.
-        logs_end: whether it logs an end in a connector's call as soon as it is seen.
-    """
-
-    def __init__(self, engine: str, ranks: int = 0, *, logs_end: bool = False) -> None:
-        self._engine = engine
-        self._ranks = ranks
+    def __init__(self, engine: EngineInfo, *, logs_end: bool = False) -> None:
+        self._engine = engine.pages
+        self._ranks = engine.ranks
         self._logs_end = logs_end
+        self._looked_ns = time.perf_counter_ns()
+        self._stopped: dict[int | None, int] = {}  # rank -> when it was first seen to be stopped
+        place = blake2b(f"{engine.model}/{engine.index}/{engine.port}".encode(), digest_size=16)
+        self._file = f"{place.hexdigest()}.end"
+        self.previous = self._read_previous()
+        """The unexpected end of the engine's previous life, for the first minutes of this one."""
+        self._previous_until = time.monotonic() + PREVIOUS_S
         self._pages: dict[str, Page] = {}
-        self._opened: dict[str, int | None] = {}  # file descriptors of their processes, as long as they run
         self._first: End | None = None
-        self._has_first = Event()
+        self._has_noted = Event()
         self._end: End | None = None
         Thread(target=_run, args=(weakref.ref(self),), name="kvobs-watch", daemon=True).start()
 
@@ -63,28 +74,64 @@ class EngineWatch:
         """The engine's unexpected end; from the exception on that ends it, though vLLM may wait for minutes then."""
         return self._raised() or self._end
 
+    @property
+    def halted_ns(self) -> int:
+        """When a process was last seen to be stopped, or this watch did not run; 0: never."""
+        return max((page.halted_ns for page in tuple(self._pages.values())), default=0)
+
     def calls(self) -> list[Call]:
-        """Return the calls that have been in progress for long, the oldest first."""
+        """Return the calls that have been in progress for long, the oldest first.
+
+        They are in progress since their process was last stopped, or this watch itself did not run.
+        """
         self._find()
-        before = time.perf_counter_ns() - SHOWN_NS
-        calls = [call for page in tuple(self._pages.values()) if page.is_alive for call in page.calls()]
-        return sorted((call for call in calls if call.since_ns < before), key=lambda call: call.since_ns)
+        now = time.perf_counter_ns()
+        was_unwatched, self._looked_ns = now - self._looked_ns > UNWATCHED_NS, now
+        running = [page for page in tuple(self._pages.values()) if page.is_alive]
+        self._stopped = {page.rank: self._stopped.get(page.rank, now) for page in running if is_stopped(page.pid)}
+        for page in running:
+            if was_unwatched or page.rank in self._stopped:
+                page.halted_ns = now
+        calls = [c._replace(since_ns=max(c.since_ns, page.halted_ns)) for page in running for c in page.calls()]
+        return sorted((call for call in calls if call.since_ns < now - SHOWN_NS), key=lambda call: call.since_ns)
 
     def states(self) -> dict[str, str]:
         """Return what each process is in, by its name."""
         calls = {call.rank: f"{call.hook} of {call.connector}" for call in reversed(self.calls())}
-        steps = {page.rank: f"{page.steps} steps" for page in tuple(self._pages.values())}
-        ranks = (None, *range(self._ranks))
-        return {place_of(rank): calls.get(rank, steps.get(rank, NOT_SEEN)) for rank in ranks}
+        steps = {page.rank: f"{page.words[STEPS]} steps" for page in tuple(self._pages.values())}
+        states = {**dict.fromkeys((None, *range(self._ranks)), NOT_SEEN), **steps, **calls}
+        states |= dict.fromkeys(self._stopped, STOPPED)
+        return {place_of(rank): state for rank, state in states.items()}
 
-    def ended(self, wait_s: float = 2.0) -> End:
-        """Return and log what the engine died of, now that it is gone without having said goodbye."""
+    def ended(self, wait_s: float = 2.0) -> End | None:
+        """Log and return what the engine died of, now that it is gone; None: as far as is known, vLLM stopped it."""
         self._find()
         if self._raised() is None:
-            self._has_first.wait(wait_s)
-        self._end = self._raised() or self._first or End("", "", None, UNKNOWN)
-        log.error("%s", _described(self._end))
-        return self._end
+            self._has_noted.wait(wait_s)
+        if (end := self._raised() or self._first) is not None:
+            self._log_end(end)
+        return end
+
+    def _log_end(self, end: End) -> None:
+        """Show and log an end, and leave it for the next life."""
+        self._end = end
+        log.error("the engine has ended%s", _described(end))
+        with ring_files.reported("end", "an engine's end is not kept for its next life: %s"):
+            ring_files.write(folder(), self._file, json.dumps(end).encode())
+
+    def _read_previous(self) -> End | None:
+        """Return and log the end that the previous life has left, if it is new."""
+        with ring_files.reported("end", "the last end of the engine can't be read: %s"), suppress(FileNotFoundError):
+            text, at_s = ring_files.take(folder(), self._file, _BYTES)
+            match json.loads(text):
+                case [str(connector), str(hook), None | int() as rank, str(reason)] if hook in ("", *HOOKS):
+                    end, age_s = End(line(connector), hook, rank, line(reason)), time.time() - at_s
+                    if 0 <= age_s < PREVIOUS_S:
+                        log.warning("the previous engine ended%s, %.0f s ago", _described(end), age_s)
+                        return end
+                case _:
+                    raise ValueError(f"found {text!r}")
+        return None
 
     # The thread
 
@@ -93,6 +140,8 @@ class EngineWatch:
         """Look at the processes, once they have ended or after a second."""
         self._log_hanging()
         self._await(LOOK_S)
+        if time.monotonic() > self._previous_until:
+            self.previous = None
 
     def _find(self) -> None:
         """Find the pages of processes that have begun since."""
@@ -100,54 +149,59 @@ class EngineWatch:
             self._pages.setdefault(name, page)  # another thread may have found it
 
     def _log_hanging(self) -> None:
-        now = time.perf_counter_ns()
-        for call in self.calls():
+        calls, now = self.calls(), time.perf_counter_ns()
+        for rank, since_ns in self._stopped.items():
+            if now - since_ns > HANGS_NS:
+                message = "%s is stopped (SIGSTOP, or a debugger); the engine waits for it"
+                once(f"stopped:{rank}", logging.ERROR, message, place_of(rank))
+        for call in calls:
             if now - call.since_ns > HANGS_NS:
-                once(
-                    f"hangs:{call}",
-                    logging.ERROR,
-                    "connector %r has been in %s on %s for %.0f s; the engine waits for it",
-                    call.connector,
-                    call.hook,
-                    place_of(call.rank),
-                    (now - call.since_ns) / 1e9,
-                )
+                age_s = (now - call.since_ns) / 1e9
+                message = "connector %r has been in %s on %s for %.0f s; the engine waits for it"
+                once(f"hangs:{call}", logging.ERROR, message, *call[:2], place_of(call.rank), age_s)
 
     def _await(self, seconds: float) -> None:
         """Wait for the end of a process; note the first that did not end as it should."""
-        poll = select.poll()
-        for name, page in tuple(self._pages.items()):
-            if name not in self._opened:
-                self._opened[name] = _process(page)
-            if (opened := self._opened[name]) is not None:
-                poll.register(opened, select.POLLIN)
+        known, opened, poll = tuple(self._pages.values()), list[int](), select.poll()
+        for page in known:
+            with suppress(OSError):  # it has ended just now
+                if page.is_alive:
+                    opened.append(os.pidfd_open(page.pid))
+                    poll.register(opened[-1], select.POLLIN)
         poll.poll(seconds * 1000)
-        ended = {name: page for name, page in tuple(self._pages.items()) if not page.is_alive}
-        for name in ended:
-            if (opened := self._opened.get(name)) is not None:
-                os.close(opened)
-                self._opened[name] = None
-        if self._first is None and (badly := [page for page in ended.values() if not page.has_ended_well]):
+        for process in opened:
+            os.close(process)
+        badly = [page for page in known if not page.is_alive and not page.has_ended_well]
+        if badly and not self._has_noted.is_set():
             self._note(badly)
+            self._has_noted.set()
 
     def _note(self, ended: Sequence[Page]) -> None:
-        """Note the end of processes that ended at the same time."""
-        reason = _reason(exit_status(ended[0].pid))
+        """Note the end of processes that ended at the same time, unless vLLM stopped the engine."""
+        reason, now = _reason(exit_status(ended[0].pid)), time.perf_counter_ns()
         calls = [call for page in ended for call in page.calls()]
+        # By default vLLM kills an engine's processes, all at once, when its server gets SIGTERM.
+        if reason in ("SIGKILL", UNKNOWN) and self._are_all_killed():
+            calls = [call for page in tuple(self._pages.values()) for call in page.calls()]
+            calls = [call for call in calls if now - call.since_ns > SHOWN_NS]
+            if not calls:
+                return
         # Of several the innocent ones are not known.
         is_known = len({call.connector for call in calls}) == 1
         self._first = End(*calls[0][:3], reason) if is_known else End("", "", ended[0].rank, reason)
-        self._has_first.set()
         end = self._raised() or self._first
         if self._logs_end and end.connector:
-            self._end = end
-            log.error("%s", _described(end))
+            self._log_end(end)
+
+    def _are_all_killed(self) -> bool:
+        time.sleep(AT_ONCE_S)
+        return not any(page.is_alive for page in tuple(self._pages.values()))
 
     def _raised(self) -> End | None:
         """Return the exception that ends the engine, the first of those of several ranks."""
-        raised = [one for page in tuple(self._pages.values()) if (one := page.raised())]
-        first = min(raised, key=lambda one: one.at_ns, default=None)
-        return None if first is None else End(*first[:4])
+        raised = [call for page in tuple(self._pages.values()) if (call := page.raised())]
+        first = min(raised, key=lambda call: call.since_ns, default=None)
+        return None if first is None else End(*first[:3], first.error)
 
 
 def _run(watch: weakref.ref[EngineWatch]) -> None:
@@ -155,13 +209,6 @@ def _run(watch: weakref.ref[EngineWatch]) -> None:
         watched.look()
         del watched
         time.sleep(PAUSE_S)
-
-
-def _process(page: Page) -> int | None:
-    """Return a file descriptor by which the end of a process can be waited for; None if it has none."""
-    with suppress(OSError):
-        return os.pidfd_open(page.pid)
-    return None
 
 
 def _reason(status: int | None) -> str:
@@ -177,5 +224,5 @@ def _reason(status: int | None) -> str:
 def _described(end: End) -> str:
     where = place_of(end.rank)
     if end.connector:
-        return f"the engine has ended in {end.hook} of connector {end.connector!r} on {where}: {end.reason}"
-    return f"the engine has ended, in no connector's call ({where}: {end.reason})"
+        return f" in {end.hook} of connector {end.connector!r} on {where}: {end.reason}"
+    return f", in no connector's call ({where}: {end.reason})"

@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_native_id
@@ -61,7 +61,13 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
         model=versions.model_name(vllm_config),
         index=versions.engine_place(vllm_config).number,
         connectors=tuple(
-            ConnectorInfo(spec.name, spec.connector_class.__name__, str(spec.transfer_config.kv_role)) for spec in specs
+            ConnectorInfo(
+                spec.name,
+                spec.connector_class.__name__,
+                str(spec.transfer_config.kv_role),
+                options.link_gbps.get(spec.name),
+            )
+            for spec in specs
         ),
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
@@ -79,6 +85,7 @@ def exported(
         engine,
         host=exporter.host,
         port=None if exporter.port is None else exporter.port + versions.engine_place(vllm_config).on_host,
+        web_config=exporter.web_config,
         otlp_metrics=exporter.otlp_metrics,
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,
@@ -86,11 +93,7 @@ def exported(
 
 
 class Feed:
-    """Sends an engine's payloads to its exporter.
-
-    Args:
-        engine: the first message of each exporter.
-    """
+    """Sends an engine's payloads to its exporter; each exporter's first message is the ``engine``."""
 
     def __init__(self, engine: EngineInfo) -> None:
         self._engine = engine
@@ -121,19 +124,6 @@ class Feed:
         self._queue.put(None)
         self._thread.join(CLOSING_S)
 
-    def ended_by(self, shutdown: Callable[[], None], feed_last: Callable[[Feed], None]) -> Callable[[], None]:
-        """Return vLLM's hook ``shutdown`` with the last numbers and the end of this feed after it."""
-
-        def shut_down() -> None:
-            error = sys.exc_info()[0]  # vLLM also calls it while an error ends the engine
-            try:
-                shutdown()
-            finally:
-                feed_last(self)
-                self.close(is_well=error is None or not issubclass(error, Exception))
-
-        return shut_down
-
     # The thread
 
     def _run(self) -> None:
@@ -153,15 +143,11 @@ class Feed:
         """Wait for payloads, and add them up."""
         is_busy = self._exporter is not None and self._exporter.has_unsent
         with suppress(Empty):
-            self._take(self._queue.get(timeout=BUSY_S if is_busy else IDLE_S))
-            while not self._is_over:
-                self._take(self._queue.get_nowait())
-
-    def _take(self, stats: KvobsStats | None) -> None:
-        if stats is None:
+            stats = self._queue.get(timeout=BUSY_S if is_busy else IDLE_S)
+            while stats is not None:
+                self._add(stats)
+                stats = self._queue.get_nowait()
             self._is_over = True
-        else:
-            self._add(stats)
 
     @faults.contained("flush")
     def _add(self, stats: KvobsStats) -> None:
@@ -202,7 +188,7 @@ class Feed:
         except (OSError, subprocess.SubprocessError) as error:
             self._announce(f"kvobs's exporter can't be started: {str(error).rstrip('.')}")
             return
-        self._exporter.add(wire.to_line(self._engine.message()))
+        self._exporter.add(wire.to_line(asdict(self._engine)))
         self._exporter.add(wire.to_line({**wire.message(self._sent), "is_total": True}))
         self._hand_over(self._exporter)  # the exporter serves nothing before it has these three lines
 
@@ -231,21 +217,21 @@ class Feed:
 
     def _say_goodbye(self) -> None:
         """Send the rest, without waiting long."""
+        if self._exporter is None:
+            return
         try:
             deadline = time.monotonic() + CLOSING_S * 0.8
-            if self._exporter is not None:
-                self._hand_over(self._exporter)
-                if self._ends_well:
-                    self._exporter.add(wire.to_line({"bye": True}))
+            self._hand_over(self._exporter)
+            if self._ends_well:
+                self._exporter.add(wire.to_line({"bye": True}))
+            self._exporter.write()
+            while self._exporter.has_unsent and time.monotonic() < deadline:
+                time.sleep(0.01)
                 self._exporter.write()
-                while self._exporter.has_unsent and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                    self._exporter.write()
         except Exception:
             faults.contain("flush")
         finally:
-            if self._exporter is not None:
-                self._exporter.close()
+            self._exporter.close()
 
 
 class _RunningExporter:
@@ -262,12 +248,14 @@ class _RunningExporter:
         with theirs:
             # A session of its own: Ctrl-C in the engine's terminal is for the engine, whose end is the exporter's.
             # What is started here forks, and ends at once: the socket shows how long the exporter lives.
+            # It closes the engine's files itself: thousands of them here would take milliseconds with the GIL held.
+            os.set_inheritable(theirs.fileno(), True)
             try:
                 subprocess.run(
                     [sys.executable, "-P", "-m", "kvobs.export", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    close_fds=False,
                     start_new_session=True,
                     env=_environment(),
                     check=True,

@@ -1,149 +1,215 @@
-"""Serve /metrics and /healthz, and nothing else, with prometheus_client's server: a few requests at once."""
+"""Serve /metrics and /healthz, and nothing else, by HTTP or HTTPS: a thread with asyncio and h11."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gzip
+import ipaddress
 import json
-import os
+import logging
+import re
 import socket
-import time
-from collections.abc import Callable, Iterable
+import ssl
+from asyncio.sslproto import SSLProtocol
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from http import HTTPStatus
 from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client.exposition import ThreadingWSGIServer
+import h11
 
-from kvobs.log import line
+from kvobs import faults
+from kvobs.log import line, once
 
-AT_ONCE = 8
-"""Requests at a time; further connections are closed."""
-IDLE_S = 5.0
-"""How long a client may take over each part of its request, and in all while others wait."""
-_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
+PLACES = 64
+"""Connections at a time; where all are taken, the oldest of the address with the most is closed for a new one."""
+HEAD_S = 2.0
+"""How long a client may take over the TLS handshake and its complete request."""
+ANSWER_S = 5.0
+"""How long it may take to read the answer."""
+READ = 1 << 14  # bytes
+_PLAIN = "text/plain; charset=utf-8"
+
+OPEN_TO_ALL = "every client that reaches it can read them: there is neither TLS nor authentication"
+LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 Text = Callable[[str], tuple[str, bytes]]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
-StartResponse = Callable[[str, list[tuple[str, str]]], Any]
-App = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
+Tls = Callable[[], ssl.SSLContext]
+Answer = tuple[HTTPStatus, dict[str, str], bytes]
 
 
-class _Handler(WSGIRequestHandler):
-    """Logs nothing, and gives up on a slow client."""
+class Server:
+    """Serves the two pages until it is closed: the metrics in the form that a client accepts, and the health.
 
-    timeout = IDLE_S
+    Args:
+        host, port: where to listen.
+        metrics, health: return the pages.
+        tls: returns the TLS settings, for each connection; OSError if they can't be used.
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of http.server's argument
-        """Log nothing."""
+    Raises:
+        OSError: the port can't be had, or the TLS settings can't be used.
+    """
 
+    def __init__(self, host: str, port: int, metrics: Text, health: Health, tls: Tls | None = None) -> None:
+        self._host, self._metrics, self._health, self._tls = host, metrics, health, tls
+        if tls is not None:
+            tls()
+            SSLProtocol.max_size = READ  # instead of 256 KiB a connection, kept until gc finds it
+        self._socket = listen(host, port)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._connections: dict[asyncio.Task[None], str] = {}  # with their addresses, the oldest first
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
+        self._thread = Thread(target=self._run, name="kvobs-http", daemon=True)
+        self._thread.start()
 
-class _Server(ThreadingWSGIServer):
-    """Serves a few requests at once."""
+    def close(self) -> None:
+        """Close the port and all connections."""
+        self._loop.call_soon_threadsafe(self._accepting.cancel)
+        self._thread.join()
 
-    request_queue_size = 64
+    def _run(self) -> None:
+        with self._socket, suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        self._loop.close()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
-        super().__init__(*args, **kwargs)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        now = time.monotonic()
-        if len(self._open) >= AT_ONCE and not self._close_oldest(now):
-            self.shutdown_request(request)
-            return
-        self._open[request] = now
-        super().process_request(request, client_address)
-
-    def _close_oldest(self, now: float) -> bool:
-        """Close the oldest connection if it has had its time; return whether there is room now."""
-        request, since = next(iter(list(self._open.items())), (None, now))
-        if request is None or now - since < IDLE_S:
-            return request is None
-        self._open.pop(request, None)
-        with suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
-        return True
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    async def _accept(self) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            while True:
+                await self._accept_one()
+                await asyncio.sleep(0)  # accepting does not wait while connections are there
         finally:
-            self._open.pop(request, None)
+            for connection in list(self._connections):
+                connection.cancel()
+            await asyncio.sleep(0.01)  # for them to end
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that goes away."""
+    async def _accept_one(self) -> None:
+        try:
+            connection, address = await self._loop.sock_accept(self._socket)
+        except OSError:  # no file descriptor is left
+            await asyncio.sleep(1)
+            return
+        if len(self._connections) >= PLACES:
+            busiest = Counter(self._connections.values()).most_common(1)[0][0]
+            oldest = next(task for task, owner in self._connections.items() if owner == busiest)
+            del self._connections[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._serve(connection))
+        self._connections[task] = address[0]
+        task.add_done_callback(lambda task: self._connections.pop(task, None))
 
+    async def _serve(self, connection: socket.socket) -> None:
+        """Answer one request; clients that are slow, go away, or do not speak TLS are given up."""
+        try:
+            tls = None if self._tls is None else self._tls()
+        except OSError as error:
+            once("tls", logging.ERROR, "the exporter answers nobody: %s", error.strerror)
+            connection.close()
+            return
+        transport: asyncio.Transport | None = None
+        try:
+            async with asyncio.timeout(HEAD_S):
+                reader = asyncio.StreamReader()
+                protocol = asyncio.StreamReaderProtocol(reader)
+                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                answer = await self._answer_to(reader, transport.get_extra_info("sockname")[0])
+            async with asyncio.timeout(ANSWER_S):
+                writer.write(answer)
+                writer.close()
+                await writer.wait_closed()
+        except OSError:  # also for what takes too long
+            pass
+        finally:
+            connection.close() if transport is None else transport.abort()
 
-def serve(host: str, port: int, app: App) -> _Server:
-    """Serve an app in a thread; OSError if the port can't be had."""
-    family, address = resolve(host, port)
-    server_class = type("_Server", (_Server,), {"address_family": family})
-    server: _Server = make_server(address, port, app, server_class, handler_class=_Handler)
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 1.0}, name="kvobs-http", daemon=True).start()
-    return server
+    async def _answer_to(self, reader: asyncio.StreamReader, address: str) -> bytes:
+        """Return the answer to a client's request, in bytes; empty if it sends none."""
+        http, is_head = h11.Connection(h11.SERVER), False
+        try:
+            while (request := http.next_event()) is h11.NEED_DATA:
+                http.receive_data(await reader.read(READ))
+            if not isinstance(request, h11.Request):
+                return b""
+            is_head = request.method == b"HEAD"
+            status, headers, body = self._answer(request, address)
+        except h11.RemoteProtocolError as error:
+            status, headers, body = HTTPStatus(error.error_status_hint), {"Content-Type": _PLAIN}, b"malformed\n"
+        headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+        head = h11.Response(status_code=status, headers=list(headers.items()), reason=status.phrase.encode())
+        return (http.send(head) or b"") + (b"" if is_head else body)
 
+    def _answer(self, request: h11.Request, address: str) -> Answer:
+        headers = {name.decode(): value.decode("latin-1") for name, value in request.headers}
+        path = request.target.decode().partition("?")[0]
+        if request.method not in (b"GET", b"HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, {"Content-Type": _PLAIN, "Allow": "GET, HEAD"}, b"GET only\n"
+        if _is_loopback(address) and not self._is_ours(headers.get("host", "")):
+            # A web page in a browser of this machine, whose name was made to point here.
+            says = b"this name may be another site's: use localhost or an IP address\n"
+            return HTTPStatus.FORBIDDEN, {"Content-Type": _PLAIN}, says
+        try:
+            return self._page(path, headers.get("accept", ""), headers.get("accept-encoding", ""))
+        except Exception:
+            faults.contain("apply")
+            return HTTPStatus.INTERNAL_SERVER_ERROR, {"Content-Type": _PLAIN}, b"see the engine's log\n"
 
-def make_app(metrics: Text, health: Health) -> App:
-    """Return the two pages: the metrics in the form that a client accepts, and the state of engine and exporter."""
-
-    def app(environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        path, headers = environ.get("PATH_INFO", ""), [("Content-Type", "text/plain; charset=utf-8")]
-        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
-            start_response("405 Method Not Allowed", [*headers, ("Allow", "GET, HEAD")])
-            return [b"GET only\n"]
+    def _page(self, path: str, accept: str, encodings: str) -> Answer:
         if path in ("/metrics", "/metrics/"):
-            content_type, body = metrics(environ.get("HTTP_ACCEPT", ""))
-            headers = [("Content-Type", content_type)]
-            if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
-                headers.append(("Content-Encoding", "gzip"))
-                body = gzip.compress(body, 1)
-            status = "200 OK"
-        elif path == "/healthz":
-            is_well, state = health()
-            status, headers = "200 OK" if is_well else "503 Service Unavailable", [("Content-Type", "application/json")]
-            body = json.dumps(state).encode() + b"\n"
-        else:
-            status, body = "404 Not Found", b"here are /metrics and /healthz\n"
-        start_response(status, [*headers, ("Content-Length", str(len(body)))])
-        return [body]
+            content_type, body = self._metrics(accept)
+            if "gzip" not in encodings:
+                return HTTPStatus.OK, {"Content-Type": content_type}, body
+            return HTTPStatus.OK, {"Content-Type": content_type, "Content-Encoding": "gzip"}, gzip.compress(body, 1)
+        if path == "/healthz":
+            is_well, state = self._health()
+            status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
+            return status, {"Content-Type": "application/json"}, json.dumps(state).encode() + b"\n"
+        return HTTPStatus.NOT_FOUND, {"Content-Type": _PLAIN}, b"here are /metrics and /healthz\n"
 
-    return app
+    def _is_ours(self, host: str) -> bool:
+        """Return whether the name in a request's header ``Host`` can't be one of somebody else's domain."""
+        name = re.sub(r":\d*$", "", host).strip("[]").lower()
+        with suppress(ValueError):
+            return bool(ipaddress.ip_address(name))
+        return "." not in name or name.endswith(".localhost") or name in (self._host, socket.gethostname().lower())
 
 
-def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Return the address to listen on, and its family; OSError or ValueError if the host has none."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0].removeprefix("::ffff:")).is_loopback
+
+
+def is_reached_from_elsewhere(host: str) -> bool:
+    """Return whether a server that listens there can be reached from other machines; OSError for an unknown name."""
+    return not _is_loopback(_resolve(host, 0)[1])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; OSError if that fails."""
+    family, address = _resolve(host, port)
+    is_6 = family == socket.AF_INET6
+    return socket.create_server((address, port), family=family, backlog=PLACES, dualstack_ipv6=is_6)
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "not a host name") from None
     return family, str(address[0])
 
 
 def holder(port: int) -> str:
-    """Return the process that listens on a port, as "pid 1 (command)"; "another process" where that can't be seen."""
-    inodes = _listening(port)
-    for entry in os.listdir("/proc") if inodes else ():
-        if not entry.isdigit():
-            continue
-        with suppress(OSError):  # of another user, or gone
-            if any(_target(link) in inodes for link in Path(f"/proc/{entry}/fd").iterdir()):
-                words = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
-                return f"pid {entry} ({line(words.decode(errors='replace').strip())})"
+    """Return the process that listens on a port, as "pid 1 (name)"; "another process" where that can't be seen."""
+    import psutil  # while nothing is wrong it costs no memory
+
+    with suppress(psutil.Error, OSError):  # of another user, or gone
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None:
+                # Not its command line, which may contain passwords.
+                return f"pid {each.pid} ({line(psutil.Process(each.pid).name())})"
     return "another process"
-
-
-def _target(link: Path) -> str:
-    with suppress(OSError):  # closed since it was listed
-        return os.readlink(link)
-    return ""
-
-
-def _listening(port: int) -> set[str]:
-    """Return the sockets that listen on a port, as links of file descriptors show them."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            for row in Path(table).read_text().splitlines()[1:]:
-                _, local, _, state, *_, inode = row.split()[:10]
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{inode}]")
-    return sockets

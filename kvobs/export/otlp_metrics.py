@@ -4,8 +4,6 @@ Histograms have the explicit buckets of the table of metrics. Endpoint, protocol
 temporality are those of the standard OTEL_EXPORTER_OTLP_* variables.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -15,20 +13,7 @@ from threading import Event, Thread
 from typing import Any
 
 from opentelemetry.sdk.metrics import Counter, Exemplar, Histogram
-from opentelemetry.sdk.metrics.export import (
-    AggregationTemporality,
-    Gauge,
-    HistogramDataPoint,
-    Metric,
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
-    NumberDataPoint,
-    ResourceMetrics,
-    ScopeMetrics,
-    Sum,
-)
-from opentelemetry.sdk.metrics.export import Histogram as HistogramData
+from opentelemetry.sdk.metrics import export as otlp
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -42,7 +27,6 @@ from kvobs.telemetry.requests.trace_context import otlp_protocol
 INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CLOSING_S = 3.0
-_INT_END = 2**63  # of OTLP's whole numbers
 _CLASSES = {Kind.COUNTER: Counter, Kind.HISTOGRAM: Histogram}
 _Known = dict[tuple[Signal, tuple[str, ...]], Point]
 
@@ -50,15 +34,12 @@ _Known = dict[tuple[Signal, tuple[str, ...]], Point]
 class MetricsPush:
     """Sends the totals at intervals, from a thread.
 
-    Args:
-        totals: the numbers to send.
-        refresh: brings the exporter's own gauges up to date; called before each sending.
-        began_ns: when the totals began, in ns since the epoch.
-        exporter: OpenTelemetry's; default: the one that the environment asks for.
+    ``refresh``, called before each sending, brings the exporter's own gauges up to date. The totals began at
+    ``began_ns``, since the epoch. By default ``exporter`` is the one that the environment asks for.
     """
 
     def __init__(
-        self, totals: Totals, refresh: Callable[[], None], began_ns: int, exporter: MetricExporter | None = None
+        self, totals: Totals, refresh: Callable[[], None], began_ns: int, exporter: otlp.MetricExporter | None = None
     ) -> None:
         self._totals = totals
         self._refresh = refresh
@@ -85,19 +66,11 @@ class MetricsPush:
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
+        send, shutdown = map(faults.contained("apply"), (self.send, self._exporter.shutdown))
         while not self._is_over.wait(interval_s()):
-            self._try_to_send()
-        self._try_to_send()
-        try:
-            self._exporter.shutdown()
-        except Exception:
-            faults.contain("apply")
-
-    def _try_to_send(self) -> None:
-        try:
-            self.send()
-        except Exception:
-            faults.contain("apply")
+            send()
+        send()
+        shutdown()
 
     def send(self) -> None:
         """Send all metrics once; numbers that the receiver did not take are part of the next delta."""
@@ -105,30 +78,27 @@ class MetricsPush:
         now_ns = time.time_ns()
         current: _Known = {}
         metrics = [
-            Metric(signal.name, signal.help, _unit(signal), data)
+            otlp.Metric(signal.name, signal.help, _unit(signal), data)
             for signal, points in self._totals.series()
             if (data := self._data(signal, points, now_ns, current)).data_points  # without any it would have no kind
         ]
-        scope = ScopeMetrics(self._scope, metrics, "")
-        data = MetricsData([ResourceMetrics(self._resource, [scope], "")])
-        if self._exporter.export(data) is MetricExportResult.SUCCESS:
+        scope = otlp.ScopeMetrics(self._scope, metrics, "")
+        data = otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], "")])
+        if self._exporter.export(data) is otlp.MetricExportResult.SUCCESS:
             self._sent, self._sent_ns = current, now_ns
             return
-        once(
-            "otlp-metrics",
-            logging.ERROR,
-            "the metrics can't be sent by OTLP; it is tried again every %g s. The exporter logs why; no total is lost",
-            interval_s(),
+        text = (
+            "the metrics can't be sent by OTLP; it is tried again every %g s. The exporter logs why; no total is lost"
         )
+        once("otlp-metrics", logging.ERROR, text, interval_s())
 
     def _data(self, signal: Signal, points: list[Point], now_ns: int, current: _Known) -> Any:
         if signal.kind is Kind.GAUGE:
-            finite = (point for point in points if math.isfinite(point.value))
-            return Gauge([NumberDataPoint(_attributes(signal, point), 0, now_ns, point.value) for point in finite])
-        temporality = (self._exporter._preferred_temporality or {}).get(
-            _CLASSES[signal.kind], AggregationTemporality.CUMULATIVE
-        )
-        is_delta = temporality is AggregationTemporality.DELTA
+            gauges = [otlp.NumberDataPoint(_attributes(signal, point), 0, now_ns, point.value) for point in points]
+            return otlp.Gauge(gauges)
+        cumulative, preferred = otlp.AggregationTemporality.CUMULATIVE, self._exporter._preferred_temporality or {}
+        temporality = preferred.get(_CLASSES[signal.kind], cumulative)
+        is_delta = temporality is otlp.AggregationTemporality.DELTA
         begin_ns = self._sent_ns if is_delta else self._began_ns
         rows = []
         for point in points:
@@ -136,8 +106,8 @@ class MetricsPush:
             shown = _difference(point, self._sent.get((signal, point.labels))) if is_delta else point
             rows.append(_row(signal, shown, begin_ns, now_ns))
         if signal.kind is Kind.COUNTER:
-            return Sum(rows, temporality, is_monotonic=True)
-        return HistogramData(rows, temporality)
+            return otlp.Sum(rows, temporality, is_monotonic=True)
+        return otlp.Histogram(rows, temporality)
 
 
 def interval_s() -> float:
@@ -149,7 +119,7 @@ def interval_s() -> float:
     return (ms if 0 < ms < math.inf else _INTERVAL_MS) / 1000
 
 
-def make_metric_exporter() -> MetricExporter:
+def make_metric_exporter() -> otlp.MetricExporter:
     """Return OpenTelemetry's exporter of metrics for the protocol of the environment.
 
     Raises:
@@ -166,7 +136,7 @@ def make_metric_exporter() -> MetricExporter:
 
 def _unit(signal: Signal) -> str:
     """Return the unit in UCUM; empty for plain numbers, to which Prometheus would else append a name."""
-    units = {"_seconds": "s", "_bytes": "By", "_tokens": "{token}"}
+    units = {"_seconds": "s", "_bytes_per_second": "By/s", "_bytes": "By", "_tokens": "{token}"}
     return next((unit for part, unit in units.items() if part in signal.name), "")
 
 
@@ -185,22 +155,11 @@ def _difference(point: Point, before: Point | None) -> Point:
 def _row(signal: Signal, point: Point, begin_ns: int, now_ns: int) -> Any:
     attributes = _attributes(signal, point)
     if signal.kind is Kind.COUNTER:
-        value = point.value if point.value < _INT_END else float(point.value)  # else nothing at all could be sent
-        return NumberDataPoint(attributes, begin_ns, now_ns, value)
-    exemplars = [_exemplar(mark) for mark in point.marks.values()]
-    # The smallest and the largest are not known; OTLP leaves them out then.
-    return HistogramDataPoint(
-        attributes,
-        begin_ns,
-        now_ns,
-        sum(point.buckets),
-        point.value,
-        list(point.buckets),
-        signal.buckets,
-        min=None,  # type: ignore[arg-type]
-        max=None,  # type: ignore[arg-type]
-        exemplars=exemplars,
-    )
+        return otlp.NumberDataPoint(attributes, begin_ns, now_ns, point.value)
+    exemplars, counts = [_exemplar(mark) for mark in point.marks.values()], list(point.buckets)
+    unknown: Any = None  # the smallest and the largest: OTLP leaves them out then
+    content = (sum(counts), point.value, counts, signal.buckets, unknown, unknown, exemplars)
+    return otlp.HistogramDataPoint(attributes, begin_ns, now_ns, *content)
 
 
 def _exemplar(mark: Mark) -> Exemplar:

@@ -7,29 +7,32 @@ engine that said goodbye the last numbers are served for one more scrape; after 
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from kvobs import faults
-from kvobs.export import http_server
+from kvobs.export import web_config
 from kvobs.export.engine_watch import EngineWatch
+from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, Server, holder, is_reached_from_elsewhere
 from kvobs.export.otlp_metrics import MetricsPush
-from kvobs.export.span_export import SpanCutter, make_exporter
+from kvobs.export.span_export import make_cutter
 from kvobs.export.totals import Exposition, Totals
 from kvobs.log import log, once
-from kvobs.schema import __version__, signals, spans
+from kvobs.schema import __version__, signals
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import EngineInfo, Increments
+from kvobs.telemetry.payload.wire import EngineInfo, Increments, exporter_url
 from kvobs.telemetry.requests.trace_context import is_disabled
 from kvobs.vllm_api.proc import start_time
 
@@ -44,40 +47,28 @@ FIRST_LINES = 3
 
 
 class Exporter:
-    """The exporter of one engine.
-
-    Args:
-        channel: the socket to the engine.
-        engine: its first message.
-    """
+    """The exporter of one engine, whose first message came over this ``channel``."""
 
     def __init__(self, channel: socket.socket, engine: EngineInfo) -> None:
         self._channel = channel
         self._engine = engine
         self._started = start_time(engine.pid)
-        self._watch = EngineWatch(engine.pages, engine.ranks)
+        self._watch = EngineWatch(engine)
         self._totals = Totals(engine, self._watch)
         self._exposition = Exposition(self._totals, self._refresh)
-        self._own: dict[int, int] = {}  # slot -> what was counted here since it was sent to the engine
-        self._dropped: dict[str, int] = {}
+        self._own = Counter[int]()  # slot -> what was counted here since it was sent to the engine
+        self._dropped = Counter[str]()
         self._dropped_sum = 0
-        self._cutter = self._make_cutter() if engine.has_spans else None
+        make = faults.contained("cut")(make_cutter)
+        self._cutter = make(engine.endpoint, engine.model, self._drop_spans) if engine.has_spans else None
         self._push = self._make_push() if engine.otlp_metrics and not is_disabled() else None
-        self._server: Any = None
-        self._bind_at = 0.0
+        self._server: Server | None = None
+        self._began, self._bind_at = time.monotonic(), 0.0
         self._scrapes: list[float] = []  # the last two
         self._last_payload_s = time.time()
         self._is_up = True
         self._said_goodbye = False
         self._end_at: float | None = None
-
-    def _make_cutter(self) -> SpanCutter | None:
-        try:
-            exporter = make_exporter(self._engine.endpoint)
-            return SpanCutter(exporter, {spans.GEN_AI_MODEL: self._engine.model}, self._drop_spans)
-        except Exception:
-            faults.contain("cut")
-            return None
 
     def _make_push(self) -> MetricsPush | None:
         try:
@@ -87,7 +78,7 @@ class Exporter:
             return None
 
     def _drop_spans(self, where: str, n: int) -> None:
-        self._dropped[where] = self._dropped.get(where, 0) + n
+        self._dropped[where] += n
         self._dropped_sum += n
 
     # Reading
@@ -99,10 +90,7 @@ class Exporter:
             self._push.start()
         self._channel.sendall(wire.to_line({"pid": os.getpid()}))
         for line in lines(self._channel, rest, self._tick):
-            try:
-                self._apply(wire.from_line(line))
-            except Exception:
-                faults.contain("apply")
+            self._apply(line)
             if self._is_over():
                 break
         self._is_up = False
@@ -114,7 +102,9 @@ class Exporter:
     def _asked_to_end(self, *_: Any) -> None:
         self._end_at = time.monotonic() + AFTER_SIGTERM_S
 
-    def _apply(self, message: dict[str, Any]) -> None:
+    @faults.contained("apply")
+    def _apply(self, line: bytes) -> None:
+        message = wire.from_line(line)
         if message.get("bye"):
             self._said_goodbye = True
             return
@@ -138,18 +128,14 @@ class Exporter:
     def _tick(self) -> bool:
         """Do all that is due; return whether to go on reading."""
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
-            self._bind(self._engine.port)
+            self._bind(self._engine, self._engine.port)
         self._send_own()
-        return not self._is_over() and not self._engine_has_ended()
-
-    def _engine_has_ended(self) -> bool:
-        return self._started is not None and start_time(self._engine.pid) != self._started
+        return not self._is_over() and self._started in (None, start_time(self._engine.pid))
 
     # What the exporter counts itself goes to the engine, and comes back with its numbers
 
     def _count(self, signal_: signals.Signal, where: str, n: int) -> None:
-        slot = signals.slot(signal_, where)
-        self._own[slot] = self._own.get(slot, 0) + n
+        self._own[signals.slot(signal_, where)] += n
 
     def _send_own(self) -> None:
         for where in list(self._dropped):
@@ -162,30 +148,33 @@ class Exporter:
         line = b"\n" + wire.to_line(wire.message(Increments(self._own, [], {})))
         with suppress(OSError):
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
-                self._own = {}
+                self._own.clear()
             # Part of a line is of no use to the engine, which leaves it out with the next one.
 
     # Serving
 
-    def _bind(self, port: int) -> None:
+    def _bind(self, engine: EngineInfo, port: int) -> None:
+        tls = partial(web_config.context, engine.web_config) if engine.web_config is not None else None
         try:
-            self._server = http_server.serve(self._engine.host, port, http_server.make_app(self._text, self._health))
+            self._server = Server(engine.host, port, self._text, self._health, tls)
         except OSError as error:
-            self._bind_at = time.monotonic() + PORT_RETRY_S
-            if not _is_leaving(self._engine.host, port):
-                once(
-                    "port",
-                    logging.WARNING,
-                    "the exporter can't listen on %s:%d: %s, held by %s. The engine serves, without kvobs's metrics; "
-                    "they are there as soon as the port is free. Fix: set kvobs.exporter.port to a free one",
-                    self._engine.host,
-                    port,
-                    error.strerror or error,
-                    http_server.holder(port),
-                )
-                self._bind_at += 10 * PORT_RETRY_S
-        else:
-            log.info("kvobs's metrics are at http://%s:%d/metrics", self._engine.host, port)
+            now = time.monotonic()
+            self._bind_at = now + PORT_RETRY_S
+            found, fix = error.strerror or str(error), "correct this in kvobs.exporter"
+            if error.errno == errno.EADDRINUSE:
+                if now < self._began + engine.linger_s:
+                    return  # the exporter of an engine that is gone may have it, which ends by itself
+                found, fix = f"{found}, held by {holder(port)}", "set kvobs.exporter.port to a free one"
+            text = (
+                "the exporter can't listen on %s:%d: %s. The engine serves, without kvobs's metrics until it can. "
+                "Fix: %s"
+            )
+            once("port", logging.WARNING, text, engine.host, port, found, fix)
+            self._bind_at += 10 * PORT_RETRY_S
+            return
+        log.info("kvobs's metrics are at %s", exporter_url(engine.host, port, engine.web_config))
+        if engine.web_config is None and is_reached_from_elsewhere(engine.host):
+            log.warning("kvobs's metrics at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
 
     def _text(self, accept: str) -> tuple[str, bytes]:
         self._scrapes = [*self._scrapes[-1:], time.monotonic()]
@@ -217,10 +206,10 @@ class Exporter:
 
     def _close(self) -> None:
         """Send what waits, serve the last numbers for a while, and end."""
+        self._exposition.forget()  # it says that the engine is up
         if not self._is_over():
             self._watch.ended()
         ended = time.monotonic()
-        self._exposition.forget()
         if self._cutter is not None:
             self._cutter.close()
         if self._push is not None:
@@ -234,7 +223,7 @@ class Exporter:
                 time.sleep(0.1)  # for the answer to get out
                 break
             time.sleep(0.05)
-        self._server.shutdown()
+        self._server.close()
 
     def _interval(self) -> float:
         """Return the time between scrapes, as far as it is known."""
@@ -280,24 +269,10 @@ def first_lines(channel: socket.socket) -> tuple[EngineInfo, bytes]:
             raise ValueError("the engine ended before its first lines")
         data += more
     line, _, rest = data.partition(b"\n")
-    return EngineInfo.read(wire.from_line(line)), rest
+    return msgspec.convert(wire.from_line(line), EngineInfo), rest
 
 
 def _let_go_of_stderr() -> None:
     """Close the engine's stderr, so that its reader sees EOF when the engine exits."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stderr.fileno())
-
-
-def _is_leaving(host: str, port: int) -> bool:
-    """Return whether a port is held by the exporter of an engine that is gone: it ends by itself."""
-    address = f"[{host}]" if ":" in host else host
-    try:
-        with urllib.request.urlopen(f"http://{address}:{port}/healthz", timeout=1) as answer:
-            answer.read(1)
-    except urllib.error.HTTPError as error:
-        with suppress(Exception):
-            return json.loads(error.read(READ)).get("engine") == "gone"
-    except Exception:
-        return False
-    return False

@@ -22,7 +22,7 @@ from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.feed import described
 from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.log import once
-from kvobs.schema import signals, spans
+from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LABEL, SIGNALS, Scope
@@ -42,11 +42,7 @@ _METRICS = tuple(signal for signal in SIGNALS if signal.scope is not Scope.EXPOR
 
 
 class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
-    """Observes each child's part of the payload through the child's own metrics, and adds up kvobs's numbers.
-
-    Constructed like vLLM's class, with ``prom_metrics`` by child name and without ``options``, it observes the
-    children's parts only.
-    """
+    """Observes each child's part of the payload through the child's own metrics, and adds up kvobs's numbers."""
 
     _prom_metrics: dict[str, Any]
     _cutter: SpanCutter | None = None
@@ -60,22 +56,22 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-        prom_metrics: Mapping[str, Any] | None = None,
         *,
-        of: Sequence[ChildSpec] = (),
-        options: Options | None = None,
+        of: Sequence[ChildSpec],
+        options: Options,
     ) -> None:
-        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues, dict(prom_metrics or {}))
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues, {})
         self._totals: dict[int, Totals] = {}
         self.collector = TotalsCollector(self._totals.values(), _METRICS)
         self._spent: dict[int, defaultdict[int, int]] = {}  # engine -> time spent by slot, until it is added
-        if options is not None:
-            self._forget_last_engine()
-            self._define_childrens(vllm_config, metric_types, of)
-            if not isinstance(options.exporter, ExporterOptions):  # else kvobs's own numbers and spans are there
-                is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
-                self._warns = not is_seen and options.exporter is not None
-                self._define_own(vllm_config, of, options, is_seen=is_seen)
+        self._forget_last_engine()
+        self._define_childrens(vllm_config, metric_types, of)
+        if not isinstance(options.exporter, ExporterOptions):  # else kvobs's own numbers and spans are there
+            is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
+            self._warns = not is_seen and options.exporter is not None
+            self._names = tuple(spec.name for spec in of)
+            self._define_own(vllm_config, of, options, is_seen=is_seen)
+            self._cutter = self._make_cutter(vllm_config, options)
 
     @classmethod
     def _forget_last_engine(cls) -> None:
@@ -95,13 +91,8 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
                     spec.vllm_config(vllm_config), shared, [*self._labelnames, LABEL], values
                 )
             except Exception:
-                once(
-                    f"prom:{spec.name}",
-                    logging.ERROR,
-                    "connector %r can't define its own metrics: they are missing, all others are exported",
-                    spec.name,
-                    exc_info=True,
-                )
+                text = "connector %r can't define its own metrics: they are missing, all others are exported"
+                once(f"prom:{spec.name}", logging.ERROR, text, spec.name, exc_info=True)
             else:
                 if metrics is not None:
                     self._prom_metrics[spec.name] = metrics
@@ -121,45 +112,31 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
 
         return {kind: maker(real) for kind, real in metric_types.items()}
 
+    @faults.contained("apply")
     def _define_own(self, vllm_config: VllmConfig, of: Sequence[ChildSpec], options: Options, *, is_seen: bool) -> None:
         """Begin the totals of each engine, and publish them if vLLM's own metrics are in the same registry."""
-        self._names = tuple(spec.name for spec in of)
-        try:
-            engine, identity = described(vllm_config, of, options), Identity.of(vllm_config)
-            for index, values in self.per_engine_labelvalues.items():
-                model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
-                watch = EngineWatch(identity.pages(index), engine.ranks, logs_end=True) if is_seen else None
-                self._totals[index] = Totals(replace(engine, model=model, index=index), watch)
-            if is_seen:
-                self._registered.append(self.collector)
-                REGISTRY.register(self.collector)
-        except Exception:
-            faults.contain("apply")
-        self._cutter = self._make_cutter(vllm_config, options)
+        engine, identity = described(vllm_config, of, options), Identity.of(vllm_config)
+        for index, values in self.per_engine_labelvalues.items():
+            model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
+            mine = replace(engine, model=model, index=index, pages=identity.pages(index))
+            self._totals[index] = Totals(mine, EngineWatch(mine, logs_end=True) if is_seen else None)
+        if is_seen:
+            self._registered.append(self.collector)
+            REGISTRY.register(self.collector)
 
+    @faults.contained("cut")
     def _make_cutter(self, vllm_config: VllmConfig, options: Options) -> SpanCutter | None:
         """Return the exporter of span records, if anything is traced."""
-        try:
-            tracing = TracingSettings.of(options, vllm_config)
-            if tracing is None:
-                return None
-            from kvobs.export.span_export import SpanCutter, make_exporter
-
-            return SpanCutter(
-                make_exporter(tracing.endpoint),
-                {spans.GEN_AI_MODEL: versions.model_name(vllm_config)},
-                self._drop_spans,
-            )
-        except Exception:
-            faults.contain("cut")
+        if (tracing := TracingSettings.of(options, vllm_config)) is None:
             return None
+        from kvobs.export.span_export import make_cutter
 
+        return make_cutter(tracing.endpoint, versions.model_name(vllm_config), self._drop_spans)
+
+    @faults.contained("cut")
     def _drop_spans(self, where: str, n: int) -> None:
         """Count lost spans; the exporter's thread does not know their engine, and counts them for the first one."""
-        try:
-            _count(self._totals[min(self._totals)], {signals.slot(signals.SPANS_DROPPED, where): n})
-        except Exception:
-            faults.contain("cut")
+        _count(self._totals[min(self._totals)], {signals.slot(signals.SPANS_DROPPED, where): n})
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's payload of one engine."""
@@ -173,13 +150,8 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         try:
             self._prom_metrics[name].observe(as_dict(value), engine)
         except Exception:
-            once(
-                f"observe:{name}",
-                logging.ERROR,
-                "the stats of connector %r can't be recorded as metrics",
-                name,
-                exc_info=True,
-            )
+            text = "the stats of connector %r can't be recorded as metrics"
+            once(f"observe:{name}", logging.ERROR, text, name, exc_info=True)
 
     def _observe_numbers(self, transfer_stats_data: Mapping[str, Any], engine: int) -> None:
         """Add kvobs's own part of the payload, and the time it takes."""
@@ -206,32 +178,26 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         if stats.is_ours and tuple(stats.children) == self._names:
             totals.add(stats.increments())
             return
-        once(
-            "version",
-            logging.ERROR,
+        text = (
             "the engine runs a different version of kvobs than the API server, or different connectors: its "
-            "numbers (%.200s) are not recorded",
-            {key: stats.data.get(key) for key in ("v", "table", "children")},
+            "numbers (%.200s) are not recorded"
         )
+        once("version", logging.ERROR, text, {key: stats.data.get(key) for key in ("v", "table", "children")})
         _count(totals, {signals.slot(signals.INTERNAL_ERRORS, "version"): 1})
 
+    @faults.contained("cut")
     def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
         """Export the payload's spans, and put their exemplars on the histograms."""
-        try:
-            for record in cutter.cut(wire.spans(stats.data), engine):
-                self._totals[engine].mark(record, time())
-        except Exception:
-            faults.contain("cut")
+        for record in cutter.cut(wire.spans(stats.data), engine):
+            self._totals[engine].mark(record, time())
 
+    @faults.contained("apply")
     def _observe_self(self, engine: int) -> None:
         """Add this process's own cost and internal errors, for the engine of the current payload."""
-        try:
-            counts = self._spent.pop(engine)
-            for where, n in faults.take().items():
-                counts[signals.slot(signals.INTERNAL_ERRORS, where)] += n
-            _count(self._totals[engine], counts)
-        except Exception:
-            faults.contain("apply")
+        counts = self._spent.pop(engine)
+        for where, n in faults.take().items():
+            counts[signals.slot(signals.INTERNAL_ERRORS, where)] += n
+        _count(self._totals[engine], counts)
 
 
 _UNSEEN = (
@@ -242,7 +208,6 @@ _APPLY, _CUT = (signals.slot(signals.SELF_SECONDS, where) for where in ("apply",
 
 
 def _count(totals: Totals, counts: dict[int, int]) -> None:
-    """Add to counters of this process."""
     totals.add(wire.Increments(counts, [], {}))
 
 

@@ -44,13 +44,9 @@ _SCOPE = InstrumentationScope(spans.SCOPE, __version__)
 
 
 class SpanCutter:
-    """Converts records to spans, and passes them to the exporter.
+    """Converts records to spans, and passes them to the exporter; every span has the ``attributes``.
 
-    Args:
-        exporter: receives the spans.
-        attributes: attributes of every span.
-        dropped: called for lost spans; also from the exporter's thread.
-        clock: a monotonic time in seconds.
+    ``dropped`` is called for lost spans, also from the exporter's thread.
     """
 
     def __init__(
@@ -160,13 +156,11 @@ class CountingExporter(SpanExporter):
         self.handled += len(batch)
         if result is not SpanExportResult.SUCCESS:
             self._dropped("export", len(batch))
-            once(
-                "export",
-                logging.ERROR,
+            text = (
                 "spans can't be exported: %s. Serving is not affected; further losses are only counted "
-                "(kvobs_spans_dropped_total)",
-                getattr(_muted, "last", "the exporter gives no reason"),
+                "(kvobs_spans_dropped_total)"
             )
+            once("export", logging.ERROR, text, getattr(_muted, "last", "the exporter gives no reason"))
         return result
 
     def shutdown(self) -> None:
@@ -190,24 +184,24 @@ def _quietly() -> Iterator[None]:
         _muted.is_on = False
 
 
-class _Mute(logging.Filter):
-    """Drops log records of threads that export kvobs's spans; vLLM's own exporter logs as before."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not getattr(_muted, "is_on", False):
-            return True
-        _muted.last = record.getMessage()
-        return False
-
-
-_MUTE = _Mute()
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Drop log records of threads that export kvobs's spans; vLLM's own exporter logs as before."""
+    if not getattr(_muted, "is_on", False):
+        return True
+    _muted.last = record.getMessage()
+    return False
 
 
 def _listen_to_exporters() -> None:
     """Put the filter on the loggers of exporters and their transports: filters are not inherited."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("opentelemetry.exporter", "urllib3")):
-            logging.getLogger(name).addFilter(_MUTE)
+            logging.getLogger(name).addFilter(_is_logged)
+
+
+def make_cutter(endpoint: str | None, model: str, dropped: Dropped) -> SpanCutter:
+    """Return what exports the spans of an engine with this model; raises what ``make_exporter`` does."""
+    return SpanCutter(make_exporter(endpoint), {spans.GEN_AI_MODEL: model}, dropped)
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:

@@ -21,24 +21,14 @@ from prometheus_client.utils import floatToGoString
 
 from kvobs.export.engine_watch import EngineWatch
 from kvobs.schema import __version__, signals
-from kvobs.schema.signals import (
-    OTHER_VALUE,
-    SERIES_AT_MOST,
-    SIGNALS,
-    Kind,
-    Series,
-    Signal,
-    hook_label,
-    labelnames,
-    place,
-)
+from kvobs.schema.signal_types import Series
+from kvobs.schema.signals import OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Signal, hook_label, labelnames, place
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
-from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.wire import EngineInfo, Increments
 from kvobs.telemetry.timeline.black_box import SCHEDULER
 
 FRESH_S = 0.2
-"""Scrapes within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""
+"""Scrapes of one form within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""
 
 _BOUNDS = {
     signal: [*map(floatToGoString, signal.buckets), "+Inf"] for signal in SIGNALS if signal.kind is Kind.HISTOGRAM
@@ -74,9 +64,7 @@ class Point(NamedTuple):
 class Totals:
     """The totals of one engine; threads may read them while payloads are added.
 
-    Args:
-        engine: what its metrics say about it.
-        watch: sees the calls that it is in, and its end.
+    ``watch`` sees the calls that it is in, and its end.
     """
 
     def __init__(self, engine: EngineInfo, watch: EngineWatch | None = None) -> None:
@@ -96,13 +84,11 @@ class Totals:
         """Add the increments of a payload.
 
         Raises:
-            ValueError: a number is negative, or of no series of this engine; then none is added.
+            ValueError: a number is of no series of this engine; then none is added.
         """
         added = {slot: self._locate(slot, is_gauge=False) for slot in taken.counts if slot not in self._slots}
         gauges = {self._locate(slot, is_gauge=True): value for slot, value in taken.gauges.items()}
         rows = [self._row(*row) for row in taken.opened]
-        if min(chain(taken.counts.values(), gauges.values()), default=0) < 0:
-            raise ValueError("a number is negative")
         with self._lock:
             for slot, (series, offset, child) in added.items():
                 self._slots[slot] = self._counts.setdefault((series, child), [0] * series.width), offset
@@ -153,13 +139,16 @@ class Totals:
 
     def series(self) -> Iterator[tuple[Signal, list[Point]]]:
         """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
+        halted_ns, now_ns = self._watch.halted_ns if self._watch else 0, perf_counter_ns()
         with self._lock:
             points: dict[Signal, list[Point]] = {signal: [] for signal in SIGNALS}
             for (series, child), totals in self._counts.items():
                 points[series.signal].append(self._point(series, child, totals))
             for (series, child), value in self._gauges.items():
-                number = wire.gauge_value(series.signal, value)
-                points[series.signal].append(Point(self._values(child, series.values), number))
+                # An age goes on growing while the engine hangs and sends nothing; not while it is stopped.
+                is_age = value and series.signal is signals.OLDEST_IN_FLIGHT
+                number = now_ns - max(value, halted_ns) if is_age else value
+                points[series.signal].append(Point(self._values(child, series.values), number * series.signal.unit))
             for signal, opened in self._opened.items():
                 for (child, values), n in opened.items():
                     points[signal].append(Point(self._values(child, values), n * signal.unit))
@@ -168,9 +157,10 @@ class Totals:
         self._introduce(points)
         if self._watch is not None:
             points[signals.CALL_IN_PROGRESS] = self._calls(self._watch)
-            if (end := self._watch.end) is not None:
+            ended, previous = self._watch.end, self._watch.previous
+            if (end := ended or previous) is not None:
                 values = (end.connector, hook_label(end.hook) if end.hook else "", end.reason)
-                points[signals.ENGINE_ENDED] = [Point((*self._labels, *values), 1)]
+                points[signals.ENGINE_ENDED] = [Point((*self._labels, *values), 1 if ended else 2)]
         yield from points.items()
 
     def _calls(self, watch: EngineWatch) -> list[Point]:
@@ -191,23 +181,24 @@ class Totals:
         return (*self._labels, self._names[child], *values) if child >= 0 else (*self._labels, *values)
 
     def _introduce(self, points: dict[Signal, list[Point]]) -> None:
-        """Add the info metrics: versions and configuration."""
+        """Add the info metrics: versions, start and configuration."""
         engine = self._engine
         points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        points[signals.START_TIME] = [Point(self._labels, engine.began_ns * signals.START_TIME.unit)]
         policies = engine.load_policy, engine.failure_policy
         points[signals.CONNECTOR_INFO] = [
             Point(self._values(i, (str(i), connector.class_name, connector.role, *policies)), 1)
             for i, connector in enumerate(engine.connectors)
         ]
+        points[signals.LINK_SPEED] = [
+            Point((*self._labels, connector.name), connector.link_gbps * 1e9 / 8)
+            for connector in engine.connectors
+            if connector.link_gbps is not None
+        ]
 
 
 class TotalsCollector(Collector):
-    """Hands the totals of engines to a registry of prometheus_client.
-
-    Args:
-        engines: their totals; may grow later.
-        metrics: those that are published.
-    """
+    """Hands the totals of ``engines``, which may become more later, to a registry of prometheus_client."""
 
     def __init__(self, engines: Collection[Totals], metrics: Sequence[Signal] = SIGNALS) -> None:
         self._engines = engines
@@ -233,27 +224,22 @@ class Exposition:
         self._clock = clock
         self._registry = CollectorRegistry()
         self._registry.register(TotalsCollector([totals]))
-        self._lock = Lock()
-        self._texts: dict[str, tuple[float, bytes]] = {}  # content type -> when, and the text
+        self._last = -FRESH_S, "", b""  # when, the content type, and the text
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Return the content type that a client accepts, and the text."""
         encode, content_type = choose_encoder(accept)
-        with self._lock:
-            made, text = self._texts.get(content_type, (-FRESH_S, b""))
-            now = self._clock()
-            if now - made >= FRESH_S or not text:
-                self._refresh()
-                text = encode(self._registry)
-                if content_type not in self._texts and len(self._texts) >= len(("text", "openmetrics")):
-                    self._texts.clear()  # a client may ask for ever new versions
-                self._texts[content_type] = now, text
+        made, last_type, text = self._last
+        now = self._clock()
+        if content_type != last_type or now - made >= FRESH_S:
+            self._refresh()
+            text = encode(self._registry)
+            self._last = now, content_type, text
         return content_type, text
 
     def forget(self) -> None:
         """Discard the text: the next scrape makes it again."""
-        with self._lock:
-            self._texts.clear()
+        self._last = -FRESH_S, "", b""
 
 
 def _family(signal: Signal, points: Iterable[Point]) -> Metric:

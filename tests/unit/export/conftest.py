@@ -1,18 +1,20 @@
-"""Cutters of spans."""
-
-from __future__ import annotations
+"""Cutters of spans, and a folder for the ends of engines."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace.export import SpanExporter
 
-from kvobs.export import span_export
+from kvobs.export import engine_watch, span_export
 from tests.support.contexts import no_otel_variables
 from tests.support.cutters import Cutter, Make
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
+
+@pytest.fixture(autouse=True)
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(engine_watch, "folder", lambda: tmp_path / "ends")
+    return tmp_path / "ends"
 
 
 @pytest.fixture

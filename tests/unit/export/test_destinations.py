@@ -1,8 +1,7 @@
 """Where metrics and spans go, and the exporter that starts by itself: in every set-up, and from a start."""
 
-from __future__ import annotations
-
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
 from kvobs import connector as connector_module
-from kvobs.export.destinations import Setup, findings, lost, metrics_go_to, spans_go_to
+from kvobs.cli.check.destinations import lost, metrics_go_to, spans_go_to
+from kvobs.export.destinations import CASES, Case, Setup, findings
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload.wire import EngineInfo
+from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables
@@ -31,19 +32,10 @@ SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
     "Rust": ({"has_stats": True, "has_rust_frontend": True}, RUST, ALL),
     "Rust, stats off": ({"has_stats": False, "has_rust_frontend": True}, "--disable-log-stats", ALL),
     "several servers": ({"api_servers": 2}, "--api-server-count", METRICS),
-    "several servers, and files": (
-        {"api_servers": 2, "has_multiprocess_metrics": True},
-        "--api-server-count",
-        METRICS,
-    ),
+    "several servers, and files": ({"api_servers": 2, "has_multiprocess_metrics": True}, "--api-server-count", METRICS),
     "files": ({"has_multiprocess_metrics": True}, FILES, METRICS),
     "Ray": ({"is_in_ray_actor": True}, "Ray Serve", METRICS),
-    "one server with traces": ({"has_traces": True}, None, []),
-    "all at once": (
-        {"has_stats": False, "has_rust_frontend": True, "api_servers": 2, "has_traces": True},
-        "--disable-log-stats",
-        ALL,
-    ),
+    "all at once": ({"has_stats": False, "has_rust_frontend": True, "api_servers": 2}, "--disable-log-stats", ALL),
 }
 
 
@@ -69,37 +61,43 @@ def test_the_text_has_both_remedies() -> None:
     assert str(finding).endswith("exporter, which then starts by itself; or use 1.")
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.path)
+def test_each_case_has_its_words(case: Case) -> None:
+    given = next(given for given, path, _ in SETUPS.values() if path == case.path)
+    (finding,) = findings(Setup(None, **given))
+    assert case.found in str(finding)
+    assert str(finding).endswith(f"; or {case.instead}.")
+
+
+OFF, URL = "nowhere: tracing is off", "http://c:4317"
+TRACED = TracingSettings(False, False, 1, 1, endpoint=URL)
+
+
 @pytest.mark.parametrize(
-    ("setup", "metrics", "spans"),
+    ("setup", "tracing", "metrics", "spans"),
     [
-        (Setup(), "/metrics of vLLM's API server", "nowhere: tracing is off"),
-        (Setup(has_traces=True), "/metrics of vLLM's API server", "http://c:4317, from vLLM's API server"),
-        (Setup(None, has_stats=False, has_traces=True), "nowhere: --disable-log-stats", "nowhere: --disable-log-stats"),
+        (Setup(), None, "/metrics of vLLM's API server", OFF),
+        (Setup(), TRACED, "/metrics of vLLM's API server", f"{URL}, from vLLM's API server"),
+        (Setup(None, has_stats=False), TRACED, "nowhere: --disable-log-stats", "nowhere: --disable-log-stats"),
+        (Setup(None, api_servers=2), TRACED, "nowhere: --api-server-count", f"{URL}, from vLLM's API server"),
         (
-            Setup(None, api_servers=2, has_traces=True),
-            "nowhere: --api-server-count",
-            "http://c:4317, from vLLM's API server",
-        ),
-        (
-            Setup(has_stats=False, has_traces=True),
+            Setup(has_stats=False),
+            TRACED,
             "http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: --disable-log-stats",
-            "http://c:4317, from kvobs's exporter",
+            f"{URL}, from kvobs's exporter",
         ),
         (
             Setup(ExporterOptions(host="::1", otlp_metrics=True)),
+            None,
             "http://[::1]:9464/metrics and by OTLP, from kvobs's exporter",
-            "nowhere: tracing is off",
+            OFF,
         ),
-        (
-            Setup(ExporterOptions(port=None, otlp_metrics=True)),
-            "by OTLP, from kvobs's exporter",
-            "nowhere: tracing is off",
-        ),
+        (Setup(ExporterOptions(port=None, otlp_metrics=True)), None, "by OTLP, from kvobs's exporter", OFF),
     ],
 )
-def test_destinations_are_named(setup: Setup, metrics: str, spans: str) -> None:
+def test_destinations_are_named(setup: Setup, tracing: TracingSettings | None, metrics: str, spans: str) -> None:
     assert metrics_go_to(setup) == metrics
-    assert spans_go_to(setup, "http://c:4317") == spans
+    assert spans_go_to(setup, tracing) == spans
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_destinations_are_named(setup: Setup, metrics: str, spans: str) -> None:
     ],
 )
 def test_endpoints_are_shown_without_credentials(endpoint: str, shown: str) -> None:
-    assert spans_go_to(Setup(has_traces=True), endpoint) == f"{shown}, from vLLM's API server"
+    assert spans_go_to(Setup(), replace(TRACED, endpoint=endpoint)) == f"{shown}, from vLLM's API server"
 
 
 # --- at the start
@@ -163,11 +161,7 @@ def test_a_start_says_in_one_line_where_metrics_are_if_not_at_the_api_server(
     ("exporter", "feeds", "levels"), [(None, 0, [logging.WARNING]), ({}, 1, []), ("auto", 1, [logging.INFO])]
 )
 def test_the_option_decides_whether_it_starts(
-    exporter: Any,
-    feeds: int,
-    levels: list[int],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    exporter: Any, feeds: int, levels: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Scheduler(monkeypatch, False, {"exporter": exporter})
     assert len(scheduler.fed) == feeds
@@ -179,7 +173,6 @@ def test_an_engines_servers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     no_otel_variables(monkeypatch)
     config = engine_config(transfer_config("kvobs", [child_config(Script("a"))]))
     config.parallel_config._api_process_count = 2
-    setup = Setup.of_engine(Options(), config, has_traces=True)
-    assert setup == Setup(api_servers=2, has_traces=True)
+    assert Setup.of_engine(Options(), config) == Setup(api_servers=2)
     del config.parallel_config._api_process_count
-    assert Setup.of_engine(Options(), config, has_traces=True).api_servers == 1
+    assert Setup.of_engine(Options(), config).api_servers == 1

@@ -1,20 +1,23 @@
 """The calls that an engine's processes are in, and the one that it died in, are seen from outside: real processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from kvobs.export import engine_watch
-from kvobs.export.engine_watch import NOT_SEEN, End, EngineWatch
+from kvobs.export.engine_watch import NOT_SEEN, PREVIOUS_S, STOPPED, End, EngineWatch
 from kvobs.log import forget
-from kvobs.telemetry.timeline.black_box import SUFFIX, UNKNOWN, Identity, folder
+from kvobs.telemetry.timeline.black_box import SUFFIX, UNKNOWN, Call, Identity, folder
+from tests.support.payloads import engine as described
 from tests.support.watched import config, process
 
 
@@ -30,7 +33,7 @@ def name(engine: str) -> str:
 @pytest.fixture
 def watch(engine: str) -> EngineWatch:
     forget()
-    return EngineWatch(name(engine), 2)
+    return EngineWatch(described(pages=name(engine), ranks=2, model=engine))
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> None:
@@ -40,11 +43,9 @@ def until(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("fault", ["hangs", "holds the GIL", "stops"])
+@pytest.mark.parametrize("fault", ["hangs", "holds the GIL"])
 @pytest.mark.parametrize("rank", [None, 1])
-def test_a_call_that_does_not_return_is_shown_with_its_age(
-    fault: str, rank: int | None, engine: str, watch: EngineWatch
-) -> None:
+def test_a_call_that_hangs_is_shown_with_its_age(fault: str, rank: int | None, engine: str, watch: EngineWatch) -> None:
     with process(engine, rank, fault):
         until(watch.calls)
         (call,) = watch.calls()
@@ -103,22 +104,35 @@ def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's
 
 
 def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) -> None:
-    with process(engine, None, "stays after it", "save_kv_layer") as dead:
-        until(lambda: watch._opened)
+    with process(engine, 0, "hangs"), process(engine, None, "stays after it", "save_kv_layer") as dead:
+        until(lambda: len(watch._pages) == 2)
         os.kill(dead.pid, signal.SIGKILL)
         assert watch.ended() == End("", "", None, "SIGKILL")
+
+
+@pytest.mark.parametrize("fault", ["hangs", "stays after it"])
+def test_of_an_engine_that_is_killed_whole_only_a_call_that_hung_is_reported(
+    fault: str, engine: str, watch: EngineWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So vLLM stops an engine when its server gets SIGTERM: by a tree of processes, children first."""
+    with process(engine, 0, "stays after it") as worker, process(engine, None, fault) as core:
+        until(lambda: len(watch._pages) == 2 and (fault != "hangs" or watch.calls()))
+        for each in (worker, core):
+            os.kill(each.pid, signal.SIGKILL)
+        hung = End("remote", "start_load_kv", None, "SIGKILL")
+        end = watch.ended()
+    assert (end, watch.end) == ((hung, hung) if fault == "hangs" else (None, None))
+    assert ("the engine has ended" in caplog.text) is (fault == "hangs")
 
 
 def test_an_exception_that_the_engine_survives_is_not_its_end(engine: str, watch: EngineWatch) -> None:
     """Whatever kvobs thinks of vLLM: a process that calls connectors goes on."""
     with process(engine, 1, "raises, and goes on"):
-        until(lambda: watch._opened)
+        until(lambda: watch._pages)
         assert watch.end is None
 
 
-def test_pages_of_the_dead_are_removed_by_the_next_start(
-    engine: str, monkeypatch: pytest.MonkeyPatch, watch: EngineWatch
-) -> None:
+def test_pages_of_the_dead_are_removed_by_the_next_start(engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, "is killed") as dead:
         os.waitpid(dead.pid, 0)
     (left,) = (one for one in os.listdir(folder()) if one.startswith(name(engine)))
@@ -131,8 +145,86 @@ def test_pages_of_the_dead_are_removed_by_the_next_start(
 
 
 def test_the_end_is_logged_at_once_by_a_watch_that_nobody_asks(engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    watch = EngineWatch(name(engine), logs_end=True)
+    watch = EngineWatch(described(pages=name(engine), model=engine), logs_end=True)
     with process(engine, 0, "exits"):
         until(lambda: watch.end)
     assert "the engine has ended in start_load_kv of connector 'remote' on rank 0: exit 3" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
+
+
+# --- a process, or the watch itself, does not run
+
+
+def test_a_stopped_process_is_named_and_no_connector(
+    engine: str, watch: EngineWatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_watch, "HANGS_NS", 10**9)
+    with process(engine, 1, "hangs") as hanging, process(engine, 0, "stays after it"):
+        os.kill(hanging.pid, signal.SIGSTOP)
+        until(lambda: "rank 1 is stopped (SIGSTOP, or a debugger); the engine waits for it" in caplog.text)
+        assert (watch.calls(), watch.states()["rank 1"], "has been in" in caplog.text) == ([], STOPPED, False)
+        assert watch.states()["rank 0"] != STOPPED
+        seen_ns = time.perf_counter_ns()
+        watch.calls()
+        assert watch.halted_ns > seen_ns
+        os.kill(hanging.pid, signal.SIGCONT)
+        until(watch.calls)
+        assert watch.calls()[0].since_ns > seen_ns, "the time in which it was stopped does not count"
+        assert watch.states()["rank 1"] == "start_load_kv of remote"
+
+
+@pytest.mark.parametrize(("gap_s", "is_shown"), [(9, True), (11, False)])
+def test_after_a_watch_that_stood_ages_begin_again(gap_s: int, is_shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
+    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, 0)
+    page: Any = SimpleNamespace(rank=0, pid=os.getpid(), is_alive=True, calls=lambda: [call], halted_ns=0)
+    watch._pages["page"] = page
+    watch._looked_ns = time.perf_counter_ns() - gap_s * 10**9
+    assert watch.calls() == ([call] if is_shown else [])
+
+
+# --- the next life
+
+
+def test_the_next_life_reports_the_end_once(engine: str, ends: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = EngineWatch(described(pages=name(engine), model=engine))
+    with process(engine, 1, "returns"), process(engine, 1, "raises"):
+        until(lambda: watch.end)
+        assert not list(ends.iterdir()), "nothing is written before the end"
+        end = watch.ended()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (ends, *ends.iterdir())] == [0o700, 0o600]
+    others = ({"model": "another"}, {"model": engine, "index": 1}, {"model": engine, "port": 9464})
+    assert [EngineWatch(described(**other)).previous for other in others] == [None] * 3
+    next_life = EngineWatch(described(model=engine))
+    assert (next_life.previous, next_life.end) == (end, None)
+    assert "the previous engine ended in start_load_kv of connector 'remote' on rank 1: RuntimeError, " in caplog.text
+    assert EngineWatch(described(model=engine)).previous is None
+    next_life._previous_until = 0
+    until(lambda: next_life.previous is None)
+
+
+MALFORMED = "the last end of the engine can't be read: "
+
+
+@pytest.mark.parametrize(
+    ("text", "age_s", "end"),
+    [
+        (b'["", "", null, "exit 1"]', PREVIOUS_S - 60, End("", "", None, "exit 1")),
+        (b'["", "", null, "exit 1"]', PREVIOUS_S + 1, None),
+        (b'["", "", null, "exit 1"]', -60, None),  # the clock was set back
+        *((text, 0, MALFORMED) for text in (b"", b"\xff", b"{}", b"[1]", b'["a", "no_hook", null, "b"]')),
+        (b'["a", "", 1.5, "b"]', 0, MALFORMED),
+        (b'["' + b"a" * 5000 + b'", "", null, "b"]', 0, MALFORMED),
+    ],
+)
+def test_an_end_that_is_old_or_malformed_is_not_shown(
+    text: bytes, age_s: float, end: End | str | None, ends: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget()
+    watch = EngineWatch(described())
+    ends.mkdir(exist_ok=True)
+    (path := ends / watch._file).write_bytes(text)
+    os.utime(path, (time.time() - age_s,) * 2)
+    assert EngineWatch(described()).previous == (None if end == MALFORMED else end)
+    assert caplog.text.count(MALFORMED) == (end == MALFORMED)
+    assert not list(ends.iterdir())

@@ -1,7 +1,5 @@
 """EngineCore's side of the exporter: nothing waits for it or is lost with it; it ends with its engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,13 +12,14 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
-from kvobs.export.feed import Feed, exported
-from kvobs.schema.options import ExporterOptions
+from kvobs.export.feed import Feed, described, exported
+from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LOOKUPS, place, slot
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import Increments
@@ -117,6 +116,19 @@ def test_payloads_add_up_and_the_engine_is_alive(fed: Fed) -> None:
         fed.get("/")
 
 
+def test_the_exporter_keeps_no_file_of_the_engine_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port of the engine would stay taken for as long as the last numbers are served."""
+    no_otel_variables(monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.set_inheritable(True)
+        made = Fed(linger_s=0)
+        try:
+            files = Path(f"/proc/{made.pid}/fd")
+            assert f"socket:[{os.fstat(server.fileno()).st_ino}]" not in {os.readlink(file) for file in files.iterdir()}
+        finally:
+            made.feed.close()
+
+
 @pytest.mark.parametrize("unit", [1, 2**60])
 def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed, unit: int) -> None:
     """Nanoseconds of a hundred loads in flight are above 2**53, where floats are no longer exact, after 25 hours."""
@@ -148,9 +160,7 @@ def test_a_scrape_at_once_after_a_restart_has_all_that_was_counted_before(fed: F
     assert value_in(page, *HITS) == 7
 
 
-def test_nothing_waits_for_an_exporter_that_stands_still_and_nothing_is_lost_but_spans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_waits_for_a_stopped_exporter_and_nothing_is_lost_but_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     monkeypatch.setattr(module, "SPANS_WAITING", 50)
     fed = Fed(linger_s=0)
@@ -171,9 +181,7 @@ def test_nothing_waits_for_an_exporter_that_stands_still_and_nothing_is_lost_but
         fed.feed.close()
 
 
-def test_after_an_engine_that_ended_well_the_last_numbers_are_served_to_one_more_scrape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     fed = Fed(linger_s=60)
     fed.feed.put(payload())
@@ -282,33 +290,6 @@ def test_a_full_disk_costs_log_lines_only() -> None:
         process.communicate()
 
 
-def test_a_port_that_is_taken_costs_the_metrics_until_it_is_free_and_names_who_has_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    no_otel_variables(monkeypatch)
-    port = claim_port(0)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        monkeypatch.setattr(sys.modules[__name__], "claim_port", lambda _: port)
-        fed = Fed(linger_s=0)
-        fed.feed.put(payload(3))
-        lines: list[str] = []
-
-        def logged() -> str:
-            lines.append(capfd.readouterr().err)
-            return "".join(lines)
-
-        assert eventually(lambda: "can't listen" in logged())
-        assert f"127.0.0.1:{port}" in logged()
-        assert f"held by pid {os.getpid()}" in logged()
-    try:
-        assert fed.counts(3)
-    finally:
-        fed.feed.close()
-    assert logged().count("can't listen") == 1
-
-
 def test_what_the_exporter_counts_itself_outlives_it(fed: Fed) -> None:
     fed.feed.put(payload())
     assert fed.counts(1)
@@ -337,39 +318,38 @@ def test_an_exporter_that_can_not_start_costs_nothing_but_the_metrics(
     assert not fed.feed._thread.is_alive()
 
 
-def test_why_it_can_not_start_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def failing(_now: float) -> Any:
-        raise OSError("no more processes.")
-
-    monkeypatch.setattr(module, "_RunningExporter", failing)
-    fed = Fed()
-    fed.feed.put(payload())
-    assert eventually(lambda: "exporter can't be started: no more processes. It is" in caplog.text)
-    fed.feed.close()
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> Feed:
+    monkeypatch.setattr(Feed, "_run", lambda _: None)
+    return Feed(engine())
 
 
-def test_vllms_shutdown_ends_the_exporter_after_the_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[Any] = []
-    fed = object.__new__(Feed)
-    monkeypatch.setattr(Feed, "close", lambda _, is_well: order.append(is_well))
-    fed.ended_by(lambda: order.append("connectors"), order.append)()
-    assert order == ["connectors", fed, True]
-    with pytest.raises(ZeroDivisionError):
-        fed.ended_by(lambda: 1 / 0, order.append)()  # type: ignore[arg-type]
-    assert order[3:] == [fed, True]
+def test_groups_of_spans_beyond_the_limit_are_lost_and_counted(still: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SPANS_WAITING", 2)
+    for n in (1, 2, 3):
+        still.put(KvobsStats.of(CHILDREN, Increments({HIT: 1}, [], {}, [[record()] * n])))
+    still._take_in()
+    assert ([*map(len, still._spans)], still._waiting) == ([1, 2], Increments({HIT: 3, module._DROPPED: 3}, [], {}))
 
-    def end(error: BaseException) -> None:
-        try:
-            raise error
-        finally:
-            fed.ended_by(lambda: None, lambda _: None)()
 
-    with pytest.raises(RuntimeError):
-        end(RuntimeError())
-    assert order[5:] == [False], "an error is ending the engine"
-    with pytest.raises(SystemExit):
-        end(SystemExit())
-    assert order[6:] == [True], "SIGTERM is a good end"
+@pytest.mark.parametrize(("ran_s", "pid", "starts"), [(110, None, 4), (130, 7, 1)])
+def test_after_an_exporter_that_ran_well_back_offs_begin_again(
+    ran_s: float, pid: int | None, starts: int, still: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
+    still._starts, ended = 4, Mock(pid=pid, has_ended=True, started=time.monotonic() - ran_s)
+    ended.read.return_value, still._exporter = [Increments({HIT: 1}, [], {})], ended
+    still._keep_running()
+    assert [still._exporter, still._starts, still._waiting.counts] == [None, starts, {HIT: 1}]
+    assert 0 <= time.monotonic() + {4: 8, 1: 1}[starts] - still._start_at < 1
+    named = f"{' (pid 7)' if pid else ''} has ended. It is started again in {'1' if pid else '8'} s"
+    assert f"kvobs's exporter{named}, and no count is lost" in caplog.text
+    ended.kill.assert_called_once_with()
+
+
+def test_why_it_can_not_start_is_said(still: Feed, monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_RunningExporter", Mock(side_effect=OSError("no more processes.")))
+    still._start(0.0)
+    assert "exporter can't be started: no more processes. It is started again in 1 s, and" in caplog.text
 
 
 def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
@@ -416,21 +396,19 @@ def test_the_exporter_is_no_child_of_the_engine(fed: Fed) -> None:
 
 
 @pytest.mark.parametrize(("port", "otlp_metrics"), [(9000, False), (9000, True), (None, True)])
-@pytest.mark.parametrize(
-    "tracing",
-    [
-        TracingSettings(
-            has_calls=False, propagates=False, slow_load_ns=1, slow_sync_load_ns=1, endpoint="http://collector:4317"
-        ),
-        None,
-    ],
-)
+@pytest.mark.parametrize("tracing", [TracingSettings(False, False, 1, 1, endpoint="http://collector:4317"), None])
 def test_an_exporter_is_told_its_address_and_where_to_send(
     port: int | None, tracing: TracingSettings | None, otlp_metrics: bool
 ) -> None:
     """Each engine of a data-parallel group on one host has the next port."""
     config = engine_config(transfer_config("kvobs", [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]))
     config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3
-    info = exported(engine(), config, ExporterOptions(host="h", port=port, otlp_metrics=otlp_metrics), tracing)
+    config.parallel_config.world_size = 2
+    info = described(config, (), Options())
+    assert (info.index, info.ranks, info.pid, info.load_policy, info.connectors) == (3, 2, os.getpid(), "first", ())
+    assert 0 <= time.time_ns() - info.began_ns < 60 * 10**9
+    exporter = ExporterOptions(host="h", port=port, web_config="/w" if port else None, otlp_metrics=otlp_metrics)
+    info = exported(engine(), config, exporter, tracing)
     assert (info.host, info.port, info.otlp_metrics) == ("h", None if port is None else port + 3, otlp_metrics)
+    assert info.web_config == exporter.web_config
     assert (info.has_spans, info.endpoint) == ((True, "http://collector:4317") if tracing else (False, None))

@@ -1,10 +1,9 @@
 """What is sent by OTLP is what is scraped: the same series, totals or differences, exemplars and buckets."""
 
-from __future__ import annotations
-
-import math
 import socket
 import threading
+import time
+from itertools import chain
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +15,7 @@ from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExp
 from opentelemetry.sdk.metrics import Counter, Histogram
 from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricExporter, MetricExportResult, MetricsData
 
+from kvobs import faults
 from kvobs.export import process
 from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_metric_exporter
 from kvobs.export.totals import Totals
@@ -23,10 +23,11 @@ from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
 from kvobs.telemetry.payload import wire
 from tests.support.contexts import no_otel_variables, record
-from tests.support.payloads import engine, numbers
+from tests.support.payloads import engine, numbers, stopped_clock
 
 DELTA, CUMULATIVE = AggregationTemporality.DELTA, AggregationTemporality.CUMULATIVE
 HIT = place(0, slot(LOOKUPS, "hit"))
+OLDEST = place(0, slot(signals.OLDEST_IN_FLIGHT, "load"))
 Sent = dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[float, tuple[int, ...]]]
 
 
@@ -74,12 +75,12 @@ def scraped(totals: Totals) -> Sent:
         (s.name, tuple(sorted(zip(labelnames(s), p.labels, strict=True)))): (float(p.value), tuple(p.buckets))
         for s, points in totals.series()
         for p in points
-        if math.isfinite(p.value)
     }
 
 
 @given(st.lists(numbers(), max_size=3))
 @settings(max_examples=50, deadline=None)
+@stopped_clock()
 def test_totals_are_those_of_a_scrape(parts: list[wire.Increments]) -> None:
     totals, kept = Totals(engine()), Kept()
     pushing = push(totals, kept)
@@ -127,20 +128,22 @@ def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     assert metrics["kvobs_lookups_total"].data.is_monotonic  # type: ignore[union-attr]
     (point,) = metrics["kvobs_load_duration_seconds"].data.data_points
     assert list(point.explicit_bounds) == LOAD_DURATION.buckets  # type: ignore[union-attr]
-    assert point.start_time_unix_nano <= point.time_unix_nano
+    assert point.start_time_unix_nano == 5 < point.time_unix_nano
     assert set(metrics) <= {signal.name for signal in signals.SIGNALS}
 
 
-def test_a_metric_without_a_value_is_not_sent() -> None:
-    """The age of the oldest load while there is none: in OTLP a metric without points has no kind."""
+def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in_progress() -> None:
+    """In OTLP a metric without points has no kind, and a gauge that is left out keeps its last value."""
     totals, kept = Totals(engine()), Kept()
-    oldest = slot(signals.OLDEST_IN_FLIGHT, "load")
-    for began_ns, is_sent in ((0, False), (10**18, True), (0, False)):
-        totals.add(wire.Increments({}, [], {place(0, oldest): began_ns}))
+    for begun, ages in (({}, []), ({OLDEST: time.perf_counter_ns() - 10**10}, [10]), ({OLDEST: 0}, [0])):
+        totals.add(wire.Increments({}, [], begun))
         push(totals, kept).send()
         metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
         assert all(metric.data.data_points for metric in metrics)
-        assert (signals.OLDEST_IN_FLIGHT.name in {metric.name for metric in metrics}) is is_sent
+        points = [metric.data.data_points for metric in metrics if metric.name == signals.OLDEST_IN_FLIGHT.name]
+        values: list[Any] = [*chain(*points)]
+        assert [point.value for point in values] == pytest.approx(ages, abs=5)
+        assert {point.start_time_unix_nano for point in values} <= {0}
 
 
 def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
@@ -183,6 +186,19 @@ def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]
 
 
+def test_a_receiver_that_raises_is_an_internal_error_of_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch)
+    contained: list[str] = []
+    monkeypatch.setattr(faults, "contain", contained.append)
+    kept = Kept()
+    monkeypatch.setattr(kept, "export", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kept, "shutdown", lambda *_, **__: 1 / 0)
+    pushing = push(Totals(engine()), kept)
+    pushing.start()
+    pushing.close()
+    assert contained == ["apply", "apply"]
+
+
 def test_an_exporter_sends_its_engines_numbers_while_it_runs_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch, **{INTERVAL: "1"})
     kept = Kept()
@@ -219,9 +235,7 @@ def test_a_disabled_sdk_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         made._exporter.shutdown()
 
 
-def test_a_mistake_in_the_environment_costs_otlp_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_variable_costs_otlp_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_METRICS_PROTOCOL="smoke")
     ours, theirs = socket.socketpair()
     with ours, theirs:

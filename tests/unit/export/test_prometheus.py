@@ -1,10 +1,7 @@
 """One set of series for each child, whatever its metrics do; nothing is raised into the API server."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +11,6 @@ import vllm
 from hypothesis import given
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.utils import floatToGoString
-from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics import ray_wrappers
 
 import kvobs
@@ -29,7 +24,6 @@ from kvobs.schema.signals import (
     OPEN,
     PROCESS_WIDTH,
     SIGNALS,
-    TABLE_DIGEST,
     Kind,
     Scope,
     Signal,
@@ -37,7 +31,6 @@ from kvobs.schema.signals import (
 )
 from kvobs.telemetry.payload.wire import VERSION
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.testing import engine_config, transfer_config
 from kvobs.vllm_api import versions
 from tests.support.front import LABELS, Front, metered, own
 
@@ -64,45 +57,21 @@ def test_what_is_configured_and_running_is_said_before_anything_happens() -> Non
     assert front.value("kvobs_build_info", None, version=kvobs.__version__, vllm_version=vllm.__version__) == 1
 
 
-class Noting(KVConnectorPromMetrics):
-    """A child's metrics that keep what they are given."""
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self.noted = (transfer_stats_data, engine_idx)
-
-
-@pytest.mark.parametrize(
-    "cls", [stock.MultiKVConnectorPromMetrics, MultiKVConnectorPromMetrics], ids=["stock", "kvobs"]
-)
-def test_made_as_vllms_class_is_it_observes_the_childrens_parts(cls: Any) -> None:
-    registry = CollectorRegistry()
-    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    config, values = engine_config(transfer_config("kvobs", [metered("a")])), {0: ["tiny", "0"]}
-    child = Noting(config, types, list(LABELS), {0: ["tiny", "0"]})
-    metrics = cls(config, types, list(LABELS), values, {"one": child})
-    assert isinstance(metrics, stock.MultiKVConnectorPromMetrics)
-    metrics.observe({"one": {"n": 1}}, 0)
-    assert child.noted == ({"n": 1}, 0)
-    if cls is MultiKVConnectorPromMetrics:
-        metrics.observe({"one": {"n": 2}, "kvobs": own({HIT: 1}, ONE), "stranger": {}}, 0)
-        assert child.noted == ({"n": 2}, 0)
-    assert list(registry.collect()) == []
-
-
 def test_other_series_appear_when_first_used() -> None:
     front = Front(metered("a"))
     families = [f for f in front.registry.collect() if f.name.startswith("kvobs") and not f.name.endswith("_info")]
-    assert [sample for family in families for sample in family.samples] == []
+    assert [sample.name for family in families for sample in family.samples] == ["kvobs_start_time_seconds"]
 
 
-@given(st.lists(st.tuples(st.sampled_from([s for s in SIGNALS if s.bounds]), st.integers(0, 2**36)), max_size=20))
+OF_CHILDREN = [signal for signal in SIGNALS if signal.bounds and signal.scope is Scope.CHILD]
+
+
+@given(st.lists(st.tuples(st.sampled_from(OF_CHILDREN), st.integers(0, 2**36)), max_size=20))
 def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
     recorder = Recorder(1)
     expected = CollectorRegistry()
-    families = {
-        s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, registry=expected)
-        for s in {s for s, _ in seen}
-    }
+    more: Any = {"registry": expected}
+    families = {s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, **more) for s in {s for s, _ in seen}}
     for signal, ns in seen:
         values = [v[0] for v in signal.labels.values()]
         recorder.observe(0, signal, ns, *values)
@@ -123,17 +92,11 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
 
 def test_every_series_of_the_table_is_exposed() -> None:
     front = Front(metered("a"), names=["one"])
-    counts = {
-        place: 1
-        for place in range(PROCESS_WIDTH + CHILD_WIDTH)
-        if signals.locate(place)[0].signal.kind is not Kind.GAUGE
-    }
-    gauges = {place: 1 for place in range(PROCESS_WIDTH + CHILD_WIDTH) if place not in counts}
-    rows = [
-        [s.name, 0, *("x" for _ in s.labels), 1]
-        for s in SIGNALS
-        if OPEN in s.labels.values() and s.kind is Kind.COUNTER
-    ]
+    places = range(PROCESS_WIDTH + CHILD_WIDTH)
+    counts = {place: 1 for place in places if signals.locate(place)[0].signal.kind is not Kind.GAUGE}
+    gauges = {place: 1 for place in places if place not in counts}
+    counters = [s for s in SIGNALS if OPEN in s.labels.values() and s.kind is Kind.COUNTER]
+    rows = [[s.name, 0, *("x" for _ in s.labels), 1] for s in counters]
     front.metrics.observe({"kvobs": own(counts, ONE, gauges, rows)})
     samples = [s for family in front.registry.collect() for s in family.samples if not s.name.endswith("_created")]
     exposed = {s.name.removesuffix("_count") for s in samples}
@@ -213,7 +176,7 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
     assert "'one' can't define its own metrics" in caplog.text
 
 
-SENT = {"v": VERSION, "table": TABLE_DIGEST, "children": ONE}
+SENT = {"v": VERSION, "table": signals.TABLE_DIGEST, "children": ONE}
 
 
 @pytest.mark.usefixtures("in_production")
@@ -273,9 +236,7 @@ def test_an_engine_built_twice_in_one_process_starts_with_fresh_series(registry:
         assert len(exposed(registry)) == len(set(exposed(registry))) == len(prometheus._METRICS)
 
 
-def test_childrens_families_are_registered_anew_with_an_engine(
-    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_childrens_families_are_new_with_engines(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM has unregistered its own ones by then, and none of other names."""
     for n in (1, 2):
         front = Front(metered("a"), metered("b"), names=["one", "two"], types=REAL)

@@ -1,7 +1,5 @@
 """Records become spans with the ids and times they have; what a collector does costs spans, and nothing else."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,12 +36,7 @@ def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
     assert span.context.trace_flags.sampled
     assert span.parent is not None
     assert (span.parent.trace_id, span.parent.span_id) == (int("1" * 32, 16), int("3" * 16, 16))
-    assert span.attributes == {
-        **attributes,
-        **MODEL,
-        "kv_transfer.engine": 7,
-        "kv_transfer.sampling.reason": "parent",
-    }
+    assert span.attributes == {**attributes, **MODEL, "kv_transfer.engine": 7, "kv_transfer.sampling.reason": "parent"}
     assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [
         (int(UNSAMPLED.trace_id, 16), int(UNSAMPLED.span_id, 16))
     ]
@@ -157,9 +150,7 @@ def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_counted
     assert passed + lasting.lost.get("rate", 0) == sent
 
 
-def test_a_full_queue_loses_new_spans_and_takes_them_again_when_it_is_empty(
-    cutter: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_loses_new_spans_until_it_is_empty(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, n in (("OTEL_BSP_MAX_QUEUE_SIZE", 10), ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 4)):
         monkeypatch.setenv(name, str(n))
     hanging = Hanging()
