@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
+from kvobs import faults
 from kvobs.children.gate import Gate
 from kvobs.children.specs import ChildSpec
 from kvobs.log import line, log
+from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import is_timed
 from kvobs.telemetry.recording.recorder import Call, Recorder
@@ -24,8 +28,10 @@ if TYPE_CHECKING:
 
 # Hooks of vLLM's base class that call another hook, which a connector may implement.
 CALLS_ANOTHER = {"get_transfer_results"}
+_EVENTS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "removed"}
 
 
+@dataclass(eq=False, repr=False)
 class Child:
     """One built connector, with a recorded call for each of its hooks, under the hook's name.
 
@@ -33,22 +39,12 @@ class Child:
     that it does not implement is called unrecorded, or skipped by callers that check ``does``.
     """
 
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        connector: Any,
-        recorder: Recorder,
-        *,
-        activated: Callable[[Call], Call] | None = None,
-        gate: Gate | None = None,
-    ) -> None:
-        self.index = index
-        self.name = name
-        self.connector = connector
-        self._recorder = recorder
-        self._activated = activated
-        self.gate = gate
+    index: int
+    name: str
+    connector: Any
+    recorder: Recorder
+    activated: Callable[[Call], Call] | None = None
+    gate: Gate | None = None
 
     def __getattr__(self, name: str) -> Call:
         """Bind a hook's recorded call on first use."""
@@ -57,11 +53,11 @@ class Child:
             raise AttributeError(f"{name!r} is not a hook that a child is called by")
         call: Call = getattr(self.connector, name)
         if hook.combine is Combine.CHAIN:
-            call = partial(_drained, call)
+            call = partial(_drained, call, partial(count_events, self.recorder, self.index))
         if self.does(name) and not self._is_inherited(hook):
-            call = self._recorder.timed(self.index, name, call)
-            if self._activated is not None and hook.cadence is Cadence.REQUEST:
-                call = self._activated(call)
+            call = self.recorder.timed(self.index, name, call)
+            if self.activated is not None and hook.cadence is Cadence.REQUEST:
+                call = self.activated(call)
         if self.gate is not None:
             call = self.gate.guard(name, call)
         setattr(self, name, call)
@@ -84,9 +80,21 @@ class Child:
         return function is not None and function is getattr(KVConnectorBase_V1, hook.name, None)
 
 
-def _drained(call: Call, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return all items of a generator, so that its errors and its time belong to the call."""
-    return tuple(call(*args, **kwargs) or ())
+def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return all items of a generator, so that its errors and its time belong to the call; count them, if any."""
+    items = tuple(call(*args, **kwargs) or ())
+    if items:
+        count(items)
+    return items
+
+
+@faults.contained("record")
+def count_events(recorder: Recorder, child: int, events: Sequence[Any]) -> None:
+    """Count KV cache events by type and medium; those of unknown types are left out."""
+    for (kind, medium), n in Counter((type(e).__name__, str(getattr(e, "medium", None))) for e in events).items():
+        if kind in _EVENTS:
+            where = medium.lower() if medium.lower() in signals.KV_EVENTS.labels["medium"] else signals.OTHER
+            recorder.count(child, signals.slot(signals.KV_EVENTS, _EVENTS[kind], where), n)
 
 
 class Unbuilt(KVConnectorBase_V1, SupportsHMA):
@@ -152,10 +160,6 @@ def _build_one(
     except Exception as error:
         if not spec.is_isolated:
             raise
-        log.error(
-            "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart",
-            spec.name,
-            type(error).__name__,
-            line(error),
-        )
+        text = "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart"
+        log.error(text, spec.name, type(error).__name__, line(error))
         return Unbuilt(spec.vllm_config(vllm_config), role, kv_cache_config)

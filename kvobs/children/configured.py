@@ -66,12 +66,11 @@ def class_of(name: str, module: Any) -> type:
 
 
 def _fix_of_import(name: str, module: Any, error: BaseException) -> str:
-    """Return what to do about a class that can't be imported."""
     if module in known.OURS:
         return f"use {known.ROUTER!r}, the class of kv_connector_module_path {module!r}"
     if lacking := known.missing_libraries(name) if module is None else []:
         return "; ".join(f"{need.modules[0]}: {need.install}" for need in lacking)
-    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if isinstance(module, str) and missing and f"{module}.".startswith(f"{missing}."):
         return f"correct kv_connector_module_path, or install the package that has the module {missing!r}"
     if missing:

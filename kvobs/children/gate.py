@@ -1,7 +1,5 @@
 """Contain the exceptions of calls into a best-effort connector, and detect calls that take too long."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
@@ -35,16 +33,11 @@ def ends_for_good(hook: str) -> bool:
 
 
 class Gate:
-    """Guards the calls into one isolated connector, in one process.
-
-    Args:
-        child: its position.
-        recorder: counts errors.
-        nothing: empty answers of hooks in addition to ``NOTHING``.
+    """Guards the calls into one isolated connector, in one process; ``nothing`` is more of ``NOTHING``.
 
     The calling side sets the rest. ``closed``: hooks that are currently not called. ``on_failure`` gets the hook, the
-    arguments and the error of a call that raised; ``on_slow`` the hook and the duration of a call longer than
-    ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded since this was set to False.
+    arguments and the error of a call that raised; ``on_slow`` the hook and the duration, without the process's pauses,
+    of a call longer than ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded since this was set to False.
     """
 
     def __init__(self, child: int, recorder: Recorder, **nothing: Callable[[], Any]) -> None:
@@ -52,7 +45,7 @@ class Gate:
         self.began = False
         self.slow_ns = NEVER
         self.on_failure: Callable[[str, tuple[Any, ...], Exception], None] | None = None
-        self.on_slow: Callable[[str, int], None] | None = None
+        self.on_slow: Callable[[str, int], None] = _none
         self._child = child
         self._recorder = recorder
         self._nothing = {**NOTHING, **nothing}
@@ -61,6 +54,7 @@ class Gate:
         """Return ``call`` with its exceptions contained; the call counts its own errors."""
         nothing = self._nothing.get(hook, _none)
         begins = hook == "start_load_kv"
+        ran_ns = self._recorder.pauses.ran_ns
         can_be_slow = HOOKS[hook].cadence in (Cadence.REQUEST, Cadence.STEP)
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -76,8 +70,8 @@ class Gate:
             else:
                 self.began |= begins
             spent = perf_counter_ns() - start
-            if spent > self.slow_ns and can_be_slow and self.on_slow is not None:
-                self.on_slow(hook, spent)
+            if spent > self.slow_ns and can_be_slow and (ran := ran_ns(start, spent)) > self.slow_ns:
+                self.on_slow(hook, ran)
             return answer
 
         return guarded
@@ -95,5 +89,5 @@ class Gate:
             raise
 
 
-def _none() -> None:
+def _none(*_: object) -> None:
     return None

@@ -6,20 +6,19 @@ This needs no vLLM. A name is looked up here only where vLLM itself does not hav
 from __future__ import annotations
 
 import difflib
-import re
-import sys
 from collections.abc import Collection
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import NamedTuple
 
 ROUTER = "MultiConnector"
 OURS = ("kvobs", "kvobs.connector")
 """Name of the replaced vLLM class; modules that hold kvobs's."""
 
-RENAMED = {
-    "SharedStorageConnector": "ExampleConnector",
-    "LMCacheConnector": "LMCacheConnectorV1",
-}
+PD_ROUTER, KVBM = "PdConnector", "kvbm.vllm_integration.connector"
+"""NVIDIA Dynamo's subclass of vLLM's router; its module."""
+
+RENAMED = {"SharedStorageConnector": "ExampleConnector", "LMCacheConnector": "LMCacheConnectorV1"}
 """Names that earlier vLLMs had -> the name of the same connector today."""
 
 REMOVED = {
@@ -42,7 +41,7 @@ ELSEWHERE = {
         "install vllm-ascend, vLLM's plugin for Ascend NPUs, in this environment, or check on the machine that has it",
     ),
     "LMCacheConnectorV1Dynamic": "set kv_connector_module_path to 'lmcache.integration.vllm.lmcache_connector_v1'",
-    "DynamoConnector": "set kv_connector_module_path to 'kvbm.vllm_integration.connector'",
+    **dict.fromkeys(("DynamoConnector", PD_ROUTER), f"set kv_connector_module_path to {KVBM!r}"),
     "KvobsConnector": "use 'MultiConnector' with kv_connector_module_path 'kvobs'",
 }
 """Connectors that are not vLLM's own -> what to do."""
@@ -84,21 +83,11 @@ def missing_libraries(kv_connector: str) -> list[Library]:
 
 def is_installed(module: str) -> bool:
     """Return whether a module can be found, without importing its package, which may be a stranger's."""
-    search: list[str] | None = None
-    name = ""
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        if name in sys.modules:
-            loaded = sys.modules[name]
-            if loaded is None:
-                return False
-            search = list(getattr(loaded, "__path__", ()))
-            continue
-        spec = PathFinder.find_spec(name, search)
-        if spec is None:
-            return False
-        search = list(spec.submodule_search_locations or ())
-    return True
+    package, *inner = module.split(".")
+    spec = find_spec(package)
+    for name in inner:
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations or ()) if spec else None
+    return spec is not None
 
 
 def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
@@ -118,18 +107,8 @@ _SHORTEST = 3  # letters that can be taken for a name
 
 
 def nearest(name: str, registered: Collection[str]) -> str | None:
-    """Return the registered name that was probably meant, ignoring the suffix "Connector"."""
-    shortest_first = sorted(registered, key=lambda known: (len(known), known))
-    whole = {known.lower(): known for known in shortest_first}
-    stems: dict[str, str] = {}
-    for known in shortest_first:
-        stems.setdefault(_stem(known), known)
-    if close := difflib.get_close_matches(name.lower(), whole, 1, cutoff=0.91):
-        return whole[close[0]]
-    if len(_stem(name)) >= _SHORTEST and (close := difflib.get_close_matches(_stem(name), stems, 1, cutoff=0.8)):
-        return stems[close[0]]
-    return None
-
-
-def _stem(name: str) -> str:
-    return re.sub(r"(kv)?(con+e?c?t?[oe]?r?s?)?[_-]?(v\d+)?$", "", name.lower())
+    """Return the registered name that was probably meant: one that begins so, or is almost the same."""
+    names = {known.lower(): known for known in sorted(registered, key=len)}
+    begun = [known for known in names if len(name) >= _SHORTEST and known.startswith(name.lower())]
+    meant = begun or difflib.get_close_matches(name.lower(), names, 1, cutoff=0.9)
+    return names[meant[0]] if meant else None

@@ -1,106 +1,74 @@
 """Time the hooks that vLLM calls for every layer of every step, and the steps' waits for loads and saves.
 
-Between two layers only the clock is read: one reading ends a child's time and begins the next child's, and the readings
-of a fan-out are stored together, in one piece of memory. They are counted in bulk later, at a tenth of the cost.
+Between two layers only the clock is read: one reading ends a child's time and begins the next child's. The times of a
+fan-out that is short as a whole are added to sums, which the end of the step counts at once; a longer one is kept, and
+counted there call by call.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from operator import itemgetter
-from struct import Struct
 from time import perf_counter
 from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
 from kvobs.telemetry.recorders import Telemetry
-from kvobs.telemetry.recording.call_spans import CallEvent
-from kvobs.telemetry.recording.journal import AT_MOST
-from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Call, Durations
-from kvobs.telemetry.timeline.flight import Flight
+from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
+from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Call, buckets
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
 _CALLS = re.compile(r" +c\d+\(")  # a line of a fan-out that calls a child
-NOTICED_AT_MOST = AT_MOST  # calls passed to the tracer at a time: as many spans as a flush takes
+
+Readings: TypeAlias = tuple[float, ...]
+"""Of the clock, in seconds: the start of a fan-out, and the end of each child's call."""
 
 
 class LayerCalls:
-    """The calls of one layer hook into the children that implement it.
-
-    vLLM calls ``fan_out``. The readings of one fan-out are a row: its start, and the end of each child's call.
-    """
+    """The calls of one layer hook into the children that implement it; vLLM calls ``fan_out``."""
 
     def __init__(self, hook: str, children: Sequence[Child], telemetry: Telemetry) -> None:
         self.hook = hook
         self.children = [child for child in children if child.does(hook)]
+        self._zeros = [0] * len(children)
+        self._last = 0.0  # reading of the ended step
         self._recorder = telemetry.recorder
-        self._journal = telemetry.journal
         self._tracer = telemetry.tracer
         self._flight = telemetry.flight
-        # Seconds are read and stored in three quarters of the time that ns take, and are exact to 4 ns when the machine
-        # has been up for a year.
-        self._row = Struct(f"{self._width}d")
-        self._buffer = bytearray()  # the rows since the last drain
-        self._first = 0  # where the running step begins in it
-        self._steps: list[int] = []  # number of rows of each ended step with calls
-        self._subjects: list[Any] = []  # the tracer's place of each of them
-        self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
         self._box = telemetry.recorder.box
-        self.fan_out = self._unrolled()
+        self._tallies = [(child.index, self._recorder.tally(child.index, hook)) for child in self.children]
+        self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
+        self._long: list[tuple[int, Readings]] = []  # fan-outs of this step, each after so many short ones
+        self._every: list[Readings] = []  # all fan-outs of this step, where somebody needs them
+        self.fan_out, self._read = self._unrolled()
+        self._short, self._sums, _ = self._read()  # as they were when the step began
 
-    @property
-    def _width(self) -> int:
-        return len(self.children) + 1
-
-    def _unrolled(self) -> Call:
-        """Generate straight-line code: a loop is a third slower (bench: calls).
-
-        Calls with keywords, which vLLM does not make, take a slower path.
-        """
-        names = ARGUMENTS[self.hook]
-        keywords, general = "", ""
-        if self.hook in TAKES_KEYWORDS:
-            keywords, general = ", **kwargs", f"    if kwargs:\n        return general({names}, **kwargs)\n"
-        numbers = range(len(self.children))
-        bound = "".join(f", c{i}=c{i}" for i in numbers)
-        # The child that is being called, for the flight recorder.
-        marks = [f"        times[{at}] = t{i}\n" for i, at in enumerate(self._live)] or [""] * self._width
-        bound += ", times=times" if self._live else ""
-        calls = "".join(f"        c{i}({names})\n        t{i + 1} = clock()\n{marks[i + 1]}" for i in numbers)
-        row = ", ".join(f"t{i}" for i in range(self._width))
+    def _unrolled(self) -> tuple[Call, Call]:
+        """Return the fan-out, and a function: how many were short, each child's seconds in these, the last reading."""
+        keeps_all = self._flight is not None or (self._tracer is not None and self._tracer.traces_all)
         place = self._box.place_of_layers(self.hook)
-        source = (
-            f"def {self.hook}({names}{bound}, begun=begun, clock=clock, buffer=buffer, pack=pack{keywords}):\n{general}"
-            f"    try:\n        t0 = begun[{place}] = clock()\n{marks[0]}{calls}        buffer += pack({row})\n"
-            f"    except BaseException as error:\n        failed(locals(), error)\n        raise\n"
-        )
-        if not self.children:
-            source = f"def {self.hook}({names}{keywords}):\n    pass\n"
+        source = _source(self.hook, len(self.children), place, self._live, keeps_all=keeps_all)
         scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
             "begun": self._box.floats,
             "clock": perf_counter,
-            "buffer": self._buffer,
-            "pack": self._row.pack,
+            # Calls up to this are not slow, and in the first bucket.
+            "limit": min(2 ** signals.CALL_DURATION.bounds[0], self._recorder.slow_ns(self.hook)) / 1e9,
+            "long": self._long,
+            "every": self._every,
             "general": self._general,
             "failed": self._failed,
             "times": self._flight.layer_times if self._flight is not None else None,
         }
         exec(compile(source, f"<kvobs: {self.hook}>", "exec"), scope)
-        fan_out: Any = scope[self.hook]
+        fan_out, read = scope["unrolled"]()
         called = (child.index for child in self.children)
         lines = {number: next(called) for number, line in enumerate(source.splitlines(), 1) if _CALLS.match(line)}
         self._box.watch(self.hook, fan_out.__code__, lines)
-        return fan_out
+        return fan_out, read
 
     def _general(self, *args: Any, **kwargs: Any) -> None:
         for child in self.children:
@@ -112,97 +80,111 @@ class LayerCalls:
             if self._flight is not None:
                 self._flight.layer_times[self._live[-1]] = perf_counter()
             readings = [scope[f"t{i}"] for i in range(len(self.children)) if f"t{i}" in scope]
-            stamps = _ns(np.array([*readings, perf_counter()])).tolist()
+            stamps = [*map(_ns, readings), _ns(perf_counter())]
             for child, begin, end in zip(self.children, stamps, stamps[1:-1], strict=False):
-                self._recorder.add_call(child.index, self.hook, end - begin)
+                self._recorder.add_call(child.index, self.hook, begin, end - begin)
             failed = self.children[len(readings) - 1]
             self._recorder.failed(failed.index, self.hook, stamps[-2], stamps[-1] - stamps[-2], error)
         except Exception:
             faults.contain("record")
 
-    def _rows(self, first: int, end: int | None = None) -> Durations:
-        """Return what lies between two places of the buffer, in ns: a row for each fan-out."""
-        return _ns(np.frombuffer(self._buffer[first:end]).reshape(-1, self._width))
-
-    def spent_in_step(self) -> dict[int, int]:
-        """Return each child's time in the running step, in ns."""
-        sums = _spent(self._rows(self._first))
-        return {child.index: spent for child, spent in zip(self.children, sums, strict=True)}
+    def close_step(self) -> list[int]:
+        """Count the calls of the step that ends; return the time of each connector in it, in ns."""
+        whole = self._zeros[:]
+        short, sums, self._last = self._read()
+        if (calls := short - self._short) or self._long:
+            for (i, tally), now, then in zip(self._tallies, sums, self._sums, strict=True):
+                whole[i] = ns = int((now - then) * 1e9 + 0.5)  # `round` would take twice as long
+                tally[0] += calls
+                tally[SUM] += ns
+            if self._long:
+                self._count_long(whole)
+            if self._every:
+                self._note_all(whole)
+            self._short, self._sums = short, sums
+        else:
+            self._last = 0.0
+        return whole
 
     @property
     def last_ns(self) -> int:
-        """Return the end of the running step's last call, in ns since the epoch; 0 without one."""
-        if len(self._buffer) == self._first:
-            return 0
-        return int(self._rows(-self._row.size)[-1, -1]) + WALL_OFFSET
+        """Return the end of the ended step's last call, in ns since the epoch; 0 without one."""
+        return _ns(self._last) + WALL_OFFSET if self._last else 0
 
-    def close_step(self) -> bool:
-        """End the running step; return whether the hook was called in it."""
-        first, self._first = self._first, len(self._buffer)
-        if first == self._first:
-            return False
-        self._steps.append((self._first - first) // self._row.size)
-        self._subjects.append(self._tracer.step if self._tracer is not None else None)
-        if self._flight is not None:
-            self._note_in(self._flight, self._rows(first))
-        return True
-
-    def _note_in(self, flight: Flight, rows: Durations) -> None:
-        """Write one flight record for the step's calls into each child."""
-        starts, ends, took = rows[0].tolist(), rows[-1].tolist(), _spent(rows)
-        for i, child in enumerate(self.children):
-            flight.layers(child.index, self.hook, start=starts[i], end=ends[i + 1], calls=len(rows), took=took[i])
-
-    def drain(self) -> dict[int, Durations]:
-        """Count the calls of the steps since the last drain; return each child's time in each step with calls."""
-        steps, self._steps = self._steps, []
-        subjects, self._subjects = self._subjects, []
-        if not steps:
-            return {}
-        stamps = self._rows(0, self._first).T.copy()
-        del self._buffer[: self._first]
-        self._first = 0
-        spent = stamps[1:] - stamps[:-1]
-        for child, durations in zip(self.children, spent, strict=True):
-            self._recorder.add_calls(child.index, self.hook, durations)
-        firsts = np.cumsum([0, *steps])
-        if self._tracer is not None:
+    def _count_long(self, whole: list[int]) -> None:
+        """Count the calls of the longer fan-outs, and add their times to those of the step."""
+        long = self._long[:]
+        del self._long[: len(long)]  # another thread may append
+        slow_ns = self._recorder.slow_ns(self.hook)
+        for n, (before, readings) in enumerate(long):
+            stamps = [*map(_ns, readings)]
             for i, child in enumerate(self.children):
-                self._trace(child, stamps[i], spent[i], firsts, subjects)
-        sums = np.add.reduceat(spent, firsts[:-1], axis=1)
-        return {child.index: sums[i] for i, child in enumerate(self.children)}
+                start, took = stamps[i], stamps[i + 1] - stamps[i]
+                whole[child.index] += took
+                if self._recorder.add_call(child.index, self.hook, start, took) > slow_ns and self._tracer is not None:
+                    more = {LAYER: before - self._short + n}
+                    self._tracer.note(CallEvent(child.index, self.hook, start + WALL_OFFSET, took, True, more=more))
 
-    def _trace(
-        self, child: Child, starts: Durations, spent: Durations, firsts: Durations, subjects: Sequence[Any]
-    ) -> None:
-        """Pass a child's slow calls to the tracer, and a summary of each step if it gets all calls."""
-        tracer, limit = self._tracer, self._recorder.slow_ns(self.hook)
-        assert tracer is not None
-        slow = (spent > limit).nonzero()[0]
-        self._journal.drop(max(0, len(slow) - NOTICED_AT_MOST))
-        for i in slow[:NOTICED_AT_MOST].tolist():
-            step = int(firsts.searchsorted(i, "right")) - 1
-            more, start = {LAYER: i - int(firsts[step])}, int(starts[i]) + WALL_OFFSET
-            tracer.note(CallEvent(child.index, self.hook, start, int(spent[i]), True, "", subjects[step], more))
-        if tracer.traces_all:
-            ranges = zip(subjects, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
-            for n, (subject, first, end) in enumerate(ranges):
-                if self._journal.is_full:  # unneeded sums would be a third of this level's cost
-                    self._journal.drop(len(subjects) - n)
-                    break
-                tracer.note(self._summary(child, starts[first:end], spent[first:end], subject))
+    def _note_all(self, whole: Sequence[int]) -> None:
+        """Pass the step's calls to the flight recorder, and a summary to a tracer that gets all calls."""
+        every = self._every[:]
+        del self._every[: len(every)]
+        for i, child in enumerate(self.children):
+            start, end, took = _ns(every[0][i]), _ns(every[-1][i + 1]), whole[child.index]
+            if self._flight is not None:
+                self._flight.layers(child.index, self.hook, start=start, end=end, calls=len(every), took=took)
+            if self._tracer is not None and self._tracer.traces_all:
+                self._summarize(self._tracer, child, [_ns(row[i + 1]) - _ns(row[i]) for row in every], start, end)
 
-    def _summary(self, child: Child, starts: Durations, spent: Durations, subject: Any) -> CallEvent:
-        slowest = int(spent.argmax())
+    def _summarize(self, tracer: CallSpans, child: Child, took: Sequence[int], start: int, end: int) -> None:
+        slowest = max(took)
         more = {
-            LAYERS: len(spent),
-            LAYERS_DURATION: int(spent.sum()) / 1e9,
-            SLOWEST_LAYER: slowest,
-            SLOWEST_LAYER_DURATION: int(spent[slowest]) / 1e9,
+            LAYERS: len(took),
+            LAYERS_DURATION: sum(took) / 1e9,
+            SLOWEST_LAYER: took.index(slowest),
+            SLOWEST_LAYER_DURATION: slowest / 1e9,
         }
-        took = int(starts[-1] + spent[-1] - starts[0])
-        start = int(starts[0]) + WALL_OFFSET
-        return CallEvent(child.index, self.hook, start, took, is_slow=False, subject=subject, more=more, is_many=True)
+        tracer.note(CallEvent(child.index, self.hook, start + WALL_OFFSET, end - start, False, more=more, is_many=True))
+
+
+def _source(hook: str, children: int, place: int, live: Sequence[int], *, keeps_all: bool) -> str:
+    """Write a fan-out as straight-line code: a loop is a third slower (bench: calls).
+
+    Calls with keywords, which vLLM does not make, take a slower path. Seconds are read and added in three quarters of
+    the time that ns take, and are exact to 4 ns when the machine has been up for a year. Two threads lose nothing:
+    Python changes threads after a call or a jump backwards, and there is none among the additions.
+    """
+    arguments, numbers = ARGUMENTS[hook], range(children)
+    more = ", **kwargs" if hook in TAKES_KEYWORDS else ""
+    calls = "".join(f", c{i}=c{i}" for i in numbers)
+    sums = "".join(f"s{i}, " for i in numbers)
+    row = "".join(f"t{i}, " for i in (*numbers, children))
+    # The child that is being called, for the flight recorder.
+    marks = [f"; times[{at}] = t{i}" for i, at in enumerate(live)] or [""] * (children + 1)
+    if not children:
+        return f"def unrolled():\n    return lambda {arguments}{more}: None, lambda: (0, (), 0.0)\n"
+    lines = [
+        "def unrolled():",
+        f"    short, {sums}last = 0, {'0.0, ' * (children + 1)}",
+        f"    def {hook}({arguments}{calls}, begun=begun, clock=clock, limit=limit{more}):",
+        f"        nonlocal short, {sums}last",
+        *([f"        if kwargs: return general({arguments}, **kwargs)"] if more else []),
+        "        try:",
+        f"            t0 = begun[{place}] = clock(){marks[0]}",
+        *(f"            c{i}({arguments})\n            t{i + 1} = clock(){marks[i + 1]}" for i in numbers),
+        "        except BaseException as error:",
+        "            failed(locals(), error)",
+        "            raise",
+        f"        last = t{children}",
+        *([f"        every.append(({row}))"] if keeps_all else []),
+        f"        if t{children} - t0 > limit:",
+        f"            long.append((short, ({row})))",
+        "        else:",
+        "            short += 1",
+        *(f"            s{i} += t{i + 1} - t{i}" for i in numbers),
+        f"    return {hook}, lambda: (short, ({sums}), last)",
+    ]
+    return "\n".join(lines)
 
 
 class Stalls:
@@ -215,15 +197,11 @@ class Stalls:
     def __init__(self, children: Sequence[Child], telemetry: Telemetry) -> None:
         self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", children, telemetry)
         self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", children, telemetry)
-
-    @property
-    def layer_calls(self) -> tuple[LayerCalls, LayerCalls]:
-        """Return the layer hooks, to be bound to the connector."""
-        return self._loads.layers, self._saves.layers
+        self.layer_calls = self._loads.layers, self._saves.layers  # to be bound to the connector
 
     @property
     def last_load_ns(self) -> dict[int, int]:
-        """Return the time of the running step's last layer wait, in ns since the epoch, by child with layer hooks."""
+        """Return the time of the ended step's last layer wait, in ns since the epoch, by child with layer hooks."""
         layers = self._loads.layers
         return dict.fromkeys([child.index for child in layers.children], layers.last_ns)
 
@@ -234,28 +212,12 @@ class Stalls:
         waits for nothing.
         """
         try:
-            took = self._loads.spent_in_step() if has_sync_loads else {}
-            # Without further calls: their code would be cold.
-            for of, waits in (self._loads, has_forward and has_sync_loads), (self._saves, has_forward):
-                of.ended.append((waits, of.layers.close_step(), [*map(_SUM, of.tallies)]))
+            loads = self._loads.close_step(has_forward and has_sync_loads)
+            self._saves.close_step(has_forward)
         except Exception:
             faults.contain("record")
             return {}
-        return took
-
-    def flush(self) -> None:
-        """Count the calls and stalls of the ended steps."""
-        try:
-            self._loads.flush()
-            self._saves.flush()
-        except Exception:
-            faults.contain("record")
-
-
-_SUM = itemgetter(SUM)
-
-# Whether it waits, whether layers were called in it, and the total time of the other hook since the start, by child.
-_Ended: TypeAlias = tuple[bool, bool, list[int]]
+        return dict(enumerate(loads)) if has_sync_loads else {}
 
 
 class _Waits:
@@ -265,35 +227,25 @@ class _Waits:
         self, signal: signals.Signal, layer_hook: str, step_hook: str, children: Sequence[Child], telemetry: Telemetry
     ) -> None:
         self.layers = LayerCalls(layer_hook, children, telemetry)
-        self._signal = signal
-        self._recorder = telemetry.recorder
-        self.tallies = [self._recorder.tally(child.index, step_hook) for child in children]
-        # The ended steps, and before them the last one of the last flush.
-        self.ended: list[_Ended] = [(False, False, [0] * len(children))]
+        recorder = telemetry.recorder
+        self._histograms = [
+            (recorder.tally(child.index, step_hook), recorder.histogram(child.index, signal)) for child in children
+        ]
+        self._bucket = buckets(signal)
+        self._before = [0] * len(children)  # the total time of the other hook when the step began
 
-    def spent_in_step(self) -> dict[int, int]:
-        layers = self.layers.spent_in_step()
-        _, _, before = self.ended[-1]
-        return {child: layers.get(child, 0) + tally[SUM] - before[child] for child, tally in enumerate(self.tallies)}
-
-    def flush(self) -> None:
-        ended, self.ended = self.ended, self.ended[-1:]
-        if len(ended) == 1:
-            return
-        spent = np.diff([totals for _, _, totals in ended], axis=0)
-        waits, has_layers = (np.array([step[i] for step in ended[1:]]) for i in range(2))
-        spent[~waits] = 0
-        for child, took in self.layers.drain().items():
-            spent[has_layers, child] += took
-        for child, waited in enumerate(spent.T):
-            self._recorder.observe_all(child, self._signal, waited[waited > 0])
+    def close_step(self, waits: bool) -> list[int]:
+        """Count how long the step waited: for layers, and if it ``waits`` for the other hook, for both; return both."""
+        whole = self.layers.close_step()
+        for child, (tally, stalls) in enumerate(self._histograms):
+            in_layers, before = whole[child], self._before[child]
+            self._before[child] = total = tally[SUM]
+            whole[child] += total - before
+            if stall := whole[child] if waits else in_layers:
+                stalls[self._bucket[(stall - 1).bit_length()]] += 1
+                stalls[-1] += stall
+        return whole
 
 
-def _spent(rows: Durations) -> list[int]:
-    """Return the sum of each child's times."""
-    spent: list[int] = (rows[:, 1:] - rows[:, :-1]).sum(axis=0).tolist()
-    return spent
-
-
-def _ns(seconds: npt.NDArray[np.float64]) -> Durations:
-    return np.rint(seconds * 1e9).astype(np.int64)
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -11,14 +11,9 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-HAND_OFF = {
-    "NixlBaseConnector": "hands KV over to another engine",
-    "NixlConnector": "hands KV over to another engine",
-    "MooncakeConnector": "hands KV over to another engine",
-    "P2pNcclConnector": "hands KV over to another engine",
-    "MoRIIOConnector": "hands KV over to another engine",
-    "HiSparseConnector": "is a part of vLLM's KV cache manager",
-}
+_BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
+HAND_OFF = dict.fromkeys(_BETWEEN_ENGINES, "hands KV over to another engine")
+HAND_OFF["HiSparseConnector"] = "is a part of vLLM's KV cache manager"
 """Connector classes (and their subclasses) that can't be isolated, with the reason."""
 
 NEVER_AGAIN = frozenset({"SimpleCPUOffloadConnector"})
@@ -41,6 +36,15 @@ ASYNC_ONLY = frozenset(
     }
 )
 """Connector classes that only ever offer asynchronous loads."""
+
+STATED_BYTES: dict[str, dict[str, bool]] = {
+    "HF3FSKVConnector": {"hf3fs_file_size": True},
+    "OffloadingConnector": {"cpu_bytes_to_use": False},
+    "SimpleCPUOffloadConnector": {"cpu_bytes_to_use_per_rank": True, "cpu_bytes_to_use": False},
+}
+"""Connector classes -> their options for the bytes that they store, the first that is set; whether on each rank."""
+
+STORES_MORE = ("secondary_tiers", "disk_path")  # options of theirs by which they store more than that
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 What a class does when it is built is not known here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,11 +61,8 @@ def validate(
 ) -> Validated:
     """Validate kvobs's options and the entry of every configured connector; ``find_classes`` continues.
 
-    Args:
-        extra: ``kv_connector_extra_config`` of the top level.
-        policy: ``kv_load_failure_policy`` of the top level.
-        transfer_class: vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
-        engine_id: the engine's own id, the default of its connectors.
+    ``extra`` and ``policy`` are ``kv_connector_extra_config`` and ``kv_load_failure_policy`` of the top level;
+    ``transfer_class`` is vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
     """
     configuration, mistakes = config.validate(extra)
     checked = Validated(configuration, mistakes=mistakes)
@@ -99,11 +94,8 @@ def find_classes(
 ) -> None:
     """Find each connector's class, and add the mistakes and warnings that follow from the classes.
 
-    Args:
-        checked: the result of ``validate``.
-        class_of: returns the class of a name and module, or raises ``NotUsableError``.
-        stand_in: the class used for an isolated connector that can't be imported; None: that is a mistake.
-        groups: number of KV cache groups.
+    ``class_of`` returns the class of a name and module, or raises ``NotUsableError``. ``stand_in`` replaces an isolated
+    connector that can't be imported; None: that is a mistake. ``groups`` is the number of KV cache groups.
     """
     for index in checked.entries:
         _find_class(checked, index, class_of, stand_in)
@@ -179,7 +171,7 @@ def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
         return Finding(where, "is at the wrong place", fix=f"move it into {PATH}")
     if key in Options.model_fields:
         return Finding(where, "found an option of kvobs at the wrong place", fix=f"move it into {PATH}.kvobs")
-    if key in RETIRED and key in TransferConfig.model_fields:
+    if key in RETIRED:
         return Finding(where, "found a key that this vLLM no longer has", fix="remove it")
     return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
 

@@ -11,6 +11,7 @@ from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.pauses import OF_PROCESS
 from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
 from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, Stderr
 from kvobs.telemetry.requests.request_reports import Reports
@@ -51,6 +52,7 @@ def build(
     contained = [i for i, name in enumerate(names) if name in options.isolate]
     box = black_box.begin(vllm_config, names, rank, contained)
     recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording, box=box)
+    recorder.pauses = OF_PROCESS
     if rank is not None:
         return Telemetry(recorder, journal, tracer, recording)
     reports, log = _report(names, options, vllm_config, recorder) or (None, None)

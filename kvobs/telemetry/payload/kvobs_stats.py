@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,8 +15,7 @@ from kvobs import faults
 from kvobs.schema import signals
 from kvobs.schema.signals import TABLE_DIGEST, Scope, Signal
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.scrapes import bucket_of
-from kvobs.telemetry.payload.wire import BASE, ROWS, SLOTS, VERSION, Increments, add_rows
+from kvobs.telemetry.payload.wire import ROWS, SLOTS, VERSION, Increments, add_rows
 from kvobs.vllm_api import versions
 
 FEW = 1_000  # numbers, of three parts or four
@@ -112,10 +112,11 @@ class KvobsStats(KVConnectorStats):
                 self.data["opened"] = add_rows(self.data["opened"], theirs.data["opened"])[:ROWS]
         return self
 
-    def spend(self, slot: int, ns: int) -> None:
-        """Add the time spent on this payload to a slot of the process."""
-        if self.is_ours:
+    def spend(self, slot: int, ns: int) -> bool:
+        """Add the time spent on this payload to a slot of the process, if it has numbers; return whether it has."""
+        if has_numbers := self.is_ours and not self.is_empty():
             self.data["counts"] += (slot, ns, -slot, 0)
+        return has_numbers
 
     def reduce(self) -> dict[str, dict[str, int | float]]:
         """Return name -> key -> number of every connector that was called; zeros are omitted."""
@@ -128,7 +129,7 @@ def _added_up(pairs: list[int]) -> list[int]:
     slots = flat[::2].cumsum()
     if slots.max(initial=0) < SLOTS:
         totals = np.bincount(slots, weights=flat[1::2])
-        if totals.max(initial=0) < BASE:  # exact, and three times as fast
+        if totals.max(initial=0) < 2**53:  # exact as a float, and three times as fast
             slots = totals.nonzero()[0]
             once = np.zeros(2 * len(slots) + 2, np.int64)
             once[:-2:2] = slots
@@ -190,8 +191,9 @@ def _total(counts: Mapping[int, int], signal: Signal, value: str = "", offset: i
 
 def _p99_ms(counts: Mapping[int, int], signal: Signal) -> float | None:
     """Return the bound of the 99th percentile's bucket, above the last one the sum of all; None without any."""
-    bucket = bucket_of(list(accumulate(_total(counts, signal, offset=k) for k in range(signal.sum_offset))), 0.99)
-    if bucket is None:
+    below = list(accumulate(_total(counts, signal, offset=k) for k in range(signal.sum_offset)))
+    if not below[-1]:
         return None
+    bucket = bisect_left(below, 0.99 * below[-1])
     has_bound = bucket < len(signal.bounds)
     return (2 ** signal.bounds[bucket] if has_bound else _total(counts, signal, offset=signal.sum_offset)) / 1e6

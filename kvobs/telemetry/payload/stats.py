@@ -59,8 +59,7 @@ class _Merging:
     @faults.contained("merge")
     def spend(self, own: Any, ns: int) -> None:
         self.owed_ns += ns
-        if isinstance(own, KvobsStats) and not own.is_bare:
-            own.spend(_MERGE, self.owed_ns)
+        if isinstance(own, KvobsStats) and own.spend(_MERGE, self.owed_ns):
             self.owed_ns = 0
 
 
@@ -86,12 +85,10 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
         """Merge ``other`` into this; it is neither changed nor kept."""
         for name, theirs in other.data.items() if isinstance(other.data, Mapping) else ():
-            try:
-                self._merge(name, theirs)
-            except Exception:
-                faults.contain("merge")
+            self._merge(name, theirs)
         return self
 
+    @faults.contained("merge")
     def _merge(self, name: str, theirs: KVConnectorStats) -> None:
         mine = self.data.get(name)
         if mine is None:
@@ -216,18 +213,9 @@ def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConne
             if stats is None or isinstance(stats, KVConnectorStats):
                 return stats
         except Exception:
-            once(
-                f"rebuild:{name}",
-                logging.ERROR,
-                "the stats of connector %r can't be rebuilt by its class; their raw values are kept",
-                name,
-                exc_info=True,
-            )
+            text = "the stats of connector %r can't be rebuilt by its class; their raw values are kept"
+            once(f"rebuild:{name}", logging.ERROR, text, name, exc_info=True)
     return RawStats(data=data)
-
-
-_found: dict[str, type[KVConnectorBase_V1]] = {}
-_FOUND_AT_MOST = 64
 
 
 def _class_at(path: str) -> Any:
@@ -235,22 +223,14 @@ def _class_at(path: str) -> Any:
 
     The API server imports the configured connectors when it creates their metrics, before the first payload.
     """
-    if (known := _found.get(path)) is not None:
-        return known
     module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
     if isinstance(found, type) and issubclass(found, KVConnectorBase_V1):
-        if len(_found) < _FOUND_AT_MOST:
-            _found[path] = found
         return found
-    once(
-        f"class:{path}",
-        logging.ERROR,
-        "%.200r is not a connector imported in this process: its stats can't be rebuilt, their raw values are kept",
-        path,
-    )
+    text = "%.200r is not a connector imported in this process: its stats can't be rebuilt, their raw values are kept"
+    once(f"class:{path}", logging.ERROR, text, path)
     return None
 
 
@@ -260,12 +240,8 @@ def _registered(name: str) -> Any:
     try:
         return KVConnectorFactory.get_connector_class_by_name(name)
     except Exception:
-        once(
-            f"registered:{name}",
-            logging.INFO,
-            "no connector is registered as %r; the raw values of its stats are kept",
-            name,
-        )
+        text = "no connector is registered as %r; the raw values of its stats are kept"
+        once(f"registered:{name}", logging.INFO, text, name)
         return None
 
 

@@ -2,38 +2,36 @@
 
 A payload::
 
-    {"v": 4, "table": digest of the slot table,
+    {"v": 5, "table": digest of the slot table,
      "children": {name: "module:Class"},               # in the order of the configuration; not in lines
      "counts": [gap, n, gap, n, ...],                  # how much was added, by the gaps between slots
      "opened": [[signal, child, label values..., n]],  # the same, for label values that no table has
-     "gauges": {slot: value},                          # the last one counts
+     "gauges": {slot: value},                          # the last one counts; ages when they are sent, 0: none
      "spans": [[record, ...], ...]}                    # see spans.Record; a group is exported whole, or not at all
 
-The gaps of a whole list add up to 0, so that two lists merge by concatenation. A count of any size is sent in digits
-below ``BASE``: the second digit, in units of ``BASE``, ``SLOTS`` slots after the first, and so on. Only plain builtins,
-safe for pickle, msgpack and, as a line for the exporter, JSON.
+The gaps of a whole list add up to 0, so that two lists merge by concatenation. Only plain builtins, safe for pickle,
+msgpack and, as a line for the exporter, JSON.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import nan
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from kvobs.schema.signals import OLDEST_IN_FLIGHT, TABLE_DIGEST, Signal, place
+from kvobs.schema.signals import CHILD_WIDTH, OLDEST_IN_FLIGHT, PROCESS_WIDTH, SERIES, TABLE_DIGEST, Scope, place
 from kvobs.schema.spans import Record
 
-VERSION = 4
-BASE = 2**53  # a sum below it is exact as a float, and msgpack takes it
+VERSION = 5
 # Limits of a peer's input: anything beyond is malformed, and must not determine memory use.
-DIGITS = 16  # the largest count is a finite float
+MOST = 2**63 - 1  # nanoseconds of 292 years; msgpack takes no number twice as large, and would end the engine
 SLOTS = place(1_000, 0)
 ROWS = 4_096
 LABEL = 128  # characters
-PROTOCOL = 1  # the version of the first message: exporter and engine come from one installation of kvobs
+_OLDEST = {series.first for series in SERIES[Scope.CHILD] if series.signal is OLDEST_IN_FLIGHT}
 
 Group = list[Record]  # spans that belong together, such as a load and its ranks
 
@@ -43,7 +41,7 @@ class Increments(NamedTuple):
 
     counts: dict[int, int]  # slot -> how much was added
     opened: list[list[Any]]  # [signal, child, label values..., how much was added], for open sets of label values
-    gauges: dict[int, int]  # slot -> value, of gauges that changed
+    gauges: dict[int, int]  # slot -> value, of gauges that changed; of an age its begin, by this process's clock
     spans: Sequence[Group] = ()  # groups of span records, slow and failed ones first
 
     @classmethod
@@ -82,7 +80,7 @@ def read(data: Mapping[str, Any]) -> Increments:
     if not is_ours(data):
         return Increments.none()
     counts, rows, gauges = (data.get(part, none) for part, none in (("counts", []), ("opened", []), ("gauges", {})))
-    return Increments(unpacked(counts), _checked_rows(rows), _checked_gauges(gauges), spans(data))
+    return Increments(unpacked(counts), _checked_rows(rows), _ages(_checked_gauges(gauges)), spans(data))
 
 
 def spans(data: Mapping[str, Any]) -> list[Any]:
@@ -103,23 +101,24 @@ def message(increments: Increments) -> dict[str, Any]:
         "table": TABLE_DIGEST,
         "counts": packed(increments.counts),
         "opened": increments.opened,
-        "gauges": increments.gauges,
+        "gauges": _ages(increments.gauges),
         "spans": list(increments.spans),
     }
 
 
-def gauge_value(signal: Signal, value: int) -> float:
-    """Return a payload's gauge in Prometheus's unit; a time that is not set is NaN."""
-    return nan if signal is OLDEST_IN_FLIGHT and not value else value * signal.unit
+def _ages(gauges: Mapping[int, int]) -> dict[int, int]:
+    """Return gauges with ages for begins, or begins for ages: hosts have different clocks."""
+    now_ns = perf_counter_ns()
+    return {
+        at: max(1, now_ns - n) if n and (at - PROCESS_WIDTH) % CHILD_WIDTH in _OLDEST else n for at, n in gauges.items()
+    }
 
 
 # Lines, between EngineCore and the exporter
 
 
 def to_line(message: Mapping[str, Any]) -> bytes:
-    """Return a message as one line of JSON; the slots of gauges, which JSON does not take as keys, as pairs."""
-    if isinstance(gauges := message.get("gauges"), Mapping):
-        message = {**message, "gauges": list(gauges.items())}
+    """Return a message as one line of JSON."""
     return json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
 
 
@@ -128,31 +127,20 @@ def from_line(line: bytes) -> dict[str, Any]:
     message = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError(f"a message is an object, found {type(message).__name__}")
-    if isinstance(gauges := message.get("gauges"), list):
-        try:
-            message["gauges"] = dict(gauges)
-        except TypeError as error:
-            raise ValueError(f"gauges are pairs: {error}") from None
+    if gauges := message.get("gauges"):
+        message["gauges"] = {int(slot): n for slot, n in gauges.items()}  # keys of JSON are text
     return message
 
 
 def packed(counts: Mapping[int, int]) -> list[int]:
     """Return counts by the gaps between their slots."""
-    if max(counts.values(), default=0) >= BASE:  # a value that msgpack rejects would end the engine
-        counts = dict(digit for slot, n in counts.items() for digit in _digits(slot, n))
     pairs: list[int] = []
     last = 0
-    for slot in sorted(counts):
-        if counts[slot] > 0:
-            pairs += (slot - last, counts[slot])
+    for slot in sorted(counts):  # of ints: pairs would take twice as long
+        if (n := counts[slot]) > 0:
+            pairs += slot - last, min(n, MOST)
             last = slot
     return [*pairs, -last, 0] if last else pairs
-
-
-def _digits(slot: int, n: int) -> Iterator[tuple[int, int]]:
-    while n > 0:
-        yield slot, n % BASE
-        slot, n = slot + SLOTS, n // BASE
 
 
 def unpacked(pairs: Any) -> dict[int, int]:
@@ -165,11 +153,8 @@ def unpacked(pairs: Any) -> dict[int, int]:
         raise ValueError("a payload's counts are pairs of whole numbers")
     counts: dict[int, int] = {}
     for slot, n in zip(accumulate(pairs[::2]), pairs[1::2], strict=True):
-        if 0 < n < BASE and 0 <= slot < SLOTS:
+        if 0 < n <= MOST and 0 <= slot < SLOTS:
             counts[slot] = counts.get(slot, 0) + n
-        elif 0 < n < BASE and 0 <= slot < SLOTS * DIGITS:
-            digit, first = divmod(slot, SLOTS)
-            counts[first] = counts.get(first, 0) + n * BASE**digit
         elif n:
             raise ValueError(f"a payload's count {n} of slot {slot} is out of range")
     return counts
@@ -177,7 +162,7 @@ def unpacked(pairs: Any) -> dict[int, int]:
 
 def _checked_gauges(gauges: Any) -> dict[int, int]:
     if not isinstance(gauges, dict) or not all(
-        type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n < 2**63 for slot, n in gauges.items()
+        type(slot) is int and type(n) is int and 0 <= slot < SLOTS and 0 <= n <= MOST for slot, n in gauges.items()
     ):
         raise ValueError("a payload's gauges are whole numbers by slot")
     return dict(gauges)
@@ -196,7 +181,7 @@ def _is_row(row: Any) -> bool:
     return (
         type(child) is int
         and type(n) is int
-        and child >= 0 <= n < BASE**DIGITS
+        and child >= 0 <= n <= MOST
         and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
     )
 
@@ -211,6 +196,7 @@ class ConnectorInfo:
     name: str
     class_name: str
     role: str
+    link_gbps: float | None = None  # Gbit/s of its links
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +213,7 @@ class EngineInfo:
     vllm_version: str
     host: str = ""  # to listen on
     port: int | None = None  # of /metrics; None: it is served nowhere
+    web_config: str | None = None  # the file with its TLS settings
     otlp_metrics: bool = False  # whether the metrics are sent by OTLP, too
     linger_s: float = 15.0  # how long the last numbers are served after an engine that did not end by itself
     has_spans: bool = False  # whether span records come
@@ -234,22 +221,7 @@ class EngineInfo:
     pages: str = ""  # the begin of the names of its processes' pages
     ranks: int = 0  # number of its workers
 
-    def message(self) -> dict[str, Any]:
-        """Return the first message, plain builtins."""
-        return {"hello": PROTOCOL, **asdict(self)}
 
-    @classmethod
-    def read(cls, message: Mapping[str, Any]) -> EngineInfo:
-        """Return the engine of a first message.
-
-        Raises:
-            ValueError: it is not one, or of another version of kvobs.
-        """
-        fields = dict(message)
-        if (version := fields.pop("hello", None)) != PROTOCOL:
-            raise ValueError(f"the engine's first message has version {version!r}, allowed: {PROTOCOL}")
-        try:
-            connectors = tuple(ConnectorInfo(**connector) for connector in fields.pop("connectors"))
-            return cls(connectors=connectors, **fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the engine's first message can't be read: {error}") from None
+def exporter_url(host: str, port: int, tls: str | None) -> str:
+    """Return the URL of an exporter's metrics; ``tls`` is its ``web_config``."""
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/metrics"

@@ -4,9 +4,8 @@ A call about a request is in that request's trace; a worker's call that loads is
 call belongs to its step, which has its own trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,8 +24,8 @@ LINKS_AT_MOST = 8  # to the other loads of the same call
 class CallEvent(NamedTuple):
     """One slow, failed or traced call.
 
-    Times are ns since the epoch. ``subject`` is the call's first argument, or its step; ``error`` the exception's
-    class; ``more`` further span attributes. With ``is_many`` it summarizes several calls.
+    Times are ns since the epoch. ``subject`` is the call's first argument; ``error`` the exception's class; ``more``
+    further span attributes. With ``is_many`` it summarizes several calls.
     """
 
     child: int
@@ -51,6 +50,7 @@ Parent = tuple[TraceContext, Mapping[str, Value]]
 """The span above a call, whose id is empty if there is none, and the attributes of its request."""
 
 
+@dataclass(eq=False)
 class CallSpans:
     """Writes the span records of one process's calls: of all of them with ``traces_all``.
 
@@ -58,23 +58,16 @@ class CallSpans:
     has the traces of the running step.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        journal: Journal,
-        tracing: TracingSettings,
-        verdicts: Verdicts,
-        *,
-        rank: int | None = None,
-        of_request: Callable[[CallEvent], Parent] | None = None,
-    ) -> None:
-        self.traces_all = tracing.has_calls
-        self.step: StepTraces | None = None
-        self._names = names
-        self._journal = journal
-        self._verdicts = verdicts
-        self._rank = rank
-        self._of_request = of_request
+    names: Sequence[str]
+    journal: Journal
+    tracing: TracingSettings
+    verdicts: Verdicts
+    rank: int | None = None
+    of_request: Callable[[CallEvent], Parent] | None = None
+    step: StepTraces | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.traces_all = self.tracing.has_calls
 
     @contained("trace")
     def begin_step(self) -> TraceContext | None:
@@ -94,20 +87,20 @@ class CallSpans:
         is_urgent = bool(event.error) or event.is_slow
         labels: Mapping[str, Value] = {}
         links: tuple[str, ...] = ()
-        if self._of_request is not None and HOOKS[event.hook].cadence is Cadence.REQUEST:
-            parent, labels = self._of_request(event)
+        if self.of_request is not None and HOOKS[event.hook].cadence is Cadence.REQUEST:
+            parent, labels = self.of_request(event)
         else:
             parent, *others = self._parents(event)
             links = tuple(other.traceparent for other in others[:LINKS_AT_MOST])
         if not is_urgent and not (self.traces_all and parent.is_sampled):
             return
-        if not is_urgent and self._journal.is_full:
-            self._journal.drop()
+        if not is_urgent and self.journal.is_full:
+            self.journal.drop()
             return
         reason = Reason.ERROR if event.error else Reason.SLOW if event.is_slow else Reason.LEVEL
-        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[event.child], spans.HOOK: event.hook}
-        if self._rank is not None:
-            attributes[spans.RANK] = self._rank
+        attributes: dict[str, Value] = {spans.CONNECTOR: self.names[event.child], spans.HOOK: event.hook}
+        if self.rank is not None:
+            attributes[spans.RANK] = self.rank
         if event.error:
             attributes[spans.ERROR_TYPE] = event.error
         record = Record(
@@ -122,12 +115,11 @@ class CallSpans:
             0 if event.is_many else event.spent_ns,
             links,
         )
-        self._journal.add([record])
+        self.journal.add([record])
 
     def _parents(self, event: CallEvent) -> Sequence[TraceContext]:
         """Return the loads that a call serves, else its step's trace, without a span."""
-        # Layer calls are recorded after their step: they carry its traces.
-        traces = event.subject if isinstance(event.subject, StepTraces) else self.step
+        traces = self.step
         if traces is not None and event.hook in LOADING and (loads := traces.loads.get(event.child)):
             return loads
         trace = traces.step if traces is not None and traces.step is not None else self._new_trace()
@@ -136,4 +128,4 @@ class CallSpans:
     def _new_trace(self) -> TraceContext:
         trace_id = new_trace_id()
         # Slow and failed calls are always exported; below level calls nothing else is.
-        return TraceContext(trace_id, new_span_id(), self.traces_all and self._verdicts.on(trace_id, None))
+        return TraceContext(trace_id, new_span_id(), self.traces_all and self.verdicts.on(trace_id, None))

@@ -1,7 +1,6 @@
 """Keep the span records of one process until the next flush: bounded, slow and failed ones first."""
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
@@ -24,13 +23,17 @@ class Journal:
         self._urgent: list[Group] = []
         self._ordinary: list[Group] = []
         self._size = 0
-        self._counts: dict[int, int] = {}  # slot of the process -> what was counted
+        self._counts = Counter[int]()  # slot of the process -> what was counted
         self._lock = Lock()  # a child may call from its own thread
 
     @property
     def is_full(self) -> bool:
         """Whether there is room only for slow and failed spans."""
         return self._size >= AT_MOST
+
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._size >= AT_MOST
 
     @property
     def has_urgent(self) -> bool:
@@ -44,9 +47,9 @@ class Journal:
                 while self._size + len(group) > AT_MOST:
                     size = len(self._ordinary.pop())
                     self._size -= size
-                    self._count(_DROPPED, size)
+                    self._counts[_DROPPED] += size
             if self._size and self._size + len(group) > AT_MOST:
-                self._count(_DROPPED, len(group))
+                self._counts[_DROPPED] += len(group)
                 return
             (self._urgent if is_urgent else self._ordinary).append(list(group))
             self._size += len(group)
@@ -54,19 +57,16 @@ class Journal:
     def drop(self, n: int = 1) -> None:
         """Count spans that were dropped before they were written."""
         with self._lock:
-            self._count(_DROPPED, n)
+            self._counts[_DROPPED] += n
 
     def note_malformed(self, source: str) -> None:
         """Count a malformed context; ``source`` is a label value of kvobs_malformed_contexts_total."""
         with self._lock:
-            self._count(signals.slot(signals.MALFORMED_CONTEXTS, source), 1)
-
-    def _count(self, slot: int, n: int) -> None:
-        self._counts[slot] = self._counts.get(slot, 0) + n
+            self._counts[signals.slot(signals.MALFORMED_CONTEXTS, source)] += 1
 
     def take(self) -> tuple[list[Group], Mapping[int, int]]:
         """Return the groups since the last call, slow and failed ones first, and what was counted, by slot."""
         with self._lock:
             groups, counts = [*self._urgent, *self._ordinary], self._counts
-            self._urgent, self._ordinary, self._size, self._counts = [], [], 0, {}
+            self._urgent, self._ordinary, self._size, self._counts = [], [], 0, Counter()
         return groups, counts

@@ -11,11 +11,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
+from itertools import compress
+from operator import ne
 from time import perf_counter_ns
-from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from kvobs import faults
 from kvobs.faults import contained
@@ -25,18 +24,25 @@ from kvobs.schema.signals import CALL_DURATION, Signal, place
 from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
+from kvobs.telemetry.recording.pauses import Pauses
 from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 Call = Callable[..., Any]
-Durations: TypeAlias = npt.NDArray[np.int64]  # one-dimensional, in ns
 
-# Calls of one hook of a child by duration: an item for each bucket of CALL_DURATION, then the sum in ns.
+# A histogram: an item for each bucket, then the sum in ns.
 Tally = list[int]
 SUM = CALL_DURATION.sum_offset
-# The bucket of a duration, by the number of its bits: bounds are powers of two.
-BUCKET = [bisect_left(CALL_DURATION.bounds, bits) for bits in range(65)]
+
+
+@cache
+def buckets(signal: Signal) -> list[int]:
+    """Return the bucket of a duration by the number of its bits: bounds are powers of two."""
+    return [bisect_left(signal.bounds, bits) for bits in range(65)]
+
+
+BUCKET = buckets(CALL_DURATION)
 
 # A wall clock that never jumps: its offset is fixed once, at start.
 WALL_OFFSET = time.time_ns() - perf_counter_ns()
@@ -55,9 +61,9 @@ def wall_ns() -> int:
 class Recorder:
     """The numbers of one process.
 
-    A call longer than ``slow_ns`` is counted as slow; hooks called once or on demand are exempt. ``journal`` holds the
-    span records that are sent with the numbers; ``tracer`` receives slow and failed calls, or all of them; ``flight``
-    records the calls as they begin and end; ``box`` shows the call in progress.
+    A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
+    are exempt. ``journal`` holds the span records that are sent with the numbers; ``tracer`` receives slow and failed
+    calls, or all of them; ``flight`` records the calls as they begin and end; ``box`` shows the call in progress.
     """
 
     def __init__(
@@ -76,8 +82,9 @@ class Recorder:
         self._gauges: dict[int, int] = {}
         self._changed_gauges: dict[int, int] = {}
         # Tallies are cumulative: a call may be counted by another thread while they are read.
-        self._tallies: dict[tuple[int, str], tuple[int, Tally, Tally]] = {}  # first slot, now, when last taken
+        self._tallies: dict[int, tuple[Tally, Tally, bool]] = {}  # first slot -> now, when last taken, whether of calls
         self._slow_ns = slow_ns
+        self.pauses = Pauses()  # none, until this process is watched
         self._journal = journal if journal is not None else Journal()
         self._tracer = tracer
         self._flight = flight
@@ -93,32 +100,17 @@ class Recorder:
         except Exception:
             faults.contain("record")
 
+    @contained("record")
     def count_own(self, slot: int, n: int) -> None:
         """Add ``n`` to a slot of this process."""
-        try:
-            self._add(slot, n)
-        except Exception:
-            faults.contain("record")
+        self._add(slot, n)
 
+    @contained("record")
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
-        try:
-            first = _first(child, signal, *values)
-            ns = max(0, ns)
-            self._add(first + signal.bucket(ns), 1)
-            self._add(first + signal.sum_offset, ns)
-        except Exception:
-            faults.contain("record")
-
-    def observe_all(self, child: int, signal: Signal, durations: Durations, *values: str) -> None:
-        """Add many durations to a histogram of this child."""
-        try:
-            first = _first(child, signal, *values)
-            for bucket, n in enumerate(_bucketed(signal, durations)):
-                self._add(first + bucket, n)
-            self._add(first + signal.sum_offset, int(durations.sum()))
-        except Exception:
-            faults.contain("record")
+        ns, first = max(0, ns), place(child, signals.slot(signal, *values))
+        self._add(first + buckets(signal)[(ns - 1).bit_length()], 1)
+        self._add(first + signal.sum_offset, ns)
 
     @contained("record")
     def count_open(self, child: int, signal: Signal, *values: str) -> None:
@@ -126,14 +118,12 @@ class Recorder:
         key: tuple[str | int, ...] = (signal.name, child, *values)
         self._opened[key] = self._opened.get(key, 0) + 1
 
-    def set_gauge(self, child: int, slot: int, value: int) -> None:
-        """Set a gauge of this child; it is sent if it differs from the value sent before."""
-        try:
-            at = place(child, slot)
-            if self._gauges.get(at, 0) != value:
-                self._gauges[at] = self._changed_gauges[at] = value
-        except Exception:
-            faults.contain("record")
+    @contained("record")
+    def set_gauge(self, child: int | None, slot: int, value: int) -> None:
+        """Set a gauge of this child, or of this process; it is sent if it differs from the value sent before."""
+        at = slot if child is None else place(child, slot)
+        if self._gauges.get(at, 0) != value:
+            self._gauges[at] = self._changed_gauges[at] = value
 
     def _add(self, slot: int, n: int) -> None:
         if n:
@@ -143,10 +133,15 @@ class Recorder:
 
     def tally(self, child: int, hook: str) -> Tally:
         """Return the tally of this hook's calls into this child."""
-        label = signals.hook_label(hook)
-        if (child, label) not in self._tallies:
-            self._tallies[child, label] = (_first(child, CALL_DURATION, label), [0] * (SUM + 1), [0] * (SUM + 1))
-        return self._tallies[child, label][1]
+        return self.histogram(child, CALL_DURATION, signals.hook_label(hook))
+
+    def histogram(self, child: int, signal: Signal, *values: str) -> Tally:
+        """Return a histogram of this child, for those who add to it in place."""
+        first = place(child, signals.slot(signal, *values))
+        if first not in self._tallies:
+            zeros = [0] * (signal.sum_offset + 1)
+            self._tallies[first] = zeros, [*zeros], signal is CALL_DURATION
+        return self._tallies[first][0]
 
     def slow_ns(self, hook: str) -> int:
         """Return the duration above which a call of this hook is slow."""
@@ -171,45 +166,41 @@ class Recorder:
             words[ended] = start
             try:
                 spent = perf_counter_ns() - start
+                if spent > noticed_ns:
+                    spent = self.notice(child, hook, start, spent, *args[:1])
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
                 tally[SUM] += spent
-                if spent > noticed_ns:
-                    self.notice(child, hook, start, spent, *args[:1])
             except Exception:
                 faults.contain("record")
             return answer
 
         return recorded if self._flight is None else self._flight.noted(child, hook, recorded)
 
-    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> None:
-        """Count a call that may be slow, and pass it to the tracer; ``start`` is this process's monotonic time."""
-        is_slow = spent > self.slow_ns(hook)
-        if is_slow:
-            self.slow(child, hook, spent)
+    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
+        """Count a call if it is slow, pass it to the tracer, and return its time without pauses (see ``_ran_ns``)."""
+        ran = self._ran_ns(hook, start, spent)
+        if is_slow := ran > self.slow_ns(hook):
+            self._slow(child, hook, ran)
         if self._tracer is not None:
             self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
+        return ran
 
-    def add_call(self, child: int, hook: str, spent: int) -> None:
-        """Count a call that took ``spent`` ns."""
-        tally = self.tally(child, hook)
-        tally[BUCKET[(spent - 1).bit_length()]] += 1
-        tally[SUM] += spent
-        if spent > self.slow_ns(hook):
-            self.slow(child, hook, spent)
+    def add_call(self, child: int, hook: str, start: int, spent: int) -> int:
+        """Count a call that took ``spent`` ns; return its time without pauses (see ``_ran_ns``)."""
+        tally, ran = self.tally(child, hook), self._ran_ns(hook, start, spent)
+        tally[BUCKET[(ran - 1).bit_length()]] += 1
+        tally[SUM] += ran
+        if ran > self.slow_ns(hook):
+            self._slow(child, hook, ran)
+        return ran
 
-    def add_calls(self, child: int, hook: str, durations: Durations) -> None:
-        """Count many calls."""
-        tally = self.tally(child, hook)
-        for bucket, n in enumerate(_bucketed(CALL_DURATION, durations)):
-            tally[bucket] += n
-        tally[SUM] += int(durations.sum())
-        slowest, limit = int(durations.max(initial=0)), self.slow_ns(hook)
-        if slowest > limit:
-            self.slow(child, hook, slowest, int((durations > limit).sum()))
+    def _ran_ns(self, hook: str, start: int, spent: int) -> int:
+        """Return a call's time; without pauses of the process if it would be slow with them."""
+        return self.pauses.ran_ns(start, spent) if spent > self.slow_ns(hook) else spent
 
-    def slow(self, child: int, hook: str, spent: int, n: int = 1) -> None:
-        """Count ``n`` slow calls, the slowest of which took ``spent`` ns; log the first of this hook."""
-        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)), n)
+    def _slow(self, child: int, hook: str, spent: int) -> None:
+        """Count a slow call; log the first of this hook."""
+        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
         once(
             f"slow:{child}:{hook}",
             logging.WARNING,
@@ -225,7 +216,7 @@ class Recorder:
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         self.box.raised(child, hook, error)
-        self.add_call(child, hook, spent)
+        self.add_call(child, hook, start, spent)
         self.count_error(child, hook, start, spent, error, *subject)
 
     @contained("record")
@@ -238,56 +229,36 @@ class Recorder:
             kind = signals.OTHER_VALUE
         self.count_open(child, signals.CALL_ERRORS, label, kind)
         if self._tracer is not None:
-            is_slow = spent > self.slow_ns(hook)
-            self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, kind, *subject))
+            self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, False, kind, *subject))
 
     # Sending
 
     def take(self) -> Increments:
         """Return the increments since the last call."""
-        begin = perf_counter_ns()
+        begin, calls, counts = perf_counter_ns(), 0, self._counts
         spans, counted = self._journal.take()
         for slot, n in counted.items():
             self._add(slot, n)
-        self._add(_RECORD, int(self._read_tallies() * cost_of_recording()))
-        counts, self._counts = self._counts, {}
+        for first, (now, taken, is_of_calls) in self._tallies.items():
+            if now != taken:  # as of few hooks
+                for i in compress(range(len(now)), map(ne, now, taken)):
+                    n = now[i]
+                    counts[first + i] = more = n - taken[i]
+                    calls += more if is_of_calls and i != SUM else 0
+                    taken[i] = n
+        self._add(_RECORD, int(calls * cost_of_recording()))
+        collected, self.pauses.collected_ns = self.pauses.collected_ns, 0
+        self._add(_COLLECTED[self.box.rank is None], collected)
+        self._counts = {}
         opened = [[*key, n] for key, n in self._opened.items() if n]
         self._opened = dict.fromkeys(self._opened, 0)
         gauges, self._changed_gauges = self._changed_gauges, {}
         self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
         return Increments(counts, opened, gauges, spans)
 
-    def _read_tallies(self) -> int:
-        """Add the growth of the tallies; return the number of calls."""
-        calls = 0
-        for first, now, taken in self._tallies.values():
-            for i, n in enumerate(now):
-                if n != taken[i]:
-                    self._add(first + i, n - taken[i])
-                    calls += n - taken[i] if i != SUM else 0
-                    taken[i] = n
-        return calls
-
 
 _RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
-
-
-def _first(child: int, signal: Signal, *values: str) -> int:
-    return place(child, signals.slot(signal, *values))
-
-
-def _bucketed(signal: Signal, durations: Durations) -> list[int]:
-    """Return how many of the durations fall into each bucket of a histogram, and above the last bound."""
-    bounds = _bounds_ns(signal)
-    if durations.max(initial=0) <= bounds[0]:  # as most; the search takes six times as long
-        return [len(durations), *[0] * len(bounds)]
-    counts: list[int] = np.bincount(np.searchsorted(bounds, durations), minlength=len(bounds) + 1).tolist()
-    return counts
-
-
-@cache
-def _bounds_ns(signal: Signal) -> Durations:
-    return np.left_shift(1, signal.bounds, dtype=np.int64)
+_COLLECTED = tuple(signals.slot(signals.GC_PAUSES, process) for process in ("worker", "scheduler"))
 
 
 @cache

@@ -13,9 +13,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from io import FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from queue import SimpleQueue
@@ -83,8 +82,7 @@ class LogFile(_Lines, WatchedFileHandler):
         super().__init__(path, delay=True)
 
     def _open(self) -> TextIOWrapper:
-        file = Whole(self.baseFilename, "a", opener=partial(os.open, mode=0o640))
-        return TextIOWrapper(file, write_through=True)
+        return TextIOWrapper(Whole(self.baseFilename, "a", opener=_opened), write_through=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -98,6 +96,11 @@ class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
 
     def __init__(self) -> None:
         super().__init__(TextIOWrapper(Whole(2, "w", closefd=False), write_through=True))
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file that is no link: who may write to its folder can't have another one written to."""
+    return os.open(path, flags | os.O_NOFOLLOW, mode=0o640)
 
 
 class RequestLog:
@@ -145,14 +148,3 @@ class RequestLog:
             self._handler.close()
         elif waiting:
             log.warning("%d lines of the request log %s were not written", waiting, self._handler.output)
-
-    def ended_by(self, shutdown: Callable[[], None]) -> Callable[[], None]:
-        """Return vLLM's hook ``shutdown`` with the end of this log after it."""
-
-        def shut_down() -> None:
-            try:
-                shutdown()
-            finally:
-                self.close()
-
-        return shut_down

@@ -119,6 +119,12 @@ class Reports(TransferListener):
         report.looked_up(began_ns, ended_ns)
 
     @contained("record")
+    def reused(self, request_id: str, tokens: int) -> None:
+        """Receive how many of a prompt's tokens were used before."""
+        if (report := self._live.get(request_id)) is not None:
+            report.seen_tokens = tokens
+
+    @contained("record")
     def allocated(
         self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
     ) -> None:

@@ -52,13 +52,6 @@ class TracingSettings:
         )
 
 
-def endpoint_of(tracing: TracingSettings | None) -> str | None:
-    """Return the endpoint that spans are sent to; None if nothing is traced."""
-    if tracing is None:
-        return None
-    return tracing.endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT)
-
-
 def why_off(options: Options) -> tuple[str, list[Finding]]:
     """Return why nothing is traced, and a warning if the options ask for traces."""
     path, level = f"{PATH}.kvobs.tracing.level", options.tracing.level
@@ -75,13 +68,12 @@ def warn_about(options: Options, tracing: TracingSettings | None) -> None:
         for warning in why_off(options)[1]:
             once("tracing:off", logging.WARNING, "%s", warning)
     if tracing is not None and tracing.endpoint is None:
-        once(
-            "tracing:parents",
-            logging.WARNING,
+        variable = TRACES_ENDPOINT if os.environ.get(TRACES_ENDPOINT) else ENDPOINT
+        text = (
             "spans are sent to the endpoint in %s, but without --otlp-traces-endpoint vLLM drops clients' trace "
-            "headers: every request starts its own trace",
-            TRACES_ENDPOINT if os.environ.get(TRACES_ENDPOINT) else ENDPOINT,
+            "headers: every request starts its own trace"
         )
+        once("tracing:parents", logging.WARNING, text, variable)
 
 
 class Verdicts:

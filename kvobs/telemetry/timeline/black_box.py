@@ -20,22 +20,23 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
-from time import perf_counter, perf_counter_ns, sleep
+from time import perf_counter, perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from kvobs import faults
-from kvobs.log import line, once
+from kvobs.log import once
+from kvobs.telemetry.recording.pauses import LOOK_NS, OF_PROCESS
 from kvobs.telemetry.timeline import ring_files
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from kvobs.vllm_api.proc import start_time
 
-LONG_NS = 10**9
-"""A layer hook's call that has lasted for longer is looked at; also the time between looks."""
-BLIND_NS = 3 * LONG_NS
+BLIND_NS = 3 * LOOK_NS
 """After so long without a look the thread can't run: the GIL is held, or the process stands still."""
 SCHEDULER = "scheduler"
 UNKNOWN = "unknown"
@@ -52,7 +53,7 @@ _NAME = 64  # bytes of an exception's class
 # The words of a page.
 (
     ENDED,  # 1: the process ended as vLLM asked it to
-    SINCE,  # begin of the step; 0: a worker is in none
+    SINCE,  # begin of a worker's step; 0: it is in none
     STEPS,  # number of steps that have ended
     LOOKED,  # when the thread looked last
     SEEN,  # the begin of the layer hook's call that it saw in progress, in seconds
@@ -97,14 +98,10 @@ def folder() -> Path:
 
 
 class BlackBox:
-    """Writes the page of one process.
+    """Writes the page of one process: a worker of this rank, or the scheduler's (None).
 
-    Args:
-        names: of the connectors.
-        rank: of this worker; None: this is the scheduler's process.
-        contained: positions of the connectors whose exceptions are contained.
-        memory: zeros; None: memory that nobody else sees.
-        remove: removes the page.
+    The exceptions of the connectors at the positions ``contained`` are contained. ``memory`` is of zeros; None: memory
+    that nobody else sees. ``remove`` removes the page.
 
     ``words`` and ``floats`` are the page, for callers that inline the stores: a call would cost more.
     """
@@ -119,7 +116,7 @@ class BlackBox:
     ) -> None:
         about = _about(names, rank)
         memory = memory if memory is not None else mmap.mmap(-1, _size(about, names))
-        self._names, self._rank, self._contained = names, rank, contained
+        self._names, self.rank, self._contained = names, rank, contained
         self._codes: dict[CodeType, tuple[int, Mapping[int, int]]] = {}
         self._remove = weakref.finalize(self, remove) if remove is not None else None
         self.words = memoryview(memory)[_first(about) :].cast("q")
@@ -142,15 +139,8 @@ class BlackBox:
         if is_fatal:
             if self._remove is not None:
                 self._remove.detach()  # the next start removes the page
-            once(
-                f"ends:{child}:{hook}",
-                logging.ERROR,
-                "connector %r raised %s in %s on %s; this ends the engine",
-                self._names[child],
-                name,
-                hook,
-                place_of(self._rank),
-            )
+            text = "connector %r raised %s in %s on %s; this ends the engine"
+            once(f"ends:{child}:{hook}", logging.ERROR, text, self._names[child], name, hook, place_of(self.rank))
 
     @staticmethod
     def place_of_layers(hook: str) -> int:
@@ -158,26 +148,17 @@ class BlackBox:
         return _MARKS + 2 * _LAYER_HOOKS.index(hook)
 
     def watch(self, hook: str, code: CodeType, lines: Mapping[int, int]) -> None:
-        """Watch the calls of a layer hook.
-
-        Args:
-            hook: its name.
-            code: of the function that calls the connectors.
-            lines: the connector that is called, by line of this function.
-        """
+        """Watch the calls of a layer hook: ``code`` calls a connector in each of these ``lines``."""
         at = self.place_of_layers(hook)
         self.words[at + 1] = sum(1 << child for child in lines.values())
-        is_first = not self._codes
         self._codes[code] = at, lines
-        if is_first and self._remove is not None:
-            Thread(target=_look, args=(weakref.ref(self),), name="kvobs-black-box", daemon=True).start()
 
     @faults.contained("record")
     def look(self) -> None:
         """Note whether a layer hook's call that began long ago is in progress, and in which connector."""
-        at = max((at for at, _ in tuple(self._codes.values())), key=self.floats.__getitem__)
+        at = max((at for at, _ in tuple(self._codes.values())), key=self.floats.__getitem__, default=_MARKS)
         mark, step = self.floats[at], self.words[SINCE] * 1e-9
-        if step and step < mark < perf_counter() - LONG_NS * 1e-9:
+        if step and step < mark < perf_counter() - LOOK_NS * 1e-9:
             self.words[SEEN_IN] = self._in_progress(at)
             self.floats[SEEN] = mark
         self.words[LOOKED] = perf_counter_ns()
@@ -193,19 +174,6 @@ class BlackBox:
                 frame = frame.f_back
         return 0
 
-    def ended_by(self, shutdown: Callable[[], None]) -> Callable[[], None]:
-        """Return vLLM's hook ``shutdown``, after which the page is removed unless an error ends the process."""
-
-        def shut_down() -> None:
-            is_well = not isinstance(sys.exc_info()[1], Exception)
-            try:
-                shutdown()
-            finally:
-                if is_well:
-                    self.close()
-
-        return shut_down
-
     @faults.contained("record")
     def close(self) -> None:
         """Note that the process ends as it should, and remove the page."""
@@ -214,11 +182,13 @@ class BlackBox:
             self._remove()
 
 
-def _look(box: weakref.ref[BlackBox]) -> None:
-    while (watched := box()) is not None:
-        watched.look()
-        del watched
-        sleep(LONG_NS * 1e-9)
+def _look(box: weakref.ref[BlackBox]) -> bool:
+    """Look at the calls of a process; return whether it goes on."""
+    watched = box()
+    if watched is None or watched.words[ENDED]:
+        return False
+    watched.look()
+    return True
 
 
 def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: Collection[int]) -> BlackBox:
@@ -226,21 +196,15 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
 
     Where there can't be one the reason is logged: then nobody sees this process's calls.
     """
-    try:
-        identity = Identity.of(vllm_config)
-        place = f"{identity.pages()}-{file_place_of(rank)}"
+    memory = remove = None
+    with ring_files.reported("black box:off", "calls in progress can't be shown: %s. Serving is not affected"):
+        place = f"{Identity.of(vllm_config).pages()}-{file_place_of(rank)}"
         memory, remove = ring_files.create_temporary(folder(), place, _size(_about(names, rank), names), SUFFIX)
-        return BlackBox(names, rank, contained, memory, remove)
-    except (OSError, ValueError) as error:
-        once(
-            "black box:off",
-            logging.WARNING,
-            "calls in progress can't be shown: %s. Serving is not affected",
-            line(error, 400),
-        )
-    except Exception:
-        faults.contain("record")
-    return BlackBox(names, rank, contained)
+    box = BlackBox(names, rank, contained, memory, remove)
+    look = partial(_look, weakref.ref(box))
+    thread = Thread(target=OF_PROCESS.watch, args=(look,), name="kvobs-black-box", daemon=True)
+    faults.contained("record")(thread.start)()
+    return box
 
 
 def place_of(rank: int | None) -> str:
@@ -267,22 +231,13 @@ def _size(about: bytes, names: Sequence[str]) -> int:
 
 
 class Call(NamedTuple):
-    """A call in progress; ``since_ns`` is monotonic time."""
+    """A call in progress since this monotonic time, or one that raised then an ``error`` that ends the engine."""
 
     connector: str
     hook: str
     rank: int | None
     since_ns: int
-
-
-class Raised(NamedTuple):
-    """An exception that ends the engine."""
-
-    connector: str
-    hook: str
-    rank: int | None
-    error: str
-    at_ns: int
+    error: str = ""
 
 
 class Page:
@@ -308,8 +263,9 @@ class Page:
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
         self._names: list[str] = described["connectors"]
-        self._words = memoryview(memory)[_first(about) :].cast("q")
+        self.words = memoryview(memory)[_first(about) :].cast("q")
         self._floats = memoryview(memory)[_first(about) :].cast("d")
+        self.halted_ns = 0  # when the reader last saw that its process did not run
 
     @property
     def is_alive(self) -> bool:
@@ -317,16 +273,11 @@ class Page:
 
     @property
     def has_ended_well(self) -> bool:
-        return bool(self._words[ENDED])
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that have ended."""
-        return self._words[STEPS]
+        return bool(self.words[ENDED])
 
     def calls(self) -> list[Call]:
         """Return the calls in progress, or those in which the process died."""
-        words = self._words.tolist()
+        words = self.words.tolist()
         begun = range(_PAIRS, len(words) - 1, 2)
         calls = [Call(*self._call(at), self.rank, words[at]) for at in begun if words[at] != words[at + 1]]
         return calls or list(self._layer_call(max([words[at] for at in begun], default=0)))
@@ -337,11 +288,11 @@ class Page:
 
     def _layer_call(self, others_ns: int) -> Iterator[Call]:
         """Yield the call of a layer hook that is in progress, if it began after the other hooks' calls."""
-        words, floats = self._words, self._floats
+        words, floats = self.words, self._floats
         at = max(range(_MARKS, _PAIRS, 2), key=floats.__getitem__)
         mark, children = floats[at], words[at + 1]
         since_ns, now_ns = round(mark * 1e9), perf_counter_ns()
-        if not words[SINCE] or since_ns <= max(words[SINCE], others_ns) or now_ns - since_ns < LONG_NS:
+        if not words[SINCE] or since_ns <= max(words[SINCE], others_ns) or now_ns - since_ns < LOOK_NS:
             return
         if now_ns - words[LOOKED] < BLIND_NS or not self.is_alive:
             child = words[SEEN_IN] - 1 if floats[SEEN] == mark else -1
@@ -353,26 +304,20 @@ class Page:
             name = self._names[children.bit_length() - 1] if is_one else UNKNOWN
         yield Call(name, _LAYER_HOOKS[(at - _MARKS) // 2], self.rank, since_ns)
 
-    def raised(self) -> Raised | None:
+    def raised(self) -> Call | None:
         """Return the last exception, if it ends the engine: no call has begun since."""
-        words = self._words
+        words = self.words
         begun = range(_PAIRS, len(words) - 1, 2)
         later = (at for at in begun if words[at] > words[RAISED] and self._call(at)[1] not in SURVIVED)
         if not words[RAISED] or not words[RAISED_IN] & 1 or any(later):
             return None
         name = words.cast("B")[RAISED_CLASS * _WORD :][:_NAME].tobytes().rstrip(b"\0").decode(errors="replace")
-        return Raised(*self._call(words[RAISED_IN] >> 1), self.rank, name, words[RAISED])
+        return Call(*self._call(words[RAISED_IN] >> 1), self.rank, words[RAISED], name)
 
 
 def pages(engine: str, known: Collection[str] = ()) -> Iterator[tuple[str, Page]]:
     """Yield the pages whose names begin so, except known ones, each with its name."""
-    try:
-        names = sorted(os.listdir(folder()))
-    except OSError:
-        return
-    for name in names:
-        if name.startswith(f"{engine}-") and name.endswith(SUFFIX) and name not in known:
-            try:
-                yield name, Page(folder() / name)
-            except (OSError, ValueError, KeyError, struct.error):
-                continue  # its process has only just begun, or ended
+    for path in sorted(folder().glob(f"{engine}-*{SUFFIX}")):
+        if path.name not in known:
+            with suppress(OSError, ValueError, KeyError, struct.error):  # its process has only just begun, or ended
+                yield path.name, Page(path)

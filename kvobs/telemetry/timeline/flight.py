@@ -6,13 +6,9 @@ call, and get one record per step. What is in progress is in a table of its own 
 records. A request is identified by a keyed hash only.
 """
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from functools import lru_cache
 from hashlib import blake2b
 from os import getpid
 from pathlib import Path
@@ -21,7 +17,7 @@ from typing import Any
 
 from kvobs import faults
 from kvobs.faults import contained
-from kvobs.log import line, once
+from kvobs.log import line
 from kvobs.schema.options import TimelineOptions
 from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Load, Report, ReportKind, Save
@@ -64,23 +60,13 @@ _ENDED = {
     ReportKind.SYNC_FAILED: (What.LOAD_ENDED, "failed"),
     ReportKind.SAVED: (What.SAVE_ENDED, "ok"),
 }
-_BEGINNING = {
-    What.LOAD_ENDED: What.LOAD_BEGUN,
-    What.SAVE_ENDED: What.SAVE_BEGUN,
-    What.LOOKUP_ENDED: What.LOOKUP_BEGUN,
-}
+_BEGINNING = {What.LOAD_ENDED: What.LOAD_BEGUN, What.SAVE_ENDED: What.SAVE_BEGUN, What.LOOKUP_ENDED: What.LOOKUP_BEGUN}
 _INDEX = {name: i for i, name in enumerate(NAMES)}
 
 
 def pack(what: What, child: int, hook: str = "", n: int = 0) -> int:
     """Encode kind, child, hook and n in one 64-bit word."""
     return what | _INDEX.get(hook, 0) << 8 | child << 24 | min(n, N_AT_MOST) << 40
-
-
-@lru_cache(1 << 12)
-def unpack(word: int) -> tuple[What, int, int, int]:
-    """Decode the word: kind, child, the hook's position in its writer's table, n."""
-    return What(word & 0xFF), word >> 24 & 0xFFFF, word >> 8 & 0xFFFF, word >> 40
 
 
 def layer_words(children: int) -> int:
@@ -91,15 +77,13 @@ def layer_words(children: int) -> int:
 class Flight(TransferListener):
     """Writes the records of one process; on the scheduler's side it listens to the router's transfers.
 
-    Args:
-        ring: receives the records.
-        children: number of children.
-        key: key of the hashes of request ids, the same in all processes of an engine.
-        wall_offset: added to this process's monotonic time gives ns since the epoch.
+    The hashes of request ids have the same ``key`` in all processes of an engine. ``wall_offset``, added to this
+    process's monotonic time, gives ns since the epoch.
     """
 
     def __init__(self, ring: Ring, children: int, key: bytes, wall_offset: int) -> None:
         self._ring = ring
+        self.layer_times = ring.floats  # of layer hooks, in seconds, at the offsets of ``live_words``
         self._children = children
         self._key = key
         self._wall_offset = wall_offset
@@ -169,11 +153,6 @@ class Flight(TransferListener):
             self._run_number, self._run_start, self._run_steps = self._ring.numbers[0], perf_counter_ns(), 1
 
     # Layers
-
-    @property
-    def layer_times(self) -> memoryview[float]:
-        """The buffer for the times of layer hooks in seconds, at the offsets of ``live_words``."""
-        return self._ring.floats
 
     def live_words(self, hook: str, children: Iterable[int]) -> list[int]:
         """Return the offsets of the start of each child's last call, and of the end of the last one."""
@@ -300,7 +279,6 @@ class Flight(TransferListener):
         return perf_counter_ns() + self._wall_offset
 
     def _hashed(self, request: str) -> int:
-        """Return the hash by which a request is identified in the records."""
         digest = blake2b(request.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "little", signed=True)
 
@@ -314,39 +292,21 @@ def begin(
     """
     if options.dir is None:
         return None
-    try:
-        return _begin(options, vllm_config, rank, names, wall_offset)
-    except (OSError, ValueError) as error:
-        once(
-            "timeline:off",
-            logging.WARNING,
-            "the timeline is not recorded: %s. Serving is not affected. kvobs.timeline.dir is %s",
-            line(error, 400),
-            line(options.dir),
-        )
-    except Exception:
-        faults.contain("record")
+    message = "the timeline is not recorded: %s. Serving is not affected. kvobs.timeline.dir is %s"
+    with ring_files.reported("timeline:off", message, line(options.dir)):
+        identity = Identity.of(vllm_config)
+        about = {
+            "run": identity.digest(b"run").hex(),
+            "engine": identity.number,
+            "rank": rank,
+            "pid": getpid(),
+            "begun_ns": time.time_ns(),
+            "wall_offset": wall_offset,
+            "connectors": list(names),
+            "hooks": list(NAMES),
+            "layer_hooks": list(LAYER_HOOKS),
+        }
+        live = layer_words(len(names)) + open_table.WORDS
+        memory = ring_files.create(Path(options.dir), f"{identity.number}-{file_place_of(rank)}", BYTES)
+        return Flight(Ring(memory, about, live), len(names), identity.digest(b"request"), wall_offset)
     return None
-
-
-def _begin(
-    options: TimelineOptions, vllm_config: Any, rank: int | None, names: Sequence[str], wall_offset: int
-) -> Flight:
-    path, size = Path(str(options.dir)), BYTES
-    identity = Identity.of(vllm_config)
-    key, run, engine = identity.digest(b"request"), identity.digest(b"run"), identity.number
-    about = {
-        "run": run.hex(),
-        "engine": engine,
-        "role": "scheduler" if rank is None else "worker",
-        "rank": rank,
-        "pid": getpid(),
-        "begun_ns": time.time_ns(),
-        "wall_offset": wall_offset,
-        "connectors": list(names),
-        "hooks": list(NAMES),
-        "layer_hooks": list(LAYER_HOOKS),
-    }
-    live = layer_words(len(names)) + open_table.WORDS
-    ring = Ring(ring_files.create(path, f"{engine}-{file_place_of(rank)}", size), about, live)
-    return Flight(ring, len(names), key, wall_offset)

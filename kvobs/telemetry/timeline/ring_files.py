@@ -4,9 +4,8 @@ The writer of a file holds a lock on it until its process ends, so that no file 
 several engines share the folder.
 """
 
-from __future__ import annotations
-
 import fcntl
+import logging
 import mmap
 import os
 import stat
@@ -15,20 +14,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvobs import faults
+from kvobs.log import line, once
+
 SUFFIX = ".ring"
 EARLIER = 3  # files of ended processes to keep, for each position in an engine
 NEW_NS = 10 * 10**9
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[int]:
+def reported(key: str, message: str, *args: object) -> Iterator[None]:
+    """Log once why a file can't be had, the first argument of ``message``; contain any other error."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        once(key, logging.WARNING, message, line(error, 400), *args)
+    except Exception:
+        faults.contain("record")
+
+
+@contextmanager
+def private_folder(path: Path, *, is_created: bool = True) -> Iterator[int]:
     """Open the folder, created if missing; no other user may write to it.
 
     Raises:
         ValueError: it belongs to another user, or others may write to it.
     """
     with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+        if is_created:
+            path.mkdir(mode=0o700)
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         state = os.fstat(opened)
@@ -51,8 +65,8 @@ def create(path: Path, place: str, size: int) -> mmap.mmap:
         OSError: no disk space, or no permission.
         ValueError: the folder is not private.
     """
-    with _folder(path) as folder:
-        ended = [name for name in _names(folder, SUFFIX) if name.startswith(f"{place}-")]
+    with private_folder(path) as folder:
+        ended = [name for name in os.listdir(folder) if name.startswith(f"{place}-") and name.endswith(SUFFIX)]
         _remove_ended(folder, sorted(ended, key=_started, reverse=True), but=EARLIER)
         return _map(folder, f"{place}-{time.time_ns()}-{os.getpid()}{SUFFIX}", size)
 
@@ -61,24 +75,39 @@ def create_temporary(path: Path, place: str, size: int, suffix: str) -> tuple[mm
     """Do the same for a file that does not outlive its process; remove the others that did.
 
     Return the map, and what removes the file.
-
-    Raises:
-        OSError: no disk space, or no permission.
-        ValueError: the folder is not private.
     """
     name, owner = f"{place}-{time.time_ns()}-{os.getpid()}{suffix}", os.getpid()
-    with _folder(path) as folder:
+    with private_folder(path) as folder:
         # A file that has only just begun may not be locked yet.
         before = time.time_ns() - NEW_NS
-        _remove_ended(folder, [other for other in _names(folder, suffix) if _started(other) < before])
+        others = [other for other in os.listdir(folder) if other.endswith(suffix) and _started(other) < before]
+        _remove_ended(folder, others)
         memory = _map(folder, name, size)
 
     def remove() -> None:
         if os.getpid() == owner:  # else a fork of it
-            with suppress(OSError, ValueError), _folder(path) as folder:
+            with suppress(OSError, ValueError), private_folder(path) as folder:
                 os.unlink(name, dir_fd=folder)
 
     return memory, remove
+
+
+def write(path: Path, name: str, data: bytes) -> None:
+    """Write a file that outlives its process; raises what ``create`` does."""
+    with private_folder(path) as folder:
+        opened = os.open(f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        with open(opened, "wb") as file:
+            file.write(data)
+        os.rename(f"{name}.new", name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def take(path: Path, name: str, at_most: int) -> tuple[bytes, float]:
+    """Remove such a file; return its content, and when it was written, as Unix time; raises what ``create`` does."""
+    with private_folder(path) as folder:
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(opened, "rb") as file:
+            os.unlink(name, dir_fd=folder)
+            return file.read(at_most), os.fstat(opened).st_mtime
 
 
 def _map(folder: int, name: str, size: int) -> mmap.mmap:
@@ -94,10 +123,6 @@ def _map(folder: int, name: str, size: int) -> mmap.mmap:
         raise
     finally:
         os.close(opened)
-
-
-def _names(folder: int, suffix: str) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(suffix)]
 
 
 def _remove_ended(folder: int, names: Sequence[str], but: int = 0) -> None:

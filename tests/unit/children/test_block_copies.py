@@ -1,7 +1,5 @@
 """Each child gets an operation: kvobs's in host memory, vLLM's elsewhere and on demand; what it moved is counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -85,18 +83,12 @@ def test_keys_and_values_may_come_first() -> None:
     assert counted(recorder, 0, "d2h") == 2 * 4
 
 
-@given(
-    blocks=st.integers(3, 9),
-    per=st.integers(1, 3),
-    others=st.integers(1, 30),
-    kv_first=st.booleans(),
-    swapped=st.booleans(),
-)
+@given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 30), st.booleans(), st.booleans())
 def test_blocks_are_known_by_their_number(blocks: int, per: int, others: int, kv_first: bool, swapped: bool) -> None:
     """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the child's own, of any size."""
 
     def cache(n: int) -> dict[str, torch.Tensor]:
-        return {"a": torch.empty((2, n, 5) if kv_first else (n, 2, 5), device="meta")}
+        return {"a": torch.empty((2, n, 5) if kv_first else (n, blocks, 5), device="meta")}
 
     sides = [cache(blocks * per), cache(others)]
     src, dst = sides[::-1] if swapped else sides

@@ -1,11 +1,11 @@
 """Which calls into a connector are recorded: of the hooks that its class implements, and no others."""
 
-from __future__ import annotations
-
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvobs.children.child import Child, Unbuilt
 from kvobs.children.configured import read_specs
 from kvobs.children.gate import NOTHING
-from kvobs.schema.signals import is_timed
+from kvobs.schema.signals import KV_EVENTS, is_timed, locate, place, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
@@ -34,7 +34,7 @@ def made(cls: type[IdleChild]) -> tuple[Child, Recorder]:
 
 def counted(recorder: Recorder) -> int:
     """Return how many calls were recorded."""
-    return sum(sum(now[:-1]) for _, now, _ in recorder._tallies.values())
+    return sum(sum(now[:-1]) for now, *_ in recorder._tallies.values())
 
 
 def test_what_the_base_class_does_by_itself_in_a_step_is_called_and_not_recorded() -> None:
@@ -121,13 +121,12 @@ def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
     child.bind_connector_metadata("metadata")
     assert child.connector.metadata == ["metadata"]
     assert (child.wait_for_save(), child.finish_forward(), child.get_finished_count()) == (5, None, 3)
-    assert [hook for _, hook in recorder._tallies] == ["bind_connector_metadata", "wait_for_save"]
-    assert child.wait_for_save is child.wait_for_save, "bound once"
-    assert [child.does(hook) for hook in ("wait_for_save", "finish_forward", "get_finished_count")] == [
-        True,
-        False,
-        False,
+    assert [locate(first)[0].values for first in recorder._tallies] == [
+        ("bind_connector_metadata",),
+        ("wait_for_save",),
     ]
+    assert child.wait_for_save is child.wait_for_save, "bound once"
+    assert [*map(child.does, ("wait_for_save", "finish_forward", "get_finished_count"))] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
@@ -169,7 +168,7 @@ def test_calls_about_a_request_and_no_others_are_activated_around_what_is_record
             return hook
 
     recorder = Recorder(1)
-    recorder.notice = lambda *args, **kwargs: noted.append("recorded")  # type: ignore[method-assign]
+    recorder.notice = lambda *args: noted.append("recorded") or 0  # type: ignore[func-returns-value, method-assign]
     recorder.slow_ns = lambda hook: -1  # type: ignore[method-assign]
     child = Child(0, "real", Real(), recorder, activated=activated if is_on else None)
     for hook in HOOKS.values():
@@ -189,3 +188,29 @@ def test_an_empty_hook_needs_no_context() -> None:
         raise AssertionError("not to be called")
 
     assert Child(0, "quiet", Quiet(), Recorder(1), activated=activated).on_new_request("r") is None
+
+
+def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
+    def stored(medium: str | None) -> Any:
+        return BlockStored([1], None, [1], 16, None, medium, None)
+
+    odd = SimpleNamespace(medium=["unhashable"])
+    events = [stored("CPU"), BlockRemoved([1], "cpu"), stored("cpu"), stored("STORAGE"), stored("nvme"), stored(None)]
+    events += [AllBlocksCleared(), odd]
+
+    class Publishes(IdleChild):
+        def take_events(self) -> Any:
+            return iter(events)
+
+    child, recorder = made(Publishes)
+    assert child.take_events() == tuple(events)
+    counts = recorder.take().counts
+    seen = {
+        (kind, medium): counts.get(place(0, slot(KV_EVENTS, kind, medium)), 0)
+        for kind in KV_EVENTS.labels["type"]
+        for medium in KV_EVENTS.labels["medium"]
+    }
+    assert seen == {
+        ("stored", "cpu"): 2, ("stored", "storage"): 1, ("stored", "other"): 2,
+        ("removed", "cpu"): 1, ("removed", "storage"): 0, ("removed", "other"): 1,
+    }  # fmt: skip

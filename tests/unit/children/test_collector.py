@@ -1,8 +1,7 @@
-"""The connectors' stats travel in every step, kvobs's numbers every 100 ms of work, and nothing is left behind."""
-
-from __future__ import annotations
+"""The connectors' stats travel in every step, kvobs's numbers every second of work, and nothing is left behind."""
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +10,15 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs.children.child import Child
-from kvobs.children.collector import EVERY_NS, Collector, FlushRule
+from kvobs.children.collector import EVERY_NS, SOON_NS, Collector, FlushRule, divert
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, PROCESS_WIDTH, slot
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.payload.wire import Increments
+from kvobs.telemetry.recording.journal import AT_MOST, Journal
 from kvobs.telemetry.recording.recorder import Recorder
+from tests.support.contexts import record
 
 HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
 
@@ -58,6 +60,16 @@ def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when
     assert numbers_of(stats)[HIT + CHILD_WIDTH] == 5
 
 
+@pytest.mark.parametrize("others", [{}, {"c0": KVConnectorStats(data={"n": 1})}])
+def test_the_workers_numbers_are_taken_out_of_their_payload(others: dict[str, KVConnectorStats]) -> None:
+    taken, numbers = list[Any](), KvobsStats.of({"c0": "m:C"}, Increments({HIT: 5}, [], {}))
+    stats = MultiKVConnectorStats(data={**others, "kvobs": numbers})
+    for payload in (None, stats, stats):
+        divert(payload, SimpleNamespace(put=taken.append))
+    assert [one.increments().counts for one in taken] == [{HIT: 5}, *[{}] * len(others)]
+    assert {**stats.data} == ({**others, "kvobs": KvobsStats.bare({"c0": "m:C"})} if others else {})
+
+
 @pytest.mark.usefixtures("in_production")
 def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     collects, _ = collector(Telling(KVConnectorStats(data={"n": 1}), None))
@@ -81,25 +93,36 @@ def test_a_child_without_stats_is_not_asked() -> None:
 # --- in which steps
 
 
-def test_every_100_ms_of_work() -> None:
-    rule = FlushRule()
+def test_every_second_of_work() -> None:
+    rule = FlushRule(Journal())
     times = range(0, 10 * EVERY_NS, EVERY_NS // 5)
     decided = [rule.decide(now, has_forward=True, has_finished=False) for now in times]
     assert decided == [True, False, False, False, False] * 10
 
 
+@pytest.mark.parametrize(("spans", "every_ns"), [(0, EVERY_NS), (AT_MOST // 2 - 1, EVERY_NS), (AT_MOST // 2, SOON_NS)])
+def test_many_spans_are_sent_sooner(spans: int, every_ns: int) -> None:
+    journal = Journal()
+    for _ in range(spans):
+        journal.add([record()])
+    rule = FlushRule(journal)
+    assert rule.decide(0, has_forward=True, has_finished=False)
+    assert not rule.decide(every_ns - 1, has_forward=True, has_finished=False)
+    assert rule.decide(every_ns, has_forward=True, has_finished=False)
+
+
 @pytest.mark.parametrize(("has_forward", "has_finished"), list(product([False, True], repeat=2)))
 def test_shortly_after_a_flush_only_the_end_of_a_burst_flushes(has_forward: bool, has_finished: bool) -> None:
-    rule = FlushRule()
+    rule = FlushRule(Journal())
     rule.decide(0, has_forward=True, has_finished=False)
     assert rule.decide(1, has_forward=has_forward, has_finished=has_finished) is (has_finished and not has_forward)
 
 
 @pytest.mark.parametrize("idle", [EVERY_NS // 2, EVERY_NS, 1000 * EVERY_NS])
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_after_the_last_flush_of_a_burst_the_next_one_has_100_ms(idle: int, has_forward: bool) -> None:
+def test_after_the_last_flush_of_a_burst_the_next_one_has_all_its_time(idle: int, has_forward: bool) -> None:
     """A first token does not wait for a flush, however long the engine was idle."""
-    rule = FlushRule()
+    rule = FlushRule(Journal())
     assert rule.decide(0, has_forward=False, has_finished=True)
     begin = idle
     assert not rule.decide(begin, has_forward=has_forward, has_finished=False)
@@ -108,7 +131,7 @@ def test_after_the_last_flush_of_a_burst_the_next_one_has_100_ms(idle: int, has_
 
 
 def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
-    rule = FlushRule()
+    rule = FlushRule(Journal())
     rule.decide(0, has_forward=True, has_finished=False)
     rule.decide(1, has_forward=False, has_finished=False)
     rule.flushed()
@@ -116,8 +139,8 @@ def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
 
 
 @pytest.mark.parametrize("reports", [False, True])
-def test_steps_longer_than_100_ms_all_flush(reports: bool) -> None:
-    rule = FlushRule()
+def test_steps_longer_than_a_second_all_flush(reports: bool) -> None:
+    rule = FlushRule(Journal())
     for now in range(0, 10 * EVERY_NS, EVERY_NS + 1):
         assert rule.decide(now, has_forward=True, has_finished=False)
         if reports:
@@ -125,9 +148,9 @@ def test_steps_longer_than_100_ms_all_flush(reports: bool) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * EVERY_NS), st.booleans(), st.booleans(), st.booleans()), max_size=60))
-def test_no_number_waits_for_longer_than_100_ms_and_a_step(steps: list[tuple[int, bool, bool, bool]]) -> None:
-    """A number of a step is sent within 100 ms of the next one's begin, or by that step itself, or by the last."""
-    rule = FlushRule()
+def test_no_number_waits_for_longer_than_a_second_and_a_step(steps: list[tuple[int, bool, bool, bool]]) -> None:
+    """A number of a step is sent within a second of the next one's begin, or by that step itself, or by the last."""
+    rule = FlushRule(Journal())
     now, oldest = 0, None
     for waited, has_forward, has_finished, news in steps:
         now += waited

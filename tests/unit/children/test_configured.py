@@ -1,7 +1,5 @@
 """Children are found by their classes, built and named; mistakes name the child and the JSON path."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,7 @@ from opentelemetry import trace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs.children.configured import read_specs
+from kvobs.children.configured import _fix_of_import, read_specs
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import ConfigError
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
@@ -28,12 +26,14 @@ def build(config: Any, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any
 
 def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() -> None:
     bad = [{"kv_connector": "NoSuch", "kv_role": "kv_both"}, {**child_config(Script("a")), "kv_rol": "kv_both"}]
+    bad += [{"kv_connector": "LMCacheConnector", "kv_role": "kv_both"}]
     with pytest.raises(ConfigError) as error:
         read_specs(transfer_config("kvobs", bad))
-    key, name = error.value.mistakes
+    key, name, renamed = error.value.mistakes
     assert name.path == "kv_connector_extra_config.connectors[0].kv_connector"
     assert name.found == "found 'NoSuch', which this vLLM does not have"
     assert "OffloadingConnector" in name.allowed
+    assert renamed.found.endswith(", which this vLLM does not have: it is called 'LMCacheConnectorV1' today")
     assert key.path == "kv_connector_extra_config.connectors[1].kv_rol"
     assert key.fix == "use 'kv_role'"
 
@@ -42,6 +42,12 @@ def test_a_module_that_can_not_be_imported_is_named() -> None:
     bad = {**child_config(Script("a")), "kv_connector_module_path": "no.such.module"}
     with pytest.raises(ConfigError, match=r"connectors\[0\].*No module named"):
         read_specs(transfer_config("kvobs", [bad]))
+
+
+def test_a_library_is_missing_where_vllms_own_class_needs_it() -> None:
+    error = ModuleNotFoundError(name="no")
+    assert _fix_of_import("MooncakeConnector", None, error).startswith("mooncake.engine: ")
+    assert _fix_of_import("MooncakeConnector", "no.such", error).startswith("correct kv_connector_module_path, ")
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])

@@ -1,7 +1,5 @@
 """What an isolated child raises goes no further, whatever the hook; vLLM gets an answer that it takes for nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -84,16 +82,20 @@ def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
     assert failures == []
 
 
-def test_a_call_that_raises_after_long_is_a_slow_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timeout: another call would block as long."""
+@pytest.mark.parametrize(("paused_ns", "spent_ns"), [(0, 10**10), (10**9, 9 * 10**9), (10**10 - 1, None)])
+def test_a_call_that_raises_after_long_is_a_slow_one_too(
+    paused_ns: int, spent_ns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timeout: another call would block as long. Pauses of the process do not count."""
     times = iter((0, 10**10))
     monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: next(times))
     made, failures = gate()
+    made._recorder.pauses.note(1, 1 + paused_ns)
     slow: list[tuple[str, int]] = []
     made.slow_ns, made.on_slow = 1, lambda *call: slow.append(call)
     assert made.guard("get_num_new_matched_tokens", raising)("r") == (0, False)
     assert len(failures) == 1
-    assert slow == [("get_num_new_matched_tokens", 10**10)]
+    assert slow == ([("get_num_new_matched_tokens", spent_ns)] if spent_ns is not None else [])
 
 
 def test_answers_of_nothing_are_not_shared() -> None:

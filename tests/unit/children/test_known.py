@@ -1,10 +1,10 @@
 """Cures are of the connector's own project: no stranger's package, and no name that only shares the word Connector."""
 
-from __future__ import annotations
-
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm import distributed
@@ -37,6 +37,7 @@ OTHERS = {
 )
 def test_a_name_is_taken_for_the_one_that_was_meant(name: str, meant: str | None) -> None:
     assert nearest(name, NAMES) == meant
+    assert nearest("abc", ("AbcLongerConnector", "AbcZ")) == "AbcZ", "the shortest of those that begin so"
 
 
 def test_a_removed_connector_has_no_namesake() -> None:
@@ -71,6 +72,14 @@ def test_no_strangers_package_is_to_be_installed() -> None:
         for need in needs:
             package = need.install.partition("pip install ")[2].partition(" ")[0]
             assert package in ("", "nixl", "lmcache", "mooncake-transfer-engine", "amd-mori", "msgpack")
+
+
+def test_a_library_that_is_installed_as_editable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a finder, and no folder on the path."""
+    spec = ModuleSpec("flexkv", None)
+    finder = SimpleNamespace(find_spec=lambda name, *_: spec if name == "flexkv" else None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    assert known.missing_libraries("FlexKVConnectorV1") == []
 
 
 def test_a_strangers_package_is_not_taken_for_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Each mistake has a path, what was found, what is allowed, and a fix; with vLLM and without it the same."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -57,11 +55,9 @@ NO_PORT = "a valid integer, unable to parse string as an integer"
     ("entry", "finding"),
     [
         ({"kv_connector": "X"}, ("kv_role", "is missing", ROLES, ADD_ROLE)),
+        ({"kv_connector": "X", "kv_role": None}, ("kv_role", "found None", ROLES, ADD_ROLE)),
         ({**ENTRY, "kv_role": "both"}, ("kv_role", "found 'both'", ROLES, "use an allowed value")),
-        (
-            {**ENTRY, "kv_port": "a secret"},
-            ("kv_port", "found a value of type str", NO_PORT, "correct the value or remove it"),
-        ),
+        (ENTRY | {"kv_port": "a"}, ("kv_port", "found a value of type str", NO_PORT, "correct the value or remove it")),
     ],
 )
 def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple[str, str, str, str]) -> None:
@@ -70,11 +66,19 @@ def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple
 
 
 @pytest.mark.parametrize(
-    ("key", "fix"), [("kv_rol", "use 'kv_role'"), ("cpu_bytes", "remove it; options of the connector itself")]
+    ("key", "says", "fix"),
+    [
+        ("kv_rol", "unknown key", "use 'kv_role'"),
+        ("cpu_bytes", "unknown key", "remove it; options of the connector itself"),
+        *((key, "found a key that this vLLM no longer has", "remove it") for key in sorted(ONLY_OLDER)),
+        ("kvobs", "is at the wrong place", f"move it into {config.PATH}"),
+        ("tracing", "found an option of kvobs at the wrong place", f"move it into {config.PATH}.kvobs"),
+    ],
 )
-def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, fix: str) -> None:
+def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, says: str, fix: str) -> None:
     _, (finding,) = transfer_config({**ENTRY, key: 1}, "", KVTransferConfig)
     assert finding.path == key
+    assert finding.says.startswith(says)
     assert finding.fix.startswith(fix)
 
 
@@ -103,7 +107,8 @@ def test_children_keep_a_name_where_nothing_else_is_right() -> None:
 def test_best_effort_children_need_recomputation(policy: str | None, count: int) -> None:
     for isolate in ([], ["ExampleConnector"]):
         checked = validate({"connectors": [ENTRY], "kvobs": {"isolate": isolate}}, policy, TransferConfig)
-        assert [mistake.path for mistake in checked.mistakes] == ["kv_load_failure_policy"] * (count and len(isolate))
+        expected = [("kv_load_failure_policy", "found", "'recompute'", "set")] * len(isolate) * count
+        assert [(m.path, m.found[:5], m.allowed, m.fix[:3]) for m in checked.mistakes] == expected
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail", None])
@@ -111,12 +116,13 @@ def test_best_effort_children_need_recomputation(policy: str | None, count: int)
 def test_a_childs_policy_that_differs_is_a_warning(own: str | None, policy: str | None) -> None:
     checked = validate({"connectors": [{**ENTRY, "kv_load_failure_policy": own}]}, policy, TransferConfig)
     is_ignored = own is not None and own != (policy or "fail")
-    assert [warning.path for warning in checked.warnings] == [f"{CONNECTORS}[0].kv_load_failure_policy"] * is_ignored
+    expected = [(f"{CONNECTORS}[0].kv_load_failure_policy", "found", "set")] * is_ignored
+    assert [(warning.path, warning.found[:5], warning.fix[:3]) for warning in checked.warnings] == expected
 
 
 @pytest.mark.parametrize(("needs", "count"), [({}, 0), ({"a": "HND", "b": None}, 0), ({"a": "HND", "b": "NHD"}, 1)])
 def test_layouts_clash_if_two_are_needed(needs: dict[str, str | None], count: int) -> None:
-    assert len(clashing_layouts(needs)) == count
+    assert [(clash.path, clash.fix[:6]) for clash in clashing_layouts(needs)] == [(CONNECTORS, "remove")] * count
 
 
 def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_without() -> None:
@@ -143,11 +149,8 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
         "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, ENTRY],
         "kvobs": {"names": ["nixl", "files"], "min_tokens": {"nixl": 16, "files": 16}},
     }
-    (mistake,) = classes(extra).mistakes
-    assert mistake.path == f"{config.PATH}.kvobs.min_tokens.nixl"
-    assert (
-        mistake.found == "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
-    )
+    says = "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
+    assert classes(extra).mistakes == [Finding(f"{config.PATH}.kvobs.min_tokens.nixl", says, fix="remove it")]
 
 
 SIBLINGS = "because after a failed load other connectors would save unfilled blocks"
@@ -164,9 +167,7 @@ GROUPS = "because with several KV cache groups a failed load can't be reported"
         ("OffloadingConnector", None),
     ],
 )
-def test_isolation_that_wastes_hits_is_a_warning(
-    name: str, found: str | None, groups: int, sibling: str | None
-) -> None:
+def test_isolation_wasting_hits_is_a_warning(name: str, found: str | None, groups: int, sibling: str | None) -> None:
     """Exactly where the router refuses the offers: ``async_only`` is what it is given."""
     others = [] if sibling is None else [{"kv_connector": "Other", "kv_role": sibling}]
     connectors = [{"kv_connector": name, "kv_role": "kv_both"}, *others]
@@ -177,3 +178,4 @@ def test_isolation_that_wastes_hits_is_a_warning(
     expected = [found + reason] if found and reason else []
     assert [warning.found for warning in checked.warnings] == expected
     assert all(("kv_consumer" in warning.fix) == (reason == SIBLINGS) for warning in checked.warnings)
+    assert {warning.path for warning in checked.warnings} <= {f"{config.PATH}.kvobs.isolate"}

@@ -1,7 +1,5 @@
 """Which calls become spans, why, and where in the traces they belong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
-from kvobs.telemetry.recording.call_spans import LINKS_AT_MOST, CallEvent, CallSpans, Parent, StepTraces
+from kvobs.telemetry.recording.call_spans import LINKS_AT_MOST, CallEvent, CallSpans, Parent
 from kvobs.telemetry.recording.journal import AT_MOST, Journal
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.trace_context import TraceContext, new_span_id, new_trace_id
@@ -138,17 +136,6 @@ def test_an_ordinary_call_that_loads_is_seen_with_the_load(is_sampled: bool) -> 
     calls.spans.join_step(context(not is_sampled), {0: [context(is_sampled)]})
     assert bool(calls.note(LOAD_HOOK)) is is_sampled
     assert calls.one(LOAD_HOOK, is_slow=True).reason == Reason.SLOW
-
-
-def test_calls_that_are_noted_later_belong_to_the_step_they_name() -> None:
-    then, load, now = context(), context(), context()
-    calls = Calls(traces_all=True)
-    calls.spans.join_step(now, {})
-    subject = StepTraces(then, {0: [load]})
-    assert calls.one("save_kv_layer", subject=subject).trace_id == then.trace_id
-    assert calls.one("wait_for_layer_load", subject=subject).parent_id == load.span_id
-    assert calls.one("save_kv_layer", subject=None).trace_id == now.trace_id
-    assert calls.one("save_kv_layer", subject="metadata").trace_id == now.trace_id
 
 
 @pytest.mark.parametrize("hook", [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST])

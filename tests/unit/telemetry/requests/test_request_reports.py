@@ -3,8 +3,6 @@
 vLLM's real scheduler; what a client sends is what vLLM passes on of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,7 +181,8 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     (load,) = report.pop("loads")
     assert report.pop("lookup_s") > 0
     assert report.pop("offered_tokens") == {"one": 2 * BLOCK, "two": 3 * BLOCK}
-    assert report == {"asked": True, "prompt_tokens": PROMPT, "local_tokens": 0, "lookups": 3, "saves": ["two"]}
+    tokens = {"prompt_tokens": PROMPT, "local_tokens": 0, "seen_tokens": 0}
+    assert report == {"asked": True, **tokens, "lookups": 3, "saves": ["two"]}
     assert load["waited_s"] >= load["duration_s"] > 0
     (line,) = engine.lines()
     about = {key: line.pop(key) for key in ("time", "engine", "pid", "request_id", "finish_reason")}
@@ -197,9 +196,7 @@ def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sync_load_in_the_last_step_is_open_in_the_response_and_ended_in_the_log(
-    lag: int, make: Make, a: Script
-) -> None:
+def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag: int, make: Make, a: Script) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
     a.offers["r"] = SYNC
     engine = make(report=True, log=True, lag=lag, ranks=2)

@@ -1,7 +1,5 @@
 """The spans of a request: which are written, why, and what they say; a load and its ranks as one."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -83,13 +81,7 @@ def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "prompt_tokens", "local", "expected"),
-    [
-        ("miss", 100, 0, 0.0),
-        ("miss", 64, 48, 0.75),
-        ("hit", 64, 80, 1.0),
-        ("aborted", 64, 0, None),
-        ("miss", 0, 0, None),
-    ],
+    [("miss", 100, 0, 0.0), ("miss", 64, 48, 0.75), ("hit", 64, 80, 1), ("aborted", 64, 0, None), ("miss", 0, 0, None)],
 )
 def test_the_hit_rate_is_of_the_prompt(outcome: str, prompt_tokens: int, local: int, expected: float | None) -> None:
     """With a preempted request's own tokens there is more than the prompt; of an ended one nothing is known."""
@@ -157,13 +149,11 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
 def test_a_load_is_seen_if_traced_failed_or_slow(is_async: bool, outcome: str, is_sampled: bool, ms: int) -> None:
     """Above 1 s, or, where a step waits for it, above 100 ms."""
     is_slow = ms > (1_000 if is_async else 100)
-    expected = (
-        Reason.ERROR if outcome == "failed" else Reason.SLOW if is_slow else Reason.PARENT if is_sampled else None
-    )
+    why = Reason.ERROR if outcome == "failed" else Reason.SLOW if is_slow else Reason.PARENT if is_sampled else None
     ended: dict[str, Any] = {"failed_on": {0} if outcome == "failed" else set(), "aborted": outcome == "aborted"}
     group = Writer().loaded(trace_of(is_sampled=is_sampled), load_of(is_async=is_async, ms=ms, **ended))
-    assert [one.reason for one in group] == ([expected] * 2 if expected else [])
-    if expected:
+    assert [one.reason for one in group] == ([why] * 2 if why else [])
+    if why:
         assert group[0].observed_ns == (ms * MS if outcome == "ok" else 0), "what kvobs_load_duration_seconds saw"
 
 
@@ -192,10 +182,8 @@ def test_how_long_a_step_waited_is_said_of_synchronous_loads() -> None:
 def test_a_failed_load_says_where_and_what_it_did_not_bring(lost_tokens: int | None, recomputed: int) -> None:
     load = load_of(ranks=3, failed_on={1}, lost_tokens=lost_tokens)
     head, *ranks = Writer().loaded(trace_of(), load)
-    assert (head.attributes["error.type"], head.attributes["kv_transfer.recomputed_tokens"]) == (
-        "load_failed",
-        recomputed,
-    )
+    assert head.attributes["error.type"] == "load_failed"
+    assert head.attributes["kv_transfer.recomputed_tokens"] == recomputed
     assert [one.attributes["kv_transfer.rank"] for one in ranks if "error.type" in one.attributes] == [1]
     fine, *_ = Writer().loaded(trace_of(), load_of())
     assert not {"error.type", "kv_transfer.recomputed_tokens", "kv_transfer.slowest_rank"} & set(fine.attributes)
@@ -233,7 +221,7 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
     [
         (None, {}),
         (Gain(None, 2 * MS, MS), {"waited": 0.002}),
-        (Gain(3 * MS, 2 * MS), {"waited": 0.002, "saved": 0.003}),
+        (Gain(3 * MS, MS), {"waited": 0.001, "saved": 0.003}),
     ],
     ids=str,
 )

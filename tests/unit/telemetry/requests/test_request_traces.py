@@ -1,7 +1,5 @@
 """A request joins its caller's trace or begins one; whatever clients send, nothing raises and nothing piles up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -24,14 +22,13 @@ from kvobs.telemetry.requests import trace_context
 from kvobs.telemetry.requests.request_spans import Trace
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.trace_context import TraceContext
+from tests.support import contexts
 from tests.support.contexts import (
     SAMPLED,
     TRACING,
     UNSAMPLED,
     BrokenSampler,
     Sampler,
-    json_values,
-    near_misses,
     request,
     written,
 )
@@ -141,8 +138,9 @@ def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     return trace_context.of_params(params)
 
 
-headers_like = st.none() | json_values | st.fixed_dictionaries({"traceparent": json_values | near_misses})
-params_like = json_values | st.fixed_dictionaries({"kvobs": json_values | headers_like})
+traceparent_like = contexts.json_values | contexts.near_misses
+headers_like = st.none() | contexts.json_values | st.fixed_dictionaries({"traceparent": traceparent_like})
+params_like = contexts.json_values | st.fixed_dictionaries({"kvobs": contexts.json_values | headers_like})
 
 
 @given(st.text(max_size=600), headers_like, params_like)

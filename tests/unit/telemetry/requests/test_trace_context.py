@@ -1,7 +1,5 @@
 """What a client sends is a well-formed context or none, whatever it is; ids are nobody else's."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any
@@ -179,11 +177,8 @@ def test_an_error_goes_on_untouched_and_leaves_no_context_behind(error: BaseExce
 
 
 def test_without_a_context_a_call_is_as_it_was() -> None:
-    assert trace_context.activated(lambda subject, more: (subject, more, current()), lambda subject: None)("r", 1) == (
-        "r",
-        1,
-        0,
-    )
+    call = trace_context.activated(lambda subject, more: (subject, more, current()), lambda subject: None)
+    assert call("r", 1) == ("r", 1, 0)
 
 
 def test_what_is_in_the_active_context_is_not_in_a_requests() -> None:

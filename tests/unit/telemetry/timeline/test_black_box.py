@@ -1,15 +1,16 @@
 """The page of a process: where it is, who may read it, when it goes. What is seen in it: ``test_engine_watch``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from kvobs.log import forget
+from kvobs.schema.options import Options
+from kvobs.telemetry import recorders
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.timeline import black_box
 from kvobs.telemetry.timeline.black_box import BlackBox, Identity, Page, pages
@@ -31,23 +32,14 @@ def read(engine: str = "e") -> list[Page]:
     return [page for _, page in pages(Identity.of(config(engine)).pages())]
 
 
-def test_it_is_private_and_goes_with_the_hook_shutdown(folder: Path) -> None:
+def test_it_is_private_and_goes_when_it_is_closed(folder: Path) -> None:
     box = begin()
     (path,) = folder.iterdir()
     assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o400)
     (page,) = read()
     assert (page.pid, page.rank, page.is_alive, page.has_ended_well) == (os.getpid(), 1, True, False)
-    box.ended_by(lambda: None)()
+    box.close()
     assert (page.has_ended_well, list(folder.iterdir())) == (True, [])
-
-
-def test_an_error_that_ends_the_process_leaves_it(folder: Path) -> None:
-    shut_down = begin().ended_by(lambda: None)
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        shut_down()
-    assert not read()[0].has_ended_well
 
 
 def test_a_fork_does_not_remove_it(folder: Path) -> None:
@@ -58,6 +50,12 @@ def test_a_fork_does_not_remove_it(folder: Path) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert len(list(folder.iterdir())) == 1
+
+
+def test_the_calls_of_a_process_are_on_its_page() -> None:
+    recorder = recorders.build(NAMES, Options(), config("e"), None, 1).recorder
+    calls = recorder.timed(REMOTE, "start_load_kv", read()[0].calls)()
+    assert [call[:3] for call in calls] == [("remote", "start_load_kv", 1)]
 
 
 def test_engines_of_a_group_are_one_start_and_several_pages() -> None:
@@ -77,8 +75,33 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
         assert read()[0].raised() is None
     assert "ends the engine" not in caplog.text
     box.raised(0, "wait_for_save", OSError())
-    assert read()[0].raised() is not None
+    raised = read()[0].raised()
+    assert raised is not None
+    assert (raised[:3], raised.error) == (("cpu", "wait_for_save", 0), "OSError")
+    assert 0 <= time.perf_counter_ns() - raised.since_ns < 60 * 10**9
     assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this ends the engine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("since_s", "began_s", "looks", "seen_in"),
+    [(9, 5, True, REMOTE + 1), (9, 5, False, 0), (9, 0, True, -1), (4, 5, True, -1), (0, 5, True, -1)],
+)
+def test_a_look_notes_the_connector_that_a_layer_hooks_call_is_in(
+    since_s: int, began_s: int, looks: bool, seen_in: int
+) -> None:
+    def fan_out() -> None:
+        box.look()
+
+    box, now_s = begin(), time.perf_counter()
+    at = box.place_of_layers("save_kv_layer")
+    box.watch("save_kv_layer", fan_out.__code__, {fan_out.__code__.co_firstlineno + 1: REMOTE})
+    box.words[black_box.SEEN_IN] = -1
+    box.words[black_box.SINCE] = int((now_s - since_s) * 1e9) if since_s else 0
+    box.floats[at] = now_s - began_s
+    (fan_out if looks else box.look)()
+    assert (box.words[at + 1], box.words[black_box.SEEN_IN]) == (1 << REMOTE, seen_in)
+    assert (box.floats[black_box.SEEN] == box.floats[at]) is (seen_in >= 0)
+    assert 0 <= time.perf_counter_ns() - box.words[black_box.LOOKED] < 60 * 10**9
 
 
 @pytest.mark.parametrize("mode", [0o777, None])

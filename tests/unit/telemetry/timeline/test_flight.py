@@ -1,7 +1,5 @@
 """Each process writes down its calls, steps, loads and saves as they begin and end; without the option, nothing."""
 
-from __future__ import annotations
-
 import re
 from hashlib import blake2b
 from pathlib import Path
@@ -11,12 +9,13 @@ import pytest
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.recordings import Process, Slice, Transfer
+from kvobs.cli.timeline.snapshot import unpack
 from kvobs.schema.options import TimelineOptions
 from kvobs.telemetry.timeline import flight, ring_files
-from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, Flight, What, pack, unpack
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, N_AT_MOST, NAMES, OWN, Flight, What, pack
 from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector, engine_config, transfer_config
 from tests.support.recording_rigs import by_name, recording_rig, served
-from tests.support.rig import child_config
+from tests.support.rig import assert_gone_after, child_config
 
 SECRET = "s3cr3t-" + "0123456789" * 3
 
@@ -176,9 +175,7 @@ def test_a_rank_that_need_not_report_has_nothing_in_progress(folder: Path, a: Sc
     rig.run(2)
     a.say(0, received="r")
     rig.run(4)
-    a.say(0, saved="r")
-    rig.run(4)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 4, saved="r")
     assert_nothing_goes_on(rig)
 
 
@@ -223,9 +220,7 @@ def test_a_steps_layers_are_one_record_for_each_child(folder: Path, a: Script, b
 
 
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer", "wait_for_save", "start_load_kv"])
-def test_a_file_names_open_calls(
-    hook: str, folder: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_name_open_calls(hook: str, folder: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     original = getattr(ScriptedConnector, hook)
 

@@ -1,12 +1,13 @@
 """The table holds what has begun and not ended, whatever came before, and never more than there is room for."""
 
-from __future__ import annotations
+from typing import Any, cast
 
 import hypothesis.strategies as st
 from hypothesis import given
 
+from kvobs.cli.timeline.snapshot import rows
 from kvobs.telemetry.timeline import open_table
-from kvobs.telemetry.timeline.open_table import ROWS, WORDS, OpenTable, rows
+from kvobs.telemetry.timeline.open_table import ROWS, WORDS, OpenTable
 
 keys = st.tuples(st.integers(1, 7), st.integers(0, 2), st.integers(-3, 3))
 
@@ -34,6 +35,20 @@ def test_it_holds_what_has_begun_and_not_ended(events: list[tuple[bool, open_tab
         assert held(words) == sorted(expected.values())
     assert words.tolist()[:5] == [0] * 5
     assert words.tolist()[-3:] == [0] * 3, "nothing is written beside it"
+
+
+def test_a_row_is_free_while_it_is_written() -> None:
+    seen: list[list[tuple[int, int, int]]] = []
+
+    class Words(list[int]):
+        def __setitem__(self, at: Any, n: Any) -> None:
+            super().__setitem__(at, n)
+            seen.append(list(rows(self)))
+
+    written = OpenTable(cast("memoryview", Words([0] * WORDS)), 0)
+    for start in (5, 6):
+        written.begin((3, 0, 7), 3, start)
+    assert seen == [[], [], [], [(3, 5, 7)], [], [], [], [(3, 6, 7)]]
 
 
 def test_what_finds_no_row_is_left_out_and_a_row_that_is_free_again_is_used() -> None:

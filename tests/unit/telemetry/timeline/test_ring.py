@@ -1,7 +1,5 @@
 """A ring holds the last records that were written whole, whatever it is read in the middle of."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from kvobs.cli.timeline import snapshot
+from kvobs.cli.timeline.snapshot import RingError, read
 from kvobs.telemetry.timeline import ring
-from kvobs.telemetry.timeline.ring import END, MAGIC, NUMBER, OPEN, RECORD, SPENT, START, WIDTH, Ring, RingError, read
+from kvobs.telemetry.timeline.ring import END, MAGIC, NUMBER, OPEN, RECORD, SPENT, START, WIDTH, Ring
 
 ABOUT = {"pid": 7}
 HEAD = 8 * 5  # of ABOUT, with its padding
@@ -97,13 +97,13 @@ def test_what_is_written_while_it_is_read_is_left_out(room: int, before: int, mo
     def unpack_from(memory: Written) -> Any:
         return head.unpack_from(memory.memory)
 
-    head = ring._HEAD
+    head = ring.HEAD
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "_HEAD", type("Head", (), {"size": head.size, "unpack_from": staticmethod(unpack_from)}))
-        snapshot = read(Written(memory, write))
-    assert snapshot is not None
+        patch.setattr(snapshot, "HEAD", type("Head", (), {"size": head.size, "unpack_from": staticmethod(unpack_from)}))
+        content = read(Written(memory, write))
+    assert content is not None
     kept = range(max(0, before + more - room), before)
-    assert snapshot.records[:, START].tolist() == list(kept)
+    assert content.records[:, START].tolist() == list(kept)
 
 
 @given(moments, st.integers(0, 2**40))
@@ -129,8 +129,8 @@ def test_a_writer_that_has_not_begun_is_no_mistake() -> None:
 
 def changed(**changes: int | bytes) -> bytes:
     memory, _ = made(3)
-    head = dict(zip(("magic", "version", "length", "live", "room"), ring._HEAD.unpack_from(memory), strict=True))
-    memory[: ring._HEAD.size] = ring._HEAD.pack(*(head | changes).values())
+    head = dict(zip(("magic", "version", "length", "live", "room"), ring.HEAD.unpack_from(memory), strict=True))
+    memory[: ring.HEAD.size] = ring.HEAD.pack(*(head | changes).values())
     return bytes(memory)
 
 
@@ -174,4 +174,4 @@ def test_there_must_be_room_for_a_record() -> None:
     assert made(1)[1].room == 1
     with pytest.raises(ValueError, match="no room for a record"):
         made(0)
-    assert len(json.dumps(ABOUT)) <= HEAD - ring._HEAD.size
+    assert len(json.dumps(ABOUT)) <= HEAD - ring.HEAD.size

@@ -1,7 +1,5 @@
 """The files are private, of fixed size, allocated at once; those of living processes stay, of ended ones the newest."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvobs.telemetry.timeline import ring_files
-from kvobs.telemetry.timeline.ring_files import EARLIER, SUFFIX, create, is_written
+from kvobs.telemetry.timeline.ring_files import EARLIER, SUFFIX, create, create_temporary, is_written
 
 SIZE = 1 << 16
 
@@ -107,6 +105,19 @@ def test_of_ended_processes_the_newest_stay_and_of_living_ones_all(folder: Path)
     assert own.endswith(f"-{os.getpid()}{SUFFIX}")
     assert len(kept) == EARLIER + len(others) + 2
     assert set(alive) <= set(names(folder))
+
+
+def test_a_temporary_file_goes_with_its_process_and_those_that_were_left_go_with_the_next(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    now = time.time_ns()
+    old, young = (f"0-{now - seconds * 10**9}-1" for seconds in (11, 9))
+    for name in (f"{old}.page", f"{old}.txt", f"{young}.page"):
+        (folder / name).touch()
+    memory, remove = create_temporary(folder, "0", SIZE, ".page")
+    (own,) = {*names(folder)} - {f"{old}.txt", f"{young}.page"}
+    assert (own[:2], own[-5:], len(memory), ring_files._started(own) >= now) == ("0-", ".page", SIZE, True)
+    remove()
+    assert names(folder) == sorted([f"{old}.txt", f"{young}.page"])
 
 
 def test_a_killed_processs_file_is_no_longer_written_and_holds_what_it_wrote(folder: Path) -> None:

@@ -1,0 +1,72 @@
+"""Know when this process did not run, so that its connectors are not blamed for that time.
+
+Collections of Python's garbage collector are noted as they happen. A thread that wakes once a second notes when the
+kernel woke it late: the process was stopped, or got no core. A call is compared with this only if it took too long.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable
+from time import CLOCK_MONOTONIC, perf_counter_ns, sleep
+
+from kvobs.faults import contained
+
+AT_MOST = 64  # pauses that are kept
+SHORT_NS = 10**6  # shorter collections are only counted
+LOOK_NS, LATE_NS = 10**9, 10**9 // 2
+# A timer's seconds and ns: once after LOOK_NS, and then after every LATE_NS in which the thread has not woken.
+_TIMES = (ctypes.c_long * 4)(0, LATE_NS, 1, 0)
+
+
+class Pauses:
+    """The pauses of one process; times are those of ``perf_counter_ns``."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[int, int], ...] = ()  # begin and end
+        self.collected_ns = 0  # in collections, until a recorder takes it
+        self._began_ns = self._looked_ns = 0
+
+    def ran_ns(self, begin_ns: int, spent_ns: int) -> int:
+        """Return the part of a call's time in which this process ran, as far as it is known."""
+        end_ns = begin_ns + spent_ns
+        if 0 < self._looked_ns < end_ns - LOOK_NS - LATE_NS:
+            sleep(0.01)  # it may have been stopped until just now: the thread has to note that first
+        for begin, end in reversed(self._last):
+            if end <= begin_ns:
+                break
+            spent_ns -= max(0, min(end_ns, end) - max(begin_ns, begin))
+        return max(0, spent_ns)
+
+    @contained("record")
+    def watch(self, look: Callable[[], bool]) -> None:
+        """Note the pauses of this process, and call ``look`` once a second, until it returns False."""
+        libc = ctypes.PyDLL(None)  # one that keeps the GIL
+        timer = libc.timerfd_create(CLOCK_MONOTONIC, os.O_CLOEXEC)
+        while look():
+            if self.collects not in gc.callbacks:  # at first, or after another engine of this process
+                gc.callbacks.append(self.collects)
+            self._looked_ns = looked_ns = perf_counter_ns()
+            libc.timerfd_settime(timer, 0, _TIMES, None)
+            # Counted when the kernel wakes this thread: it may have to wait for the GIL after that.
+            if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:
+                self.note(looked_ns, perf_counter_ns())
+        os.close(timer)
+        if self.collects in gc.callbacks:
+            gc.callbacks.remove(self.collects)
+
+    def collects(self, phase: str, _: object) -> None:
+        """Note a collection: a callback of Python's collector."""
+        began_ns, self._began_ns = self._began_ns, perf_counter_ns() if phase == "start" else 0
+        if phase == "stop" and began_ns:
+            self.collected_ns += (now_ns := perf_counter_ns()) - began_ns
+            if now_ns - began_ns >= SHORT_NS:
+                self.note(began_ns, now_ns)
+
+    def note(self, begin_ns: int, end_ns: int) -> None:
+        """Note a pause."""
+        self._last = (*self._last[1 - AT_MOST :], (begin_ns, end_ns))
+
+
+OF_PROCESS = Pauses()
