@@ -6,20 +6,18 @@ hooks of newer vLLM versions reach the children through the inherited routing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from kvobs import faults
 from kvobs.aggregation import aggregator
@@ -30,7 +28,6 @@ from kvobs.children.specs import ChildSpec
 from kvobs.children.validation import Validated
 from kvobs.export import destinations
 from kvobs.export.feed import Feed, described, exported
-from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 from kvobs.log import log
 from kvobs.routing import wiring
 from kvobs.routing.scheduler import SchedulerSide
@@ -52,6 +49,8 @@ from kvobs.vllm_api.hooks import HOOKS, Combine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 
 # vLLM asks this of each waiting request in each step: a generator would cost more than the answers.
 _supports_divergent_hits = attrgetter("supports_divergent_local_hybrid_hits")
@@ -80,7 +79,11 @@ class MultiConnector(stock.MultiConnector):
         options = configuration.options
         self._all_support_hma = all_support_hma(specs)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
-            _refuse_hybrid(specs)
+            lacking = [spec.name for spec in specs if not KVConnectorFactory.supports_hma_config(spec.transfer_config)]
+            raise ValueError(
+                f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
+                "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
+            )
         tracing = TracingSettings.of(options, vllm_config)
         rank = None if is_scheduler else wiring.rank_of(vllm_config)
         records = recorders.build(configuration.names, options, vllm_config, tracing, rank)
@@ -123,12 +126,22 @@ class MultiConnector(stock.MultiConnector):
                     routed = records.flight.routed(name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
-        ended: Callable[[], None] = getattr(self, "shutdown")  # noqa: B009 - bound just now: unknown to mypy
-        if records.log is not None:
-            ended = records.log.ended_by(ended)
-        if self._feed is not None and isinstance(self._side, SchedulerSide):
-            ended = self._feed.ended_by(ended, self._side.feed_last)
-        setattr(self, "shutdown", records.recorder.box.ended_by(ended))  # noqa: B010
+        # Bound just now: unknown to mypy.
+        setattr(self, "shutdown", partial(self._end, getattr(self, "shutdown"), records))  # noqa: B009, B010
+
+    def _end(self, shutdown: Callable[[], None], records: Telemetry) -> None:
+        """End the connectors by their hook ``shutdown``, and then what records them."""
+        is_well = not isinstance(sys.exception(), Exception)  # vLLM also calls it while an error ends the engine
+        try:
+            shutdown()
+        finally:
+            if records.log is not None:
+                records.log.close()
+            if self._feed is not None and isinstance(self._side, SchedulerSide):
+                self._side.feed_last(self._feed)
+                self._feed.close(is_well=is_well)
+            if is_well:
+                records.recorder.box.close()
 
     # The wrapper's own metadata must be bound too: vLLM asks has_connector_metadata() before every layer.
 
@@ -191,15 +204,11 @@ class MultiConnector(stock.MultiConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics:
-        validated = configured.read(vllm_config.kv_transfer_config)
-        return MultiKVConnectorPromMetrics(
-            vllm_config,
-            metric_types,
-            labelnames,
-            per_engine_labelvalues,
-            of=validated.specs,
-            options=validated.configuration.options,
-        )
+        from kvobs.export.prometheus import MultiKVConnectorPromMetrics  # of the API server only
+
+        read = configured.read(vllm_config.kv_transfer_config)
+        names, values, options = labelnames, per_engine_labelvalues, read.configuration.options
+        return MultiKVConnectorPromMetrics(vllm_config, metric_types, names, values, of=read.specs, options=options)
 
 
 class Choices(Mapping[str, int]):
@@ -227,20 +236,9 @@ _stock_cache_layout = utils.get_kv_connector_cache_layout
 def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str | None:
     """Return the KV cache layout that the configured connector needs, as vLLM's helper of this name does.
 
-    If none is needed the result is None, and "NHD" before vLLM 0.30.
-
-    Args:
-        vllm_config: vLLM's configuration; default: the current one of this process.
+    If none is needed the result is None, and "NHD" before vLLM 0.30. The default configuration is this process's.
     """
     return versions.required_cache_layout(_stock_cache_layout, vllm_config)
-
-
-def _refuse_hybrid(specs: Sequence[ChildSpec]) -> NoReturn:
-    lacking = [spec.name for spec in specs if not KVConnectorFactory.supports_hma_config(spec.transfer_config)]
-    raise ValueError(
-        f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
-        "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
-    )
 
 
 def _feed(
@@ -248,7 +246,7 @@ def _feed(
 ) -> Feed | None:
     """Return the way to the exporter; None if it does not run, or can't be made. Say where metrics are."""
     try:
-        setup = destinations.Setup.of_engine(options, vllm_config, has_traces=tracing is not None)
+        setup = destinations.Setup.of_engine(options, vllm_config)
         exporter, engine = setup.running, None
         if exporter is not None:
             engine = exported(described(vllm_config, specs, options), vllm_config, exporter, tracing)
@@ -270,8 +268,8 @@ def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
         log.warning("%s", warning)
     sampling.warn_about(configuration.options, tracing)
     if unknown := versions.unknown_hooks():
-        log.warning(
+        text = (
             "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "
-            "are not observed",
-            ", ".join(unknown),
+            "are not observed"
         )
+        log.warning(text, ", ".join(unknown))

@@ -24,14 +24,11 @@ def contain(where: Where) -> None:
     """Count and log the exception that is being handled; call it in an except block."""
     _counts[where] += 1
     with suppress(Exception):  # a filter of the deployment's own logging may raise
-        once(
-            f"fault:{where}",
-            logging.ERROR,
+        text = (
             "internal error in kvobs's telemetry (%s). Serving is not affected; what was being measured is lost. "
-            "Further errors are only counted (kvobs_internal_errors_total)",
-            where,
-            exc_info=True,
+            "Further errors are only counted (kvobs_internal_errors_total)"
         )
+        once(f"fault:{where}", logging.ERROR, text, where, exc_info=True)
     if is_under_pytest():
         raise  # noqa: PLE0704 - the exception that the caller is handling
 

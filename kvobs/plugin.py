@@ -39,17 +39,11 @@ def register() -> None:
     if isinstance(registered, Loader):
         return
     if registered is not None and (theirs := _class_path(registered)) != _STOCK:
-        log.warning(
-            "%s is set, but kvobs is not enabled: another plugin has registered %s as %s. %s",
-            ENABLE_VARIABLE,
-            theirs,
-            _NAME,
-            _INSTEAD,
-        )
+        _warn(f"registered {theirs}")
         return
     loader = Loader()
     # Plugins run in any order, and the registry does not announce replaced entries.
-    weakref.finalize(loader, _say_that_it_is_gone).atexit = False
+    weakref.finalize(loader, _warn, "replaced its class").atexit = False
     KVConnectorFactory._registry[_NAME] = loader
 
 
@@ -63,10 +57,6 @@ def _class_path(loader: Callable[[], Any]) -> str:
     return f"what {loader.__module__}.{loader.__qualname__} loads"
 
 
-def _say_that_it_is_gone() -> None:
-    log.warning(
-        "%s is set, but kvobs is not enabled: another plugin has replaced its class as %s. %s",
-        ENABLE_VARIABLE,
-        _NAME,
-        _INSTEAD,
-    )
+def _warn(deed: str) -> None:
+    text = "%s is set, but kvobs is not enabled: another plugin has %s as %s. %s"
+    log.warning(text, ENABLE_VARIABLE, deed, _NAME, _INSTEAD)

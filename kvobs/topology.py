@@ -5,15 +5,13 @@ more ranks than heads, consecutive ranks hold copies of one head. "Local" is the
 engine it reads from (prefill).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvobs.vllm_api import versions
 
-__all__ = ["Engine", "Read", "TpKVTopology", "TransferTopology", "heads_of", "who_reads"]
+__all__ = ["Engine", "Read", "TpKVTopology", "heads_of", "who_reads"]
 
 _K_AND_V = 2
 
@@ -22,9 +20,9 @@ _K_AND_V = 2
 class TpKVTopology:
     """Compute what one rank of the local engine reads from other engines.
 
-    Fields and methods are those of the last vLLM class of that name; older versions had a single backend, which is
-    accepted too. vLLM replaced it by ``TransferTopology`` (its pull request 39529), see below. Sizes that do not fit
-    raise a ``ValueError``.
+    Fields and methods are those of the last vLLM class of that name, which its ``TransferTopology`` replaced (pull
+    request 39529); older versions had a single backend, which is accepted too. Sizes that do not fit raise a
+    ``ValueError``.
 
     ``remote_tp_size`` and ``remote_block_size`` also contain the local engine. They may grow with each handshake, so
     engines are checked on access.
@@ -92,11 +90,23 @@ class TpKVTopology:
     def tp_ratio(self, remote_tp_size: int) -> int:
         """Return how many local ranks share a remote rank, or, negative, how many remote ranks a local rank reads."""
         heads_of(0, remote_tp_size, self._heads)
-        return _tp_ratio(self.tp_size, remote_tp_size, f"of engine {self.engine_id}")
+        large, small = max(self.tp_size, remote_tp_size), min(self.tp_size, remote_tp_size)
+        if large % small:
+            raise ValueError(
+                f"TP size {self.tp_size} of engine {self.engine_id} and {remote_tp_size} of the remote engine: "
+                "one must be a multiple of the other"
+            )
+        return large // small if self.tp_size == large else -(large // small)
 
     def block_size_ratio(self, remote_block_size: int) -> int:
         """Return how many remote blocks fill a local one."""
-        return _block_size_ratio(self.block_size, remote_block_size, f"of engine {self.engine_id}")
+        _check_whole("remote block size", remote_block_size)
+        if self.block_size % remote_block_size:
+            raise ValueError(
+                f"block size {self.block_size} of engine {self.engine_id} and {remote_block_size} of the remote "
+                "engine: the first must be a multiple of the second"
+            )
+        return self.block_size // remote_block_size
 
     def tp_ratio_from_engine_id(self, remote_engine_id: str) -> int:
         """Return ``tp_ratio`` of an engine that is known."""
@@ -122,7 +132,8 @@ class TpKVTopology:
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
         """Return the remote ranks with data for this rank, including copies (see ``who_reads``)."""
-        return _targets(self.tp_rank, self.tp_ratio(remote_tp_size))
+        ratio = self.tp_ratio(remote_tp_size)
+        return [self.tp_rank // ratio] if ratio > 0 else [self.tp_rank * -ratio + i for i in range(-ratio)]
 
     def get_target_remote_ranks_from_engine_id(self, remote_engine_id: str) -> list[int]:
         """Return ``get_target_remote_ranks`` of an engine that is known."""
@@ -141,123 +152,6 @@ class TpKVTopology:
         if self.is_mamba and cache.shape[0] == _K_AND_V:  # beside state, attention has its blocks first all the same
             cache = cache.transpose(0, 1)
         return cache if self.split_k_and_v else [cache]
-
-
-@dataclass
-class TransferTopology:
-    """Compute what one rank of the local engine reads from registered engines: vLLM's class since 0.28.
-
-    With decode context parallelism (DCP) an engine's ranks split the tokens ``dcp_size`` ways: either none or all of
-    its ranks do. Sizes that do not fit raise a ``ValueError``.
-    """
-
-    tp_rank: int
-    tp_size: int
-    block_size: int
-    engine_id: str
-    is_mla: bool
-    is_mamba: bool
-    total_num_kv_heads: int
-    attn_backends: Any
-    dcp_size: int = 1
-    tensor_shape: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        self.local_physical_heads = max(1, self.total_num_kv_heads // self.tp_size)
-        self._engines: dict[tuple[str, int], Any] = {}
-
-    # Engines, by id and pipeline rank
-
-    def register_remote_engine(self, remote_engine_id: str, info: Any) -> Any:
-        """Register an engine (vLLM's ``EngineTransferInfo``); return its first registration."""
-        if remote_engine_id == self.engine_id:
-            raise ValueError(f"engine {remote_engine_id} is the local one; give the id of a remote engine")
-        return self._engines.setdefault((remote_engine_id, info.remote_pp_rank), info)
-
-    def get_engine_info(self, remote_engine_id: str, remote_pp_rank: int = 0) -> Any:
-        return self._engines[remote_engine_id, remote_pp_rank]
-
-    def unregister_remote_engine(self, remote_engine_id: str) -> None:
-        for key in [key for key in self._engines if key[0] == remote_engine_id]:
-            del self._engines[key]
-
-    # The cache's layout, which vLLM asked for until 0.30
-
-    @property
-    def cross_layers_blocks(self) -> bool:
-        """Return whether one tensor holds the blocks of all layers."""
-        dims = len(versions.cache_shape(None, is_mla=self.is_mla))
-        return self.tensor_shape is not None and not self.is_mamba and len(self.tensor_shape) == dims + 1
-
-    @property
-    def virtually_split_kv_in_blocks(self) -> bool:
-        """Return whether a block has two separately addressed parts: the states of a hybrid model."""
-        return self.is_mamba and not self.cross_layers_blocks
-
-    # Sizes
-
-    @property
-    def dcp_rank(self) -> int:
-        """Return which part of the tokens this rank has."""
-        return self.tp_rank % self.dcp_size
-
-    def tp_ratio(self, remote_tp_size: int) -> int:
-        """Return how many local ranks share a remote rank, or, negative, how many remote ranks a local rank reads."""
-        return _tp_ratio(self.tp_size, remote_tp_size, "of the local engine")
-
-    def block_size_ratio(self, remote_block_size: int) -> int:
-        """Return how many remote blocks fill a local one."""
-        return _block_size_ratio(self.block_size, remote_block_size, "of the local engine")
-
-    def is_kv_replicated(self, remote_engine_id: str, remote_pp_rank: int = 0) -> bool:
-        """Return whether an engine has more ranks than the model has KV heads, so that ranks hold copies."""
-        tp_size: int = self.get_engine_info(remote_engine_id, remote_pp_rank).remote_tp_size
-        return tp_size > self.total_num_kv_heads
-
-    def replicates_kv_cache(self, remote_engine_id: str, remote_pp_rank: int = 0) -> bool:
-        """Return whether an engine's ranks hold copies; with MLA they always do."""
-        return self.is_mla or self.is_kv_replicated(remote_engine_id, remote_pp_rank)
-
-    @property
-    def local_replicates_kv_cache(self) -> bool:
-        """Return whether the local ranks hold copies."""
-        return self.is_mla or self.tp_size > self.total_num_kv_heads
-
-    # Who reads from whom
-
-    def dcp_source_ranks(self, remote_tp_size: int, remote_dcp_size: int) -> list[int]:
-        """Return the remote ranks with tokens of this rank's part, if the remote engine splits the tokens."""
-        if self.dcp_size > remote_dcp_size:  # this part lies within one of theirs
-            return [self.dcp_rank % remote_dcp_size]
-        return list(range(self.dcp_rank, remote_tp_size, self.dcp_size))
-
-    def handshake_target_ranks(self, remote_tp_size: int, remote_dcp_size: int = 1) -> list[int]:
-        """Return the remote ranks with data for this rank; the engine need not be registered."""
-        if remote_dcp_size > 1:
-            return self.dcp_source_ranks(remote_tp_size, remote_dcp_size)
-        return _targets(self.tp_rank, self.tp_ratio(remote_tp_size))
-
-    def target_remote_ranks(self, remote_engine_id: str, remote_pp_rank: int = 0) -> list[int]:
-        """Return the remote ranks with data for this rank by TP sizes alone; the engine must be registered."""
-        info = self.get_engine_info(remote_engine_id, remote_pp_rank)
-        return _targets(self.tp_rank, self.tp_ratio(info.remote_tp_size))
-
-    def dcp_consumer_count(self, remote_tp_size: int, remote_dcp_size: int) -> int:
-        """Return how many local ranks read from a remote one."""
-        if remote_dcp_size <= 1:
-            return max(1, self.tp_ratio(remote_tp_size))
-        return self.tp_size if self.dcp_size == 1 else max(1, self.dcp_size // remote_dcp_size)
-
-    def describe(self, remote_engine_id: str, remote_pp_rank: int = 0) -> str:
-        """Return both engines' sizes in a line, for logs."""
-        info = self.get_engine_info(remote_engine_id, remote_pp_rank)
-        return (
-            f"TransferTopology(tp_ratio={self.tp_ratio(info.remote_tp_size)}, "
-            f"num_kv_heads={1 if self.is_mla else self.total_num_kv_heads}, local_tp={self.tp_size}, "
-            f"remote_tp={info.remote_tp_size}, remote_pp={remote_pp_rank}, local_dcp={self.dcp_size}, "
-            f"remote_dcp={versions.remote_dcp_size(info)}, local_rank={self.tp_rank}, "
-            f"remote_block_len={info.remote_block_len})"
-        )
 
 
 class Engine(NamedTuple):
@@ -318,32 +212,7 @@ def heads_of(tp_rank: int, tp_size: int, kv_heads: int) -> range:
     return range(first, first + max(1, kv_heads // tp_size))
 
 
-def _tp_ratio(tp_size: int, remote_tp_size: int, whose: str) -> int:
-    _check_whole("TP size", remote_tp_size)
-    large, small = max(tp_size, remote_tp_size), min(tp_size, remote_tp_size)
-    if large % small:
-        raise ValueError(
-            f"TP size {tp_size} {whose} and {remote_tp_size} of the remote engine: one must be a multiple of the other"
-        )
-    return large // small if tp_size == large else -(large // small)
-
-
-def _block_size_ratio(block_size: int, remote_block_size: int, whose: str) -> int:
-    _check_whole("remote block size", remote_block_size)
-    if block_size % remote_block_size:
-        raise ValueError(
-            f"block size {block_size} {whose} and {remote_block_size} of the remote engine: "
-            "the first must be a multiple of the second"
-        )
-    return block_size // remote_block_size
-
-
-def _targets(tp_rank: int, ratio: int) -> list[int]:
-    return [tp_rank // ratio] if ratio > 0 else [tp_rank * -ratio + i for i in range(-ratio)]
-
-
 def _check_whole(what: str, number: object) -> None:
-    """Raise unless it is a positive integer."""
     if type(number) is not int or number < 1:
         raise ValueError(f"{what} is {number!r}, must be an integer of at least 1")
 

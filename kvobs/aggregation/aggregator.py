@@ -16,12 +16,10 @@ from vllm.v1.executor import abstract as executors
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs import faults
-from kvobs.aggregation.rank_tally import FORGET_AFTER, Remaining, Reports, Rounds, RoundStart, Tally
-from kvobs.log import line, log, once
-from kvobs.state.transfers import Stuck, named_ranks
+from kvobs.aggregation.rank_tally import FORGET_AFTER, Reports, Rounds, RoundStart, Tally
+from kvobs.log import once
+from kvobs.state.transfers import Stuck
 from kvobs.vllm_api import versions
-
-__all__ = ["Aggregation", "KVOutputAggregator", "install", "obstacle"]
 
 _MISSING_FIELDS = versions.OUTPUT_FIELDS - versions.output_fields()
 _HAS_FAILURES = "failed_recving" not in _MISSING_FIELDS
@@ -44,25 +42,17 @@ class KVOutputAggregator(StockAggregator):
         expected_finished_count: int,
         *,
         stuck_after_s: float = 60,
-        on_stuck: Callable[[Stuck], None] | None = None,
+        on_stuck: Callable[[Stuck], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set the expected number of reports per load and save; a worker's output may change it."""
-        if not isinstance(expected_finished_count, int) or expected_finished_count < 1:
-            raise ValueError(
-                f"expected_finished_count is {expected_finished_count!r}, must be the number of ranks that report each "
-                "load and save, at least 1 (get_finished_count() of the connector, or the world size)"
-            )
         super().__init__(expected_finished_count)
         self._stuck_after_s = stuck_after_s
-        self._on_stuck = on_stuck or _log_stuck
+        self._on_stuck = on_stuck
         self._clock = clock
         self._loads = Tally()
         self._saves = Tally()
         self._failures = Rounds()
-        # Attributes of vLLM's class, for code that reads them.
-        self._recv_remaining_count = Remaining(self._loads)
-        self._send_remaining_count = Remaining(self._saves)
         self._kept = _Combined()  # outputs since the last result
         self._salvaged_outputs: list[KVConnectorOutput] = []
         self._salvaged_before = 0
@@ -135,13 +125,13 @@ class KVOutputAggregator(StockAggregator):
         self._count(sent, received, step)
 
     def _count(self, sent: Reports, received: Reports, step: RoundStart) -> None:
-        if sent:
-            self._kept.sent |= self._saves.count(sent, step)
-        if received:
-            self._kept.received |= self._loads.count(received, step)
+        self._kept.sent |= self._saves.count(sent, step)
+        self._kept.received |= self._loads.count(received, step)
 
     def _result(self, combined: _Combined) -> KVConnectorOutput:
-        failed = {request for request in combined.received if self._failures.pop(request)} if self._failures else set()
+        failed = combined.received & self._failures.keys()
+        for request in failed:
+            del self._failures[request]
         fields = {
             "finished_sending": combined.sent or None,
             "finished_recving": combined.received or None,
@@ -173,11 +163,9 @@ class KVOutputAggregator(StockAggregator):
         due = (rounds.next_stuck(self._stuck_after_s) for _, rounds in kinds)
         self._check_at = min((at for at in due if at is not None), default=now + self._stuck_after_s)
 
+    @faults.contained("record")
     def _report_stuck(self, stuck: Stuck) -> None:
-        try:
-            self._on_stuck(stuck)
-        except Exception:
-            faults.contain("record")
+        self._on_stuck(stuck)
 
 
 class _Combined:
@@ -202,34 +190,24 @@ class _Combined:
             self.meta = meta if self.meta is None else self.meta.aggregate(meta)
         if (events := output.kv_cache_events) is not None:
             if rank in self.events:
-                self.events[rank].add_events(_events_of(events, self.events[rank]))
+                self.events[rank].add_events(events.get_all_events())
             else:
                 self.events[rank] = events
         if output.invalid_block_ids:
             self.invalid |= output.invalid_block_ids
 
+    @faults.contained("merge")
     def _add_stats(self, stats: Any) -> None:
-        if self.stats is None:
-            self.stats = stats
-            return
-        try:
-            if not isinstance(self.stats, type(stats)):
-                raise TypeError(
-                    f"stats of one worker are a {type(stats).__name__}, of the others a {type(self.stats).__name__}"
-                )
-            self.stats = self.stats.aggregate(stats)
-        except Exception:
-            faults.contain("merge")
+        self.stats = stats if self.stats is None else self.stats.aggregate(stats)
 
     def all_events(self) -> Any:
         """Return the events of all ranks in one object, with the number of ranks."""
-        combined = None
-        for events in self.events.values():
-            if combined is None:
-                combined = events
-            else:
-                combined.add_events(_events_of(events, combined))
-                combined.increment_workers(1)
+        if not self.events:
+            return None
+        combined, *others = self.events.values()
+        for events in others:
+            combined.add_events(events.get_all_events())
+            combined.increment_workers(1)
         return combined
 
 
@@ -250,29 +228,13 @@ def install() -> None:
     present = getattr(executors, "KVOutputAggregator", None)
     if present is KVOutputAggregator:
         return
-    if present is None:
-        _leave("vllm.v1.executor.abstract has no KVOutputAggregator")
-    elif present is not StockAggregator:
-        _leave(f"vllm.v1.executor.abstract has another one, {present.__module__}.{present.__qualname__}")
-    elif (reason := obstacle()) is not None:
-        _leave(reason)
+    if present is StockAggregator:
+        reason = obstacle()
+    elif present is None:
+        reason = "vllm.v1.executor.abstract has no KVOutputAggregator"
     else:
+        reason = f"vllm.v1.executor.abstract has another one, {present.__module__}.{present.__qualname__}"
+    if reason is None:
         executors.KVOutputAggregator = KVOutputAggregator
-
-
-def _leave(reason: str) -> None:
+        return
     once("aggregation", logging.WARNING, "kvobs's aggregator is not used, vLLM's KVOutputAggregator is: %s", reason)
-
-
-def _events_of(events: Any, others: Any) -> Any:
-    if not isinstance(others, type(events)):
-        raise TypeError(
-            f"KV cache events of one worker are a {type(events).__name__}, of another a {type(others).__name__}: "
-            "all workers must run the same connectors"
-        )
-    return events.get_all_events()
-
-
-def _log_stuck(stuck: Stuck) -> None:
-    ranks = named_ranks(stuck.missing)
-    log.warning("the %s of request '%s' is stuck: not reported by %s", stuck.kind, line(stuck.request), ranks)

@@ -8,26 +8,17 @@ How each connector comes to serve, for certain, in the order cpu, disk:
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvobs.demo.server import Completion
+from kvobs.demo.server import Completion, Server
 from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 BLOCK = 32
 """Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""
 
 ANSWER_TOKENS = 12
-
-
-class Answering(Protocol):
-    """The part of a server that the load uses."""
-
-    def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion: ...
-
-    def reset_prefix_cache(self, *, external: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class RoundResult:
 
 
 def run_rounds(
-    server: Answering,
+    server: Server,
     requests: int,
     *,
     concurrency: int = 4,
@@ -90,12 +81,8 @@ def run_rounds(
                 on_answer(part, len(answers), each)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or an error: nothing more is sent
-        yield RoundResult(
-            part,
-            time.monotonic() - begin,
-            sum(answer.prompt_tokens for answer in answers.values()),
-            {prompt: answer.tokens for prompt, answer in answers.items()},
-        )
+        tokens = {prompt: answer.tokens for prompt, answer in answers.items()}
+        yield RoundResult(part, time.monotonic() - begin, sum(a.prompt_tokens for a in answers.values()), tokens)
 
 
 def _trace_headers() -> dict[str, str]:
@@ -116,18 +103,17 @@ def differing(results: list[RoundResult]) -> list[str]:
 
 def prompts(questions: int, count: int) -> list[str]:
     """Return `count` different prompts of a set of questions, the documents in turn."""
-    documents = [document(title, about) for title, about in DOCUMENTS]
+    documents = [document(title) for title in DOCUMENTS]
     return [
         whole_blocks_and_a_bit(f"{documents[i % len(documents)]}\n\n{question(questions, i // len(documents))}\nA: ")
         for i in range(count)
     ]
 
 
-def document(title: str, about: tuple[str, ...]) -> str:
+def document(title: str) -> str:
     """Return a document of about 900 characters: some thirty blocks."""
-    end = f"of the {title} handbook says no more than that."
-    sentences = [f"{line} Section {i} {end}" for i, line in enumerate(about * 3, 1)]
-    return f"{title.upper()}\n\n" + " ".join(sentences)[:900]
+    sections = [f"Section {i} of the {title} handbook says what to do on day {i}." for i in range(1, 20)]
+    return f"{title.upper()}\n\n" + " ".join(sections)[:900]
 
 
 def question(questions: int, index: int) -> str:
@@ -144,16 +130,7 @@ def whole_blocks_and_a_bit(prompt: str) -> str:
     return prompt + " " if len(prompt) % BLOCK == 1 else prompt
 
 
-DOCUMENTS = (
-    ("pump", ("The pump starts only when the inlet valve is open.", "Grease the shaft every 200 hours.",
-              "A red light means that the filter is full.", "Never run it dry for longer than a minute.")),
-    ("oven", ("Heat the oven for ten minutes before the first tray.", "The door stays locked above 300 degrees.",
-              "Clean the fan with a dry brush.", "Steam comes from the tank on the left.")),
-    ("lift", ("The lift carries six people or 450 kilograms.", "Between floors the doors can't be opened by hand.",
-              "Ropes are inspected in spring and autumn.", "In a fire it goes to the ground floor and stays.")),
-    ("mill", ("The mill turns at 90 revolutions a minute.", "Change the sieve before you change the grain.",
-              "Dust is drawn off through the blue pipe.", "The stones are dressed once a year.")),
-)  # fmt: skip
+DOCUMENTS = ("pump", "oven", "lift", "mill")
 
 QUESTIONS = (
     ("What has to happen before it is switched on?", "How often does it need care, and of which kind?",

@@ -7,10 +7,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NAME = "tiny"
 """The name under which the server offers the model."""
@@ -22,33 +25,35 @@ FIRST_BYTE = 3
 
 LAYERS = 4
 HIDDEN = 256
-HEADS = 4
 KV_HEADS = 2  # two, so that tensor parallel 2 gives each rank one
-HEAD_DIM = HIDDEN // HEADS
+HEAD_DIM = 64
 MLP = 512
 VOCAB = FIRST_BYTE + 256
 
 Array = npt.NDArray[np.float32]
 
 
-def make_model(path: Path) -> Path:
+def make_model(path: Path, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
     """Write the model and its tokenizer to a folder, unless a complete one is there already; return the folder.
 
     Takes about a tenth of a second. The folder counts as complete once `config.json` is in it, which is written last.
+    The width, ``hidden``, is a multiple of 64.
     """
     if (path / "config.json").exists():
         return path
     from safetensors.numpy import save_file
 
     path.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights(np.random.default_rng(SEED))), path / "model.safetensors", metadata={"format": "pt"})
-    write_json(path / "tokenizer.json", tokenizer())
+    tensors = dict(weights(np.random.default_rng(SEED), layers, hidden))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tokenizer().save(str(path / "tokenizer.json"))
     write_json(path / "tokenizer_config.json", TOKENIZER_CONFIG)
-    write_json(path / "config.json", CONFIG)
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // HEAD_DIM}
+    write_json(path / "config.json", CONFIG | sizes)
     return path
 
 
-def weights(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
+def weights(rng: np.random.Generator, layers: int, hidden: int) -> Iterator[tuple[str, Array]]:
     """Yield each tensor with its name in Llama's checkpoint.
 
     Scaled by fan-in rather than by the usual 0.02: attention then weighs as much as the token itself, so that one
@@ -58,20 +63,20 @@ def weights(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
     def matrix(rows: int, columns: int) -> Array:
         return rng.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
 
-    yield "model.embed_tokens.weight", rng.standard_normal((VOCAB, HIDDEN), dtype=np.float32)
-    for layer in range(LAYERS):
+    yield "model.embed_tokens.weight", rng.standard_normal((VOCAB, hidden), dtype=np.float32)
+    for layer in range(layers):
         name = f"model.layers.{layer}"
-        yield f"{name}.input_layernorm.weight", np.ones(HIDDEN, np.float32)
-        yield f"{name}.self_attn.q_proj.weight", matrix(HEADS * HEAD_DIM, HIDDEN)
-        yield f"{name}.self_attn.k_proj.weight", matrix(KV_HEADS * HEAD_DIM, HIDDEN)
-        yield f"{name}.self_attn.v_proj.weight", matrix(KV_HEADS * HEAD_DIM, HIDDEN)
-        yield f"{name}.self_attn.o_proj.weight", matrix(HIDDEN, HEADS * HEAD_DIM)
-        yield f"{name}.post_attention_layernorm.weight", np.ones(HIDDEN, np.float32)
-        yield f"{name}.mlp.gate_proj.weight", matrix(MLP, HIDDEN)
-        yield f"{name}.mlp.up_proj.weight", matrix(MLP, HIDDEN)
-        yield f"{name}.mlp.down_proj.weight", matrix(HIDDEN, MLP)
-    yield "model.norm.weight", np.ones(HIDDEN, np.float32)
-    head = matrix(VOCAB, HIDDEN)
+        yield f"{name}.input_layernorm.weight", np.ones(hidden, np.float32)
+        yield f"{name}.self_attn.q_proj.weight", matrix(hidden, hidden)
+        yield f"{name}.self_attn.k_proj.weight", matrix(KV_HEADS * HEAD_DIM, hidden)
+        yield f"{name}.self_attn.v_proj.weight", matrix(KV_HEADS * HEAD_DIM, hidden)
+        yield f"{name}.self_attn.o_proj.weight", matrix(hidden, hidden)
+        yield f"{name}.post_attention_layernorm.weight", np.ones(hidden, np.float32)
+        yield f"{name}.mlp.gate_proj.weight", matrix(MLP, hidden)
+        yield f"{name}.mlp.up_proj.weight", matrix(MLP, hidden)
+        yield f"{name}.mlp.down_proj.weight", matrix(hidden, MLP)
+    yield "model.norm.weight", np.ones(hidden, np.float32)
+    head = matrix(VOCAB, hidden)
     head[~printable()] = 0
     yield "lm_head.weight", head
 
@@ -92,30 +97,17 @@ def alphabet() -> list[str]:
     return [chr(shifted.get(byte, byte)) for byte in range(256)]
 
 
-def tokenizer() -> dict[str, Any]:
-    """Return the tokenizer.json of a byte-level tokenizer without merges: one token for each byte of the prompt."""
+def tokenizer() -> "Tokenizer":
+    """Return a byte-level tokenizer without merges: one token for each byte of the prompt."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     specials = {"<s>": BOS, "</s>": EOS, "<unk>": UNK}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": token, "content": text, "special": True, "normalized": False}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-            for text, token in specials.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "truncation": None,
-        "padding": None,
-        "model": {
-            "type": "BPE",
-            "vocab": specials | {char: FIRST_BYTE + byte for byte, char in enumerate(alphabet())},
-            "merges": [],
-            "unk_token": "<unk>",
-        },
-    }
+    vocab = specials | {char: FIRST_BYTE + byte for byte, char in enumerate(alphabet())}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(specials))
+    return made
 
 
 TOKENIZER_CONFIG = {
@@ -132,10 +124,7 @@ CONFIG = {
     "model_type": "llama",
     "torch_dtype": "float32",
     "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
     "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
     "hidden_act": "silu",

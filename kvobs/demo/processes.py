@@ -4,27 +4,9 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import Protocol
+from subprocess import Popen
 
 from kvobs.vllm_api.proc import stat
-
-
-class ServerProcess(Protocol):
-    """The part of `subprocess.Popen` that is used of a server's process."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return its exit status, None if it runs; that of a process killed by a signal is negative."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status once it has ended; raise `subprocess.TimeoutExpired` if it has not in time."""
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def group_members(group: int) -> list[int]:
@@ -38,7 +20,7 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def end_group(process: ServerProcess, grace: float) -> None:
+def end_group(process: Popen[bytes], grace: float) -> None:
     """Terminate the leader of a process group, and kill the rest of the group after `grace` seconds."""
     try:
         process.terminate()

@@ -7,8 +7,8 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from kvobs.demo.scrapes import Numbers, change
 from kvobs.schema import signals
-from kvobs.telemetry.payload.scrapes import Numbers, change
 
 OUTCOMES = signals.LOOKUPS.labels["outcome"]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"

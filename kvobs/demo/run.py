@@ -153,7 +153,8 @@ class Demo:
         self.copyable(*lines, STACK)
         title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
         self.console.print(title)
-        self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(multi_connector(*GPU_CONNECTORS))}'")
+        config = json.dumps(multi_connector(*GPU_CONNECTORS))
+        self.copyable(f"vllm serve MODEL --no-enable-chunked-prefill --kv-transfer-config '{config}'")
 
     def copyable(self, *lines: str) -> None:
         """Print lines without wrapping them."""

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import ServerProcess, end_group, exit_text
+from kvobs.demo.processes import end_group, exit_text
 from kvobs.demo.vllm_serve import PARENT
 
 HOST = "127.0.0.1"
@@ -71,7 +71,7 @@ class Server:
     host: str = HOST
     """The address it listens on: this, or 0.0.0.0, all of them."""
 
-    process: ServerProcess | None = field(default=None, init=False, repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     scratch: Path | None = field(default=None, init=False, repr=False)
     """Its folder for temporary files; short, because names of sockets are."""
     ready: bool = field(default=False, init=False, repr=False)
@@ -116,7 +116,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = self.launched(log, env)
 
-    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ServerProcess:
+    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.DEVNULL,
@@ -141,11 +141,9 @@ class Server:
         self.ready = True
 
     def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == HTTPStatus.OK)
-        except OSError:
-            return False
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+        return False
 
     def check_alive(self) -> None:
         """Raise `ServerError` if the server process has ended."""

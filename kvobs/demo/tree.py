@@ -114,14 +114,9 @@ def lines(rows: Sequence[Row]) -> Iterator[Table]:
         line.add_column(width=digits + len(" ms"), justify="right", no_wrap=True)
         line.add_column(width=BAR, no_wrap=True, style="" if span.error else "cyan")
         line.add_column(overflow="fold")
-        line.add_row(
-            Text(row.title),
-            milliseconds(start),
-            f"{milliseconds(stop - start)} ms",
-            bar(start, stop, end - begin),
-            Text(", ".join(filter(None, words))),
-            style="red" if span.error else "",
-        )
+        times = milliseconds(start), f"{milliseconds(stop - start)} ms", bar(start, stop, end - begin)
+        said = Text(", ".join(filter(None, words)))
+        line.add_row(Text(row.title), *times, said, style="red" if span.error else "")
         yield line
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvobs.children.child import Child
 from kvobs.faults import contained
@@ -33,19 +33,8 @@ if TYPE_CHECKING:
 failed_loads = versions.failed_loads()
 
 
-class Over(NamedTuple):
-    """Requests whose load may be closed, and those whose promised saves may be."""
-
-    loads: list[str]
-    saves: set[str]
-
-
 class OutputView:
-    """Shows the output to one child after the other; ``stray`` receives reports of children that own no such transfer.
-
-    Attributes:
-        is_watched: whether any child looks at the output: if none does, one without loads and saves need not be shown.
-    """
+    """Shows the output to one child after the other; ``stray`` receives reports of transfers that no child owns."""
 
     def __init__(
         self,
@@ -55,7 +44,7 @@ class OutputView:
         stray: Callable[[Stray], None],
     ) -> None:
         self._shown_to = [child for child in children if child.does("update_connector_output")]
-        self.is_watched = bool(self._shown_to)
+        self.is_watched = bool(self._shown_to)  # if not, an output without loads and saves need not be shown
         self._ledger = ledger
         self._visibility = visibility
         self._stray = stray
@@ -67,14 +56,15 @@ class OutputView:
         meta: MultiKVConnectorWorkerMetadata | None,
         loads: Sequence[str],
         sent: set[str],
-    ) -> Over:
+    ) -> tuple[list[str], set[str]]:
         """Show the output with these loads and saves; return those that have ended after all children have seen it.
 
         ``finished_recving`` and ``finished_sending`` of the output are left to the caller.
         """
-        # A synchronous load ends with its step: vLLM reports it to nobody.
-        received = {request for request in loads if self._ledger.is_async(request)}
-        sync = [request for request in loads if request not in received]
+        received: set[str] = set()
+        sync: list[str] = []
+        for request in loads:  # a synchronous load ends with its step: vLLM reports it to nobody
+            received.add(request) if self._ledger.is_async(request) else sync.append(request)
         events, stats = output.kv_cache_events, output.kv_connector_stats
         try:
             for child in self._shown_to:
@@ -87,23 +77,29 @@ class OutputView:
                     stats = with_own_stats(stats, child.name, left, self._classes)
         finally:
             output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
-        return Over([*sync, *received], sent)
+        return [*sync, *received], sent
 
     def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
         """Show the output to one child; return both sets with its changes of its own requests.
 
         As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
         """
-        hidden = self._visibility[child.index].hidden
-        now_received, now_sent = set(received), set(sent)
-        seen_received, seen_sent = now_received - hidden, now_sent - hidden
-        if hidden:
-            received, sent = set(seen_received), set(seen_sent)
-        # As in vLLM an empty set is None if it was None before.
-        output.finished_recving = received if received or output.finished_recving is not None else None
-        output.finished_sending = sent if sent or output.finished_sending is not None else None
-        failed = set(failed_loads(output))
-        child.update_connector_output(output)
+        if not (received or sent or output.finished_recving or output.finished_sending or failed_loads(output)):
+            child.update_connector_output(output)
+            if not (output.finished_recving or output.finished_sending or failed_loads(output)):  # as in most steps
+                return received, sent
+            now_received, now_sent, seen_received, seen_sent, failed = (set[str]() for _ in range(5))
+        else:
+            hidden = self._visibility[child.index].hidden
+            now_received, now_sent = set(received), set(sent)
+            seen_received, seen_sent = now_received - hidden, now_sent - hidden
+            if hidden:
+                received, sent = set(seen_received), set(seen_sent)
+            # As in vLLM an empty set is None if it was None before.
+            output.finished_recving = received if received or output.finished_recving is not None else None
+            output.finished_sending = sent if sent or output.finished_sending is not None else None
+            failed = set(failed_loads(output))
+            child.update_connector_output(output)
         received, sent = output.finished_recving or set(), output.finished_sending or set()
         if added := set(failed_loads(output)) - failed:
             output.failed_recving = failed  # vLLM has read it already, and does not read it again
@@ -152,48 +148,36 @@ def in_order_of(shown: set[str], requests: set[str]) -> set[str]:
 
 @dataclass(eq=False, kw_only=True)
 class Completions:
-    """Decides from the workers' reports which loads and saves have ended.
-
-    Attributes:
-        next_orders: receives the transfers that the workers must forget.
-        isolation: receives the isolated connectors that failed on a worker.
-        offers: those of a connector whose asynchronous load failed are not used until its request has run.
-        ranks: the number of all workers.
-        to_reset: the connectors to be reset after a sibling's failed synchronous load.
-        early: requests whose saves were all done before vLLM got the promises.
-    """
+    """Decides from the workers' reports which loads and saves have ended."""
 
     children: Sequence[Child]
     ledger: Ledger
     view: OutputView
     listener: TransferListener
-    next_orders: NextOrders
-    isolation: Isolation
-    offers: Offers
+    next_orders: NextOrders  # receives the transfers that the workers must forget
+    isolation: Isolation  # receives the isolated connectors that failed on a worker
+    offers: Offers  # those of a connector whose asynchronous load failed are not used until its request has run
     layout: CacheLayout
-    ranks: int
-    to_reset: Sequence[Child]
-    early: set[str] = field(default_factory=set)
+    ranks: int  # the number of all workers
+    to_reset: Sequence[Child]  # after a sibling's failed synchronous load
+    early: set[str] = field(default_factory=set)  # requests whose saves were all done before vLLM got the promises
 
     def take_in(self, output: KVConnectorOutput) -> None:
         """Process the output of a step, and rewrite it."""
-        if (
-            output.kv_connector_worker_meta is None
-            and not (failed_loads(output) or self.early or self.view.is_watched)
-            and not self.ledger.has_ended
-        ):  # as in most steps
-            output.finished_recving = output.finished_sending = None
-            return
-        meta = checked(output.kv_connector_worker_meta, len(self.children), self.ranks)
-        failed_syncs = self._record(meta, output.invalid_block_ids) if meta is not None else {}
-        for request_id in failed_loads(output):
-            self.ledger.echoed(request_id)
-        loads = self.ledger.take_loads_in()
-        sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
+        meta, failed_syncs = output.kv_connector_worker_meta, {}
+        loads: list[str] = []
+        sent: set[str] = set()
+        if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # as in few steps
+            if (meta := checked(meta, len(self.children), self.ranks)) is not None:
+                failed_syncs = self._record(meta, output.invalid_block_ids)
+            for request_id in failed_loads(output):
+                self.ledger.echoed(request_id)
+            loads = self.ledger.take_loads_in()
+            sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
         if loads or sent or self.view.is_watched:
-            over = self.view.show(output, meta, loads, sent)
-            self._close(over)
-            sent = over.saves
+            loads, sent = self.view.show(output, meta, loads, sent)
+        if loads or sent or self.ledger.has_ended:
+            self._close(loads, sent)
         output.finished_recving = self.ledger.take_received() or None
         output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
@@ -235,16 +219,16 @@ class Completions:
             lost = self.layout.lost(load.blocks, bad_blocks, load.tokens)
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
-    def _close(self, over: Over) -> None:
+    def _close(self, loads: Iterable[str], saves: Iterable[str]) -> None:
         """Close the complete loads and saves that their children have not withdrawn."""
-        for request_id in over.loads:
+        for request_id in loads:
             load = self.ledger.close_load(request_id, wall_ns())
             if load is not None:
                 self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self.offers.ban(request_id, load.child)
                 self.listener.load_ended(request_id, load)
-        for request_id in (*over.saves, *self.ledger.take_saves_in()):  # some end with their load
+        for request_id in (*saves, *self.ledger.take_saves_in()):  # some end with their load
             for index, save in self.ledger.close_saves(request_id).items():
                 self.next_orders.orders.saved.append((index, request_id))
                 ended_ns = max(save.arrived.values(), default=wall_ns())
@@ -262,10 +246,8 @@ def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_a
     each worker makes a set, pickle makes another of it, and the aggregator a third of those that every rank has
     reported.
 
-    Args:
-        ended: the requests.
-        by_rank: the requests whose saves each rank has reported in this step, in the order of its reports.
-        is_aggregated: whether the workers' outputs went through an aggregator, and were pickled for it.
+    ``by_rank`` are the requests whose saves each rank has reported in this step, in the order of its reports;
+    ``is_aggregated`` is whether the workers' outputs went through an aggregator, and were pickled for it.
     """
     if not is_aggregated:
         return set(ended)

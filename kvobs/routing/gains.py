@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvobs.faults import contain, contained
 from kvobs.prediction.compute_cost import ComputeCost, StepTimes, Work
@@ -16,23 +16,17 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
-_LEARNED_FROM = 64  # steps at the latest; usually those of a flush
+_LEARNED_FROM = 256  # steps at the latest; usually those of a flush
+_DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
 _STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
 _ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}
 
 
-class StepLimits(NamedTuple):
-    """Limits of a step: the most tokens of one request that it computes, and the most steps in flight."""
-
-    chunk: int
-    in_flight: int
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> StepLimits:
-        """Read vLLM's configuration."""
-        scheduling = vllm_config.scheduler_config
-        chunks = (scheduling.max_num_batched_tokens, getattr(scheduling, "long_prefill_token_threshold", 0))
-        return cls(min(tokens for tokens in chunks if tokens), getattr(vllm_config, "max_concurrent_batches", 1))
+def step_limits(vllm_config: Any) -> tuple[int, int]:
+    """Return the most tokens of one request that a step computes, and the most steps in flight."""
+    scheduling = vllm_config.scheduler_config
+    chunks = (scheduling.max_num_batched_tokens, getattr(scheduling, "long_prefill_token_threshold", 0))
+    return min(tokens for tokens in chunks if tokens), getattr(vllm_config, "max_concurrent_batches", 1)
 
 
 class Gains(TransferListener):
@@ -41,18 +35,17 @@ class Gains(TransferListener):
     An async load is weighed when vLLM allocates its request again, for the step that resumes it; a sync load and a
     failed one when they end. Loads of requests that have ended are not weighed.
 
-    Args:
-        recorder: receives how good the estimate is.
-        listener: receives ``load_weighed``.
-        limits: of the engine's steps.
+    ``recorder`` receives how good the estimate is, ``listener`` ``load_weighed``; ``chunk`` and ``in_flight`` are the
+    ``step_limits``.
     """
 
-    def __init__(self, recorder: Recorder, listener: TransferListener, limits: StepLimits) -> None:
+    def __init__(self, recorder: Recorder, listener: TransferListener, chunk: int, in_flight: int) -> None:
         self._recorder = recorder
         self._listener = listener
-        self._cost = ComputeCost(limits.chunk)
-        self._times = StepTimes(limits.in_flight)
+        self._cost = ComputeCost(chunk)
+        self._times = StepTimes(in_flight)
         self._ended: list[tuple[int, Work]] = []  # steps that are not learned from yet
+        self._learn_from = _LEARNED_FROM  # so many of them
         self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
 
     def __len__(self) -> int:
@@ -72,7 +65,7 @@ class Gains(TransferListener):
         try:
             if (ended := self._times.end(wall_ns())) is not None:
                 self._ended.append(ended)
-                if len(self._ended) >= _LEARNED_FROM:
+                if len(self._ended) >= self._learn_from:
                     self._learn()
         except Exception:
             contain("record")
@@ -86,17 +79,23 @@ class Gains(TransferListener):
     def _learn(self) -> None:
         """Learn from many steps at once: one in each step costs four times as much, since its code is cold by then."""
         ended, self._ended = self._ended, []
-        for spent_ns, work in ended:
-            self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work[4])
+        self._learn_from = _LEARNED_FROM
+        every = len(ended) // _DECODES + 1
+        for number, (spent_ns, work) in enumerate(ended):
+            if work[0] or not number % every:
+                self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work[4])
 
     @contained("record")
-    def flush(self) -> None:
-        """Record how good the estimate was since the last time."""
-        cost = self.cost
-        for kind, errors in (("prefill", cost.prefill_errors), ("decode", cost.decode_errors)):
-            observed_s, error_s = errors.take()
-            self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
-            self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))
+    def flush(self, *, goes_on: bool = False) -> None:
+        """Record how good the estimate was since the last time; if the engine ``goes_on``, the next step learns."""
+        self._learn_from = 0
+        if not goes_on:
+            self._learn()
+        for kind, errors in (("prefill", self._cost.prefill_errors), ("decode", self._cost.decode_errors)):
+            if errors.observed_s:
+                observed_s, error_s = errors.take()
+                self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
+                self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))
 
     # Loads
 

@@ -8,8 +8,6 @@ Loads that no worker can have begun fail at once. Any other load is waited for, 
 its blocks: for ``GIVE_UP_NS``; then it counts as failed, and open saves as done.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -141,10 +139,8 @@ class Isolation:
         if change is State.TRIAL:
             self._reviews.append((now, index))
             self._recorder.set_gauge(index, _QUARANTINED, 0)
-            log.info(
-                "connector %r is enabled again on probation: it receives the requests that arrive from now on",
-                self._children[index].name,
-            )
+            text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"
+            log.info(text, self._children[index].name)
         elif change is State.FIT:
             log.info("connector %r has recovered: probation over", self._children[index].name)
         return not state.is_out
@@ -179,21 +175,15 @@ class Isolation:
         self._recorder.set_gauge(index, _QUARANTINED, 1)
         self._recorder.count(index, _QUARANTINES)
         self._reviews.append((now, index))
-        log.warning(
-            "connector %r failed %s. It is in quarantine: new requests are served without it %s (kvobs_quarantined)",
-            child.name,
-            where,
-            "until a restart" if state.length_ns == NEVER_NS else f"for {state.length_ns / 1e9:g} s",
-        )
+        text = "connector %r failed %s. It is in quarantine: new requests are served without it %s (kvobs_quarantined)"
+        until = "until a restart" if state.length_ns == NEVER_NS else f"for {state.length_ns / 1e9:g} s"
+        log.warning(text, child.name, where, until)
 
     def _give_up(self, before: int, index: int, now: int) -> None:
         loads, saves = self._ledger.give_up(index, before, now)
         if loads or saves:
-            log.warning(
+            text = (
                 "connector %r has not reported %d loads and %d saves %.3g s after it failed: the loads count as "
-                "failed, the blocks of the saves are released",
-                self._children[index].name,
-                loads,
-                saves,
-                GIVE_UP_NS / 1e9,
+                "failed, the blocks of the saves are released"
             )
+            log.warning(text, self._children[index].name, loads, saves, GIVE_UP_NS / 1e9)

@@ -6,6 +6,7 @@ Where an option says not to wait, a lookup is left open: it is repeated until th
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -40,12 +41,16 @@ _UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
 
 
 class Settled(NamedTuple):
-    """A lookup that led to an allocation."""
+    """A complete lookup, until vLLM allocates."""
 
     offers: Sequence[Offer] = ()
     local: int = 0  # tokens that vLLM had computed itself
     decision: Decision | None = None  # why, with a policy that predicts
     left_open: Sequence[int] = ()  # children for which the lookup did not wait
+    chosen: int = NOBODY  # the child whose offer it chose
+
+
+_UNSETTLED = Settled()
 
 
 class _Silence(Enum):
@@ -66,13 +71,9 @@ class _Asked:
     """The lookup state of one request, from its first lookup to its end."""
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
-    offers: Sequence[Offer] = ()  # of the last complete lookup, until vLLM allocates
-    left_open: Sequence[int] = ()  # children for which that lookup did not wait
+    last: Settled = _UNSETTLED
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
     outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
-    chosen: int = NOBODY  # the child whose offer that lookup chose
-    decision: Decision | None = None  # why, with a policy that predicts
-    local: int = 0  # tokens that vLLM had computed itself at that lookup
     counted: bool = False
 
 
@@ -88,13 +89,8 @@ class Offers:
     vLLM repeats the lookup of each waiting request in every step. What is counted follows from the first answer of its
     kind, so a repetition with the same answers only calls the children.
 
-    Args:
-        children: the children's scheduler-side connectors.
-        options: kvobs's options.
-        recorder: receives the numbers.
-        policy: chooses among the offers.
-        isolation: decides which children are asked, and whose answers count; None if none is isolated.
-        async_only: children whose synchronous offers are not used.
+    ``isolation`` decides which children are asked, and whose answers count; None if none is isolated. Synchronous
+    offers of the children in ``async_only`` are not used.
     """
 
     def __init__(
@@ -123,12 +119,9 @@ class Offers:
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
         """Whether a request may be allocated without every child's answer."""
         self._recorder = recorder
-        self._asked: dict[str, _Asked] = {}
-        self.waited_for = tuple(InProgress() for _ in children)
+        self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)
+        self.waited_for = tuple(InProgress[str]() for _ in children)
         """The lookups that requests wait for, by the child that has not answered yet."""
-
-    def __len__(self) -> int:
-        return len(self._asked)
 
     def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
@@ -153,28 +146,18 @@ class Offers:
                 answers.append(_LEFT_OPEN)
         if answers == self._waiting.get(request_id):
             return None
-        asked = self._state(request_id)
+        asked = self._asked[request_id]
         self._count_answers(request_id, asked, answers)
-        asked.offers, asked.decision = (), None
-        asked.left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
         if _WAITED_FOR in answers:
+            asked.last = _UNSETTLED
             self._waiting[request_id] = _shared(tuple(answers))
             return None
         self._waiting.pop(request_id, None)
-        asked.offers, usable = self._weighed(request_id, asked, answers)
-        asked.local = num_computed_tokens
-        best = NOTHING
-        if usable:
-            best, asked.decision = self._policy.choose(request, num_computed_tokens, usable)
-        asked.chosen = best.child
+        offers, usable = self._weighed(request_id, asked, answers)
+        best, decision = self._policy.choose(request, num_computed_tokens, usable) if usable else (NOTHING, None)
+        left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
+        asked.last = Settled(offers, num_computed_tokens, decision, left_open, best.child)
         return best
-
-    def _state(self, request_id: str) -> _Asked:
-        """Return the state of a request; create it if needed."""
-        asked = self._asked.get(request_id)
-        if asked is None:
-            asked = self._asked[request_id] = _Asked()
-        return asked
 
     def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
         """Return the offers that count, and those of them that may be loaded from."""
@@ -217,17 +200,15 @@ class Offers:
         return self._isolation is not None and self._isolation.discards(child, request_id)
 
     def _refuse(self, child: int) -> None:
-        once(
-            f"sync:{self._names[child]}",
-            logging.WARNING,
+        text = (
             "connector %r is isolated and offers a synchronous load: it is not used, because after a failed load other "
-            "connectors would save unfilled blocks. Such offers are counted as unused (kvobs_unused_offers_total)",
-            self._names[child],
+            "connectors would save unfilled blocks. Such offers are counted as unused (kvobs_unused_offers_total)"
         )
+        once(f"sync:{self._names[child]}", logging.WARNING, text, self._names[child])
 
     def _is_waited_for(self, child: int, request_id: str, before: Sequence[_Answer]) -> bool:
         """Return whether the lookup waits for a child that has not answered; ``before`` it are these answers."""
-        asked = self._state(request_id)
+        asked = self._asked[request_id]
         since = asked.pending_since.get(child)
         if self._timeout_ns is not None and since is not None and wall_ns() - since >= self._timeout_ns:
             self._count(asked, child, _TIMEOUT)
@@ -245,15 +226,14 @@ class Offers:
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return Settled()
-        settled = Settled(asked.offers, asked.local, asked.decision, asked.left_open)
-        offers, asked.offers, asked.decision, asked.left_open = asked.offers, (), None, ()
+            return _UNSETTLED
+        settled, asked.last = asked.last, Settled(local=asked.last.local)
         if owner is not None:
             self._recorder.count(owner, _ADMITTED, tokens)
         if not asked.counted:
-            won = next((offer.tokens for offer in offers if offer.child == owner), 0)
-            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if asked.chosen != NOBODY else _DECLINED
-            for offer in offers:
+            won = next((offer.tokens for offer in settled.offers if offer.child == owner), 0)
+            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if settled.chosen != NOBODY else _DECLINED
+            for offer in settled.offers:
                 if offer.tokens:
                     asked.counted = True
                     self._recorder.count(offer.child, _OFFERED, offer.tokens)
@@ -286,7 +266,7 @@ class Offers:
         self._waiting.pop(request_id, None)
         for child in asked.pending_since:
             self.waited_for[child].end(request_id)
-        for offer in asked.offers if not asked.counted else ():
+        for offer in asked.last.offers if not asked.counted else ():
             self._recorder.count(offer.child, _OFFERED, offer.tokens)
             self._recorder.count(offer.child, _NOT_ALLOCATED, offer.tokens)
 
@@ -312,9 +292,6 @@ class OpenLookups:
         self._children = children
         self._visibility = visibility
         self._open: dict[str, _Open] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def has(self, child: int, request_id: str) -> bool:
         """Return whether a child has not answered yet."""

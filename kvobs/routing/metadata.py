@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvobs.state.cache_layout import Blocks
 from kvobs.state.quarantine import IsolationState
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.telemetry.requests.trace_context import TraceContext
-
-Rank = TypeVar("Rank")  # a TP rank, or a pair (PP rank, TP rank)
 
 
 class LoadOrder(NamedTuple):
@@ -55,16 +49,12 @@ class Orders:
 
 
 class NextOrders:
-    """The orders for the next step, made once there are any: most steps have none.
-
-    Attributes:
-        made: the orders so far.
-    """
+    """The orders for the next step, made once there are any: most steps have none."""
 
     __slots__ = ("made",)
 
     def __init__(self) -> None:
-        self.made: Orders | None = None
+        self.made: Orders | None = None  # so far
 
     @property
     def orders(self) -> Orders:
@@ -102,7 +92,7 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     trace: TraceContext | None = None  # the step's own trace, if every call is traced
     isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
 
-    def __init__(self, metadata: tuple[KVConnectorMetadata, ...], **others: Any) -> None:
+    def __init__(self, metadata: tuple[base.KVConnectorMetadata, ...], **others: Any) -> None:
         self.metadata = metadata
         self.__dict__.update(others)
 
@@ -114,14 +104,15 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
     reports: list[Report] = field(default_factory=list)
     broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
         """Merge two ranks' metadata: the children's by their own rule, reports concatenated."""
         if not isinstance(other, MultiKVConnectorWorkerMetadata) or len(other.metadata) != len(self.metadata):
             raise TypeError(
                 f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
                 "run the same --kv-transfer-config and the same version of kvobs"
             )
-        merged = tuple(_merge_one(a, b) for a, b in zip(self.metadata, other.metadata, strict=True))
+        pairs = zip(self.metadata, other.metadata, strict=True)
+        merged = tuple(a.aggregate(b) if a is not None and b is not None else b if a is None else a for a, b in pairs)
         return MultiKVConnectorWorkerMetadata(
             metadata=merged, reports=self.reports + other.reports, broken=self.broken | other.broken
         )
@@ -150,30 +141,12 @@ def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMe
     return meta
 
 
-def _merge_one(
-    a: KVConnectorWorkerMetadata | None, b: KVConnectorWorkerMetadata | None
-) -> KVConnectorWorkerMetadata | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a.aggregate(b)
-
-
 @dataclass
-class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's message to the scheduler's side before the first request.
+class MultiHandshakeMetadata(base.KVConnectorHandshakeMetadata):
+    """One rank's message to the scheduler's side before the first request."""
 
-    Attributes:
-        metadata: the children's handshakes, by position; None for a child without one.
-        broken: the isolated children that failed at this rank's start, each with the epoch.
-    """
-
-    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
-    broken: frozenset[tuple[int, int]] = frozenset()
-
-    @staticmethod
-    def of_child(received: Mapping[Rank, Any], child: int) -> dict[Rank, KVConnectorHandshakeMetadata]:
-        """Return this child's handshakes, by rank."""
-        return {rank: part.metadata[child] for rank, part in received.items() if part.metadata[child] is not None}
+    metadata: tuple[base.KVConnectorHandshakeMetadata | None, ...]  # the children's, by position; None: it has none
+    broken: frozenset[tuple[int, int]] = frozenset()  # the isolated children that failed at the start, with the epoch
 
 
 class MultiKVEvents(KVConnectorKVEvents):

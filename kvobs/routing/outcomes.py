@@ -1,10 +1,9 @@
 """Record loads and saves as numbers and log lines: those in progress, those that are stuck, and how they ended."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 
 from kvobs.faults import contained
 from kvobs.log import line, log, once
@@ -13,16 +12,10 @@ from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, InProgress, Load, Save, Slowest, Stray, Stuck, named_ranks
-from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder, wall_ns
 
-_LOADS = {
-    (mode, outcome): signals.slot(signals.LOADS, mode, outcome)
-    for mode in signals.LOADS.labels["mode"]
-    for outcome in signals.LOADS.labels["outcome"]
-}
-_DECISIONS = {
-    reason: signals.slot(signals.LOAD_DECISIONS, reason) for reason in signals.LOAD_DECISIONS.labels["reason"]
-}
+_LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
+_DECISIONS = {why: signals.slot(signals.LOAD_DECISIONS, why) for why in signals.LOAD_DECISIONS.labels["reason"]}
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
 _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
@@ -37,6 +30,7 @@ _GAUGES = {
     for kind in signals.IN_FLIGHT.labels["kind"]
 }
 _HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
+_AWAITED = {"lookup": "the connector's answer", "resume": "vLLM's scheduler"}
 _UNKNOWN_RANK = "unknown"
 _NAMED_AT_MOST = 4  # requests in a log line
 
@@ -121,64 +115,73 @@ class Outcomes(TransferListener):
     def stray(self, report: Stray) -> None:
         """Count and log a stray report: its child does not own the transfer."""
         self._recorder.count(report.child, signals.slot(signals.STRAY_REPORTS, report.kind))
-        name = self._names[report.child]
-        once(
-            f"stray:{name}:{report.kind}",
-            logging.WARNING,
-            "connector %r reported a %s of request %s that it does not own. kvobs ignores such reports and counts them "
-            "(kvobs_stray_reports_total); with vLLM's own MultiConnector they can end the engine",
-            name,
-            report.kind,
-            line(report.request),
+        name, kind = self._names[report.child], report.kind
+        text = (
+            "connector %r reported a %s of request %s that it does not own. kvobs ignores such reports and counts "
+            "them (kvobs_stray_reports_total); with vLLM's own MultiConnector they can end the engine"
         )
+        once(f"stray:{name}:{kind}", logging.WARNING, text, name, kind, line(report.request))
 
     @contained("record")
     def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
         """Count failed synchronous loads, and log who may have saved their blocks."""
         self._recorder.count(child, _FAILED_SYNC, loads)
-        log.error(
+        siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
+        caches = "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load"
+        if reset:
+            caches = f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
+        text = (
             "a synchronous load of connector %r failed. In the same step other connectors (%s) may have saved its "
-            "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)",
-            self._names[child],
-            ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none",
-            f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
-            if reset
-            else "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load",
+            "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)"
         )
+        log.error(text, self._names[child], siblings, caches)
 
 
 @dataclass(eq=False)
 class OpenTransfers:
     """Watches the ledger's open transfers.
 
-    Attributes:
-        ranks: the number of workers that report.
-        stuck_after_s: time after the first rank's report after which a missing report makes a transfer stuck.
+    ``stuck_after_s`` after the first rank's report a missing one makes a transfer stuck; and from this age on something
+    in progress is logged that no rank has reported.
     """
 
     names: Sequence[str]
     ledger: Ledger
     recorder: Recorder
-    ranks: int
+    ranks: int  # the number of workers that report
     stuck_after_s: float
+    _shown: set[tuple[int, str]] = field(default_factory=set, init=False)
 
     @contained("record")
-    def measure(self, lookups: Sequence[InProgress]) -> None:
-        """Set the gauges; ``lookups`` are those that requests wait for, by child."""
-        for child in range(len(self.names)):
-            loads, saves = self.ledger.in_flight(child)
-            for kind, found in (("lookup", lookups[child]), ("load", loads), ("save", saves)):
+    def measure(self, lookups: Sequence[InProgress[str]]) -> None:
+        """Set the gauges, and log once what waits for long; ``lookups`` are those that requests wait for, by child."""
+        now_ns = wall_ns()
+        before_ns = now_ns - int(self.stuck_after_s * 1e9)
+        for child, waiting in enumerate(lookups):
+            kinds = {"lookup": waiting, **self.ledger.in_flight[child]}
+            for kind, found in kinds.items() if self._shown or any(kinds.values()) else ():
+                n = len(found)
+                if not n and (child, kind) not in self._shown:  # as most
+                    continue
+                (self._shown.add if n else self._shown.discard)((child, kind))
                 in_flight, oldest = _GAUGES[kind]
-                self.recorder.set_gauge(child, in_flight, len(found))
-                self.recorder.set_gauge(child, oldest, found.oldest_ns)
-            self.recorder.set_gauge(child, _HELD["load"], loads.tokens)
-            self.recorder.set_gauge(child, _HELD["save"], saves.tokens)
+                self.recorder.set_gauge(child, in_flight, n)
+                self.recorder.set_gauge(child, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
+                if kind in _HELD:
+                    self.recorder.set_gauge(child, _HELD[kind], found.tokens)
+                late = found.take_late(before_ns)
+                # Those that some ranks have reported are stuck.
+                if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
+                    requests, since, tokens = zip(*late, strict=True)
+                    age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
+                    text = "connector %r: %s of %s in progress for %.0f s, with %d tokens: waits for %s"
+                    log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
 
     @contained("record")
     def look_for_stuck(self) -> None:
         """Count and log transfers that have become stuck, each once."""
         before_ns = wall_ns() - int(self.stuck_after_s * 1e9)
-        if found := self.ledger.incomplete.take_stuck(before_ns, self.ranks):
+        if found := self.ledger.take_stuck(before_ns, self.ranks):
             self._note(found)
 
     @contained("record")
@@ -198,17 +201,17 @@ class OpenTransfers:
             for rank in missing or (_UNKNOWN_RANK,):
                 self.recorder.count_open(child, signals.STUCK_TRANSFERS, str(rank))
         for (child, kind, missing), requests in alike.items():
-            log.warning(
-                "connector %r: %s of %d request%s (%s) stuck: %g s after another rank, not reported by %s. The blocks "
-                "stay held until then; counted in kvobs_stuck_transfers_total",
-                self.names[child],
-                kind,
-                len(requests),
-                "" if len(requests) == 1 else "s",
-                ", ".join(map(line, requests[:_NAMED_AT_MOST])) + (", ..." if len(requests) > _NAMED_AT_MOST else ""),
-                self.stuck_after_s,
-                named_ranks(missing),
+            text = (
+                "connector %r: %s of %s stuck: %g s after another rank, not reported by %s. The blocks stay held "
+                "until then; counted in kvobs_stuck_transfers_total"
             )
+            name, ranks = self.names[child], named_ranks(missing)
+            log.warning(text, name, kind, _listed(requests), self.stuck_after_s, ranks)
+
+
+def _listed(requests: Sequence[str]) -> str:
+    names = ", ".join(map(line, requests[:_NAMED_AT_MOST])) + (", ..." if len(requests) > _NAMED_AT_MOST else "")
+    return f"{len(requests)} request{'' if len(requests) == 1 else 's'} ({names})"
 
 
 def _mode(load: Load) -> str:

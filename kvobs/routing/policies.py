@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.faults import contained
-from kvobs.prediction.compute_cost import ComputeCost, Estimator, to_compute
+from kvobs.prediction.compute_cost import ComputeCost, to_compute
 from kvobs.prediction.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
+from kvobs.routing.gains import Gains
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
 from kvobs.telemetry.recording.recorder import wall_ns
@@ -41,44 +42,30 @@ NOBODY = -1
 NOTHING = Offer(NOBODY, 0, False)
 
 
-class LoadPolicy(Protocol):
-    """Chooses who loads a request."""
+class LoadPolicy:
+    """Chooses who loads a request: the first child with a hit, as in vLLM."""
 
     def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
         """Return one of the offers, or ``NOTHING``; and the reason, of a policy that predicts.
 
-        Args:
-            request: vLLM's.
-            local: tokens in vLLM's own cache.
-            offers: at least one, in the order of the configuration.
+        There is at least one offer; they are in the order of the configuration. ``local`` tokens are in vLLM's cache.
         """
-
-
-class First:
-    """The first child with a hit, as in vLLM."""
-
-    def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
         return offers[0], None
 
 
-class Longest:
+class Longest(LoadPolicy):
     """The child that offers most, the first of equals."""
 
     def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
         return max(offers, key=lambda offer: offer.tokens), None
 
 
-class Fastest(TransferListener):
-    """The child with the lowest predicted time, or computing.
+class Fastest(LoadPolicy, TransferListener):
+    """The child with the lowest predicted time, or computing."""
 
-    Args:
-        children: the children's scheduler-side connectors.
-        estimator: of what computing costs.
-    """
-
-    def __init__(self, children: Sequence[Child], estimator: Estimator) -> None:
+    def __init__(self, children: Sequence[Child], gains: Gains) -> None:
         self._choice = LoadChoice(len(children))
-        self._estimator = estimator
+        self._gains = gains
         self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
         # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
         self._open: list[dict[str, tuple[int, int]]] = [{} for _ in children]
@@ -95,7 +82,7 @@ class Fastest(TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        cost = self._estimator.cost
+        cost = self._gains.cost
         candidates = []
         for offer in offers:
             rest = to_compute(request.num_tokens, local + offer.tokens)
@@ -126,7 +113,7 @@ class Fastest(TransferListener):
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
-            again_s = _crowded(self._estimator.cost, max(1, load.recomputed_tokens), load.local_tokens)
+            again_s = _crowded(self._gains.cost, max(1, load.recomputed_tokens), load.local_tokens)
             seconds = 2 * seconds if again_s is None else seconds + again_s
         self._choice.observe(load.child, load.tokens, seconds)
         # One that it has overtaken says nothing of the connector now: it may be lost.
@@ -135,11 +122,11 @@ class Fastest(TransferListener):
             del begun[other]
 
 
-def configured(options: Options, children: Sequence[Child], estimator: Estimator) -> LoadPolicy:
+def configured(options: Options, children: Sequence[Child], gains: Gains) -> LoadPolicy:
     """Return the policy that the options name."""
     if options.load_policy == "fastest":
-        return Fastest(children, estimator)
-    return Longest() if options.load_policy == "longest" else First()
+        return Fastest(children, gains)
+    return Longest() if options.load_policy == "longest" else LoadPolicy()
 
 
 def _crowded(cost: ComputeCost, tokens: int, context: int) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -21,21 +20,16 @@ from kvobs.routing.completions import Completions
 from kvobs.routing.gains import Gains
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
-from kvobs.routing.metadata import (
-    Isolated,
-    LoadOrder,
-    MultiHandshakeMetadata,
-    MultiKVConnectorMetadata,
-    NextOrders,
-)
+from kvobs.routing.metadata import Isolated, LoadOrder, MultiHandshakeMetadata, MultiKVConnectorMetadata, NextOrders
 from kvobs.routing.outcomes import OpenTransfers
+from kvobs.routing.reuse import PromptReuse
 from kvobs.routing.visibility import Visibility, write_back
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recording.recorder import wall_ns
-from kvobs.telemetry.timeline.black_box import SINCE, STEPS
+from kvobs.telemetry.timeline.black_box import STEPS
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -52,17 +46,7 @@ BlockIds = tuple[list[int], ...]  # per KV cache group
 
 @dataclass(eq=False, kw_only=True)
 class SchedulerSide:
-    """Routes the scheduler's hooks.
-
-    Attributes:
-        listener: receives the events of requests and transfers.
-        gains: learns from the steps what computing costs.
-        feed: takes kvobs's own numbers to the exporter, if there is one.
-        box: the words of this process's black box.
-        reporting: how many workers report to this scheduler, unless a child states its own number.
-        all_support_hma: whether every child supports several KV cache groups.
-        may_hide: whether children may not see some requests: otherwise a step need not look for these.
-    """
+    """Routes the scheduler's hooks."""
 
     children: Sequence[Child]
     ledger: Ledger
@@ -72,21 +56,22 @@ class SchedulerSide:
     open_lookups: OpenLookups
     completions: Completions
     next_orders: NextOrders
-    listener: TransferListener
-    gains: Gains
+    listener: TransferListener  # receives the events of requests and transfers
+    gains: Gains  # learns from the steps what computing costs
+    reuse: PromptReuse  # records how far back prompts were used last
     open_transfers: OpenTransfers
     traces: Traces | None
     reports: Reports | None
     collector: Collector
-    feed: Sink | None
-    box: memoryview[int]
+    flush_rule: FlushRule
+    feed: Sink | None  # takes kvobs's own numbers to the exporter, if there is one
+    box: memoryview[int]  # the words of this process's black box
     layout: CacheLayout
-    reporting: int
-    all_support_hma: bool
-    may_hide: bool
+    reporting: int  # how many workers report to this scheduler, unless a child states its own number
+    all_support_hma: bool  # whether every child supports several KV cache groups
+    may_hide: bool  # whether children may not see some requests: otherwise a step need not look for these
 
     def __post_init__(self) -> None:
-        self._flush_rule = FlushRule()
         self._flush_is_due = False
         self._finished_counts: list[int | None] = [None] * len(self.children)
 
@@ -119,9 +104,12 @@ class SchedulerSide:
         owner, is_async = candidate if candidate is not None else (None, False)
         if not is_async:
             self.offers.lift_bans(request_id)
-        offers, local, decision, left_open = self.offers.settle(request_id, owner, tokens)
+        offers, local, decision, left_open, _ = self.offers.settle(request_id, owner, tokens)
         if decision is not None:
             self.listener.decided(request_id, decision)
+        seen = self.reuse.allocated(request)
+        if seen is not None and self.reports is not None:
+            self.reports.reused(request_id, seen)
         self.listener.allocated(request_id, [offer[:2] for offer in offers], local, owner, tokens)
         load = self.ledger.admit(
             request_id,
@@ -145,27 +133,20 @@ class SchedulerSide:
                 self.isolation.allocated(child.index, request_id)
                 child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> Any:
         """Return the answer of the chosen child; vLLM may ask before it allocates."""
-        choice = self.ledger.choice(request.request_id)
-        child = self.children[choice if choice is not None else 0]
-        groups: tuple[int, ...] = child.get_loaded_kv_cache_group_ids(request)
-        return groups
+        return self.children[self.ledger.choice(request.request_id) or 0].get_loaded_kv_cache_group_ids(request)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         choice = self.ledger.choice(request.request_id)
         if choice is None:
-            unchosen: dict[Any, int] = KVConnectorBase_V1.get_external_cache_hit_sources(
-                self.children[0].connector, request, num_external_tokens
-            )
-            return unchosen
-        sources: dict[Any, int] = self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
-        return sources
+            first = self.children[0].connector
+            return KVConnectorBase_V1.get_external_cache_hit_sources(first, request, num_external_tokens)
+        return self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
 
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        self.box[SINCE] = perf_counter_ns()
         if self.may_hide:
             self.isolation.begin_step()
             self.open_lookups.poll(self.isolation.is_slow)
@@ -185,8 +166,11 @@ class SchedulerSide:
         finished = scheduler_output.finished_req_ids
         if not (has_forward := scheduler_output.total_num_scheduled_tokens > 0):
             step.has_forward = False
-        if self._decide_flush(now_ns, has_forward, bool(finished)):
-            step.flush = True
+        try:  # `contained` would cost a call, once a step
+            if self.flush_rule.decide(now_ns, has_forward=has_forward, has_finished=bool(finished)):
+                step.flush = True
+        except Exception:
+            contain("flush")
         if trace is not None:
             step.trace = trace
         if self.may_hide:
@@ -194,7 +178,6 @@ class SchedulerSide:
         return step
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
-        """Build a child's metadata from its view of the step."""
         visibility = self.visibility[child.index]
         if not visibility:
             return child.build_connector_meta(output)
@@ -214,19 +197,12 @@ class SchedulerSide:
                 visibility.forget(finished, self.ledger)
         return hidden
 
-    def _decide_flush(self, now_ns: int, has_forward: bool, has_finished: bool) -> bool:
-        try:  # `contained` would cost a call more, once a step
-            return self._flush_rule.decide(now_ns, has_forward=has_forward, has_finished=has_finished)
-        except Exception:
-            contain("flush")
-            return False
-
     @contained("flush")
     def _has_numbers(self, stats: KVConnectorStats) -> bool:
         """Return whether the output has the workers' numbers; the workers may have decided to send them."""
         if not has_content(stats):
             return False
-        self._flush_rule.flushed()
+        self.flush_rule.flushed()
         return True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -236,7 +212,7 @@ class SchedulerSide:
         if self.feed is not None and self._flush_is_due:
             divert(stats, self.feed)
         self.completions.take_in(connector_output)
-        if self.ledger.incomplete.since:
+        if self.ledger.incomplete.recent:
             self.open_transfers.look_for_stuck()
 
     # The end of a request
@@ -281,6 +257,7 @@ class SchedulerSide:
         if self.reports is not None:
             params = self.reports.finished(request, params) or params
         self.listener.request_ended(request_id)
+        self.reuse.ended(request)
         self.isolation.gone(request_id)
         self.open_lookups.forget(request_id)
         for visibility in self.visibility:
@@ -309,7 +286,8 @@ class SchedulerSide:
             # Before the first lookup, which may wait for an answer of the worker's side, forever.
             self.isolation.record_failures(part.broken)
         for child in self.children:
-            getattr(child, hook)(MultiHandshakeMetadata.of_child(metadata, child.index))
+            by_rank = {rank: part.metadata[child.index] for rank, part in metadata.items()}
+            getattr(child, hook)({rank: own for rank, own in by_rank.items() if own is not None})
 
     def reset_cache(self) -> bool:
         """Reset every child's cache, even if one refuses or raises; return whether none refused."""
@@ -321,7 +299,7 @@ class SchedulerSide:
         self.gains.step_ended()
         if self._flush_is_due:
             self.open_transfers.measure(self.offers.waited_for)
-            self.gains.flush()
+            self.gains.flush(goes_on=self.flush_rule.has_forward)
         stats = self.collector.collect(is_due=self._flush_is_due)
         self._flush_is_due = False
         return stats
@@ -357,11 +335,10 @@ def finish_all(
     merged: Params | None = None
     owners: dict[str, str] = {}
     for child in children:
-        promises, params = (
-            child.request_finished_all_groups(request, block_ids)
-            if all_support_hma
-            else child.request_finished(request, block_ids[0])
-        )
+        if all_support_hma:
+            promises, params = child.request_finished_all_groups(request, block_ids)
+        else:
+            promises, params = child.request_finished(request, block_ids[0])
         if promises:
             promised.add(child.index)
         if params is not None:

@@ -10,18 +10,19 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import Child
-from kvobs.children.collector import Collector, Sink
+from kvobs.children.collector import Collector, FlushRule, Sink
 from kvobs.children.configured import all_support_hma
 from kvobs.children.layer_calls import Stalls
 from kvobs.children.specs import async_only, load_ends_save
 from kvobs.children.validation import Validated
 from kvobs.routing import policies
 from kvobs.routing.completions import Completions, OutputView
-from kvobs.routing.gains import Gains, StepLimits
+from kvobs.routing.gains import Gains, step_limits
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
 from kvobs.routing.outcomes import OpenTransfers, Outcomes
+from kvobs.routing.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.visibility import Visibility
 from kvobs.routing.worker import WorkerSide
@@ -50,6 +51,7 @@ def scheduler_side(
     names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
     reporting = reporting_ranks(vllm_config)
     layout = CacheLayout.of(groups, parallel.world_size, getattr(parallel, "decode_context_parallel_size", 1))
+    record_sizes(recorder, specs, layout, parallel.world_size, getattr(kv_cache_config, "kv_tp_replicas", 1))
     isolates = any(child.gate is not None for child in children)
 
     ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
@@ -58,7 +60,7 @@ def scheduler_side(
     next_orders = NextOrders()
 
     listeners: list[TransferListener] = [Outcomes(names, recorder), *telemetry.listeners]
-    gains = Gains(recorder, TransferListeners(listeners), StepLimits.of(vllm_config))
+    gains = Gains(recorder, TransferListeners(listeners), *step_limits(vllm_config))
     policy = policies.configured(options, children, gains)
     learning = [policy] if isinstance(policy, TransferListener) else []
     listener = TransferListeners([*listeners, gains, *learning])
@@ -95,10 +97,14 @@ def scheduler_side(
         next_orders=next_orders,
         listener=listener,
         gains=gains,
+        reuse=PromptReuse(
+            recorder, hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
+        ),
         open_transfers=OpenTransfers(names, ledger, recorder, reporting, options.stuck_after_s),
         traces=telemetry.traces,
         reports=telemetry.reports,
         collector=Collector(children, recorder, feed),
+        flush_rule=FlushRule(telemetry.journal),
         feed=feed,
         box=recorder.box.words,
         layout=layout,

@@ -48,23 +48,15 @@ BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
 
 @dataclass(eq=False, kw_only=True)
 class WorkerSide:
-    """Routes a worker's hooks.
-
-    Attributes:
-        rank: this worker's rank within its engine.
-        ids_are_unique: whether a block id identifies a request: it is unique only within a KV cache group.
-        copies: creates the block copy operations of children.
-        stalls: measures how long each step waited for each child.
-        gates: of the isolated children, if there are any.
-    """
+    """Routes a worker's hooks."""
 
     children: Sequence[Child]
-    rank: int
-    ids_are_unique: bool
+    rank: int  # within its engine
+    ids_are_unique: bool  # whether a block id identifies a request: it is unique only within a KV cache group
     copies: BlockCopies
     collector: Collector
     stalls: Stalls
-    gates: WorkerGates | None
+    gates: WorkerGates | None  # of the isolated children, if there are any
     journal: Journal
     tracer: CallSpans | None
     flight: Flight | None
@@ -108,7 +100,6 @@ class WorkerSide:
             child.bind_connector_metadata(own)
 
     def _take(self, orders: Orders) -> None:
-        """Process the orders of this step."""
         if self.flight is not None:
             closed = ((self._loads[request].child, request) for request in orders.closed if request in self._loads)
             self.flight.ordered(orders.loads, orders.promised, closed, orders.saved)
@@ -234,7 +225,7 @@ class WorkerSide:
         own: set[int] = set()
         stray: set[int] = set()
         for request, load in self._loads.items():
-            hit = _hits(bad, load)
+            hit = {block for group in load.blocks for block in group if block in bad}
             if not hit:
                 continue
             if load.child != child.index:
@@ -257,15 +248,9 @@ class WorkerSide:
         return passed_on
 
     def _warn(self, child: Child, which: str, blocks: set[int], outcome: str) -> None:
-        once(
-            f"blocks:{child.name}:{outcome}",
-            logging.WARNING,
-            "connector %r reported load errors of blocks of %s (such as %s); %s",
-            child.name,
-            which,
-            sorted(blocks)[:4],
-            outcome,
-        )
+        text = "connector %r reported load errors of blocks of %s (such as %s); %s"
+        some = sorted(blocks)[:4]
+        once(f"blocks:{child.name}:{outcome}", logging.WARNING, text, child.name, which, some, outcome)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats payload; with kvobs's own numbers if the scheduler orders it, or nothing else runs."""
@@ -273,10 +258,9 @@ class WorkerSide:
         if (meta := self._meta) is not None:
             try:  # measure the step that ends; further calls would cost more than this does
                 has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
-                self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
                 self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-                if is_due := meta.flush or (not meta.has_forward and self._has_content()):
-                    self.stalls.flush()
+                self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
+                is_due = meta.flush or (not meta.has_forward and self._has_content())
             except Exception:
                 contain("record")
         return self.collector.collect(is_due=is_due)
@@ -286,11 +270,16 @@ class WorkerSide:
 
         An arrived load is not such an event: its request continues with a forward, unless it has ended.
         """
-        return bool(self._orders.failed) or self.journal.has_urgent or not all(map(self._goes_on, self._reports))
-
-    def _goes_on(self, report: Report) -> bool:
-        is_open = report.request in self._loads and report.request not in self._orphaned
-        return report.kind is ReportKind.RECEIVED and is_open
+        return (
+            bool(self._orders.failed)
+            or self.journal.has_urgent
+            or any(
+                report.kind is not ReportKind.RECEIVED
+                or report.request not in self._loads
+                or report.request in self._orphaned
+                for report in self._reports
+            )
+        )
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         by_child: dict[int, Any] = {}
@@ -356,14 +345,14 @@ class WorkerSide:
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the memory pool that a child provides for the KV cache, if any."""
-        wanted = {child.name: child.get_mem_pool_context() for child in self.children}
-        found = {name: pool for name, pool in wanted.items() if pool is not None}
-        if len(found) > 1:
+        answers = ((child.name, child.get_mem_pool_context()) for child in self.children)
+        pools = {name: pool for name, pool in answers if pool is not None}
+        if len(pools) > 1:
             raise ValueError(
-                f"the KV cache uses one memory pool, but several connectors provide one: {', '.join(found)}. "
+                f"the KV cache uses one memory pool, but several connectors provide one: {', '.join(pools)}. "
                 "Configure custom_mem_pool on one of them only"
             )
-        return next(iter(found.values()), None)
+        return next(iter(pools.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         """Return the children's handshakes, and which isolated children failed at the start."""
@@ -390,7 +379,3 @@ def _checked(meta: KVConnectorMetadata) -> MultiKVConnectorMetadata:
 def _size(load: LoadOrder) -> int:
     """Return the number of blocks that a load fills; at least one."""
     return max(1, sum(map(len, load.blocks)))
-
-
-def _hits(bad: set[int], load: LoadOrder) -> set[int]:
-    return {block for group in load.blocks for block in group if block in bad}

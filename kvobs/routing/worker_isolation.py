@@ -5,8 +5,6 @@ are: a step for which it built no metadata, since hooks would assert; its saves 
 and everything after a failure of a hook that is called only once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -126,15 +124,8 @@ class WorkerGates:
                 self._broken.add((index, FOR_GOOD))
             elif not (state := self._states[index]).is_out:  # otherwise the scheduler knows already
                 self._broken.add((index, state.epoch))
-        once(
-            f"isolated:{index}:{hook}",
-            logging.WARNING,
-            "isolated connector %r failed in %s: %s: %s",
-            self._names[index],
-            hook,
-            type(error).__name__,
-            line(error),
-        )
+        key, text = f"isolated:{index}:{hook}", "isolated connector %r failed in %s: %s: %s"
+        once(key, logging.WARNING, text, self._names[index], hook, type(error).__name__, line(error))
 
 
 def _loads(meta: MultiKVConnectorMetadata) -> Iterable[tuple[str, LoadOrder]]:

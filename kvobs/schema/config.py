@@ -87,8 +87,8 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     mistakes: list[Finding] = []
     configured = _configured_connectors(extra_config, mistakes)
     is_complete = not mistakes
-    options = _options(extra_config.get("kvobs", {}), mistakes)
-    raw = extra_config.get("kvobs")
+    raw = extra_config.get("kvobs", {})
+    options = _options(raw, mistakes)
     if not (isinstance(raw, Mapping) and "exporter" in raw) and (exporter := _exporter_of_environment(mistakes)):
         options = options.model_copy(update={"exporter": exporter})
     names = _names(options.names, configured, mistakes)
@@ -98,8 +98,9 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
                 allowed = ", ".join(map(repr, names))
                 mistakes.append(Finding(f"{PATH}.kvobs.{option}[{i}]", f"found {show(name)}", allowed, _CORRECT))
     mistakes += [
-        unknown("connector", f"{PATH}.kvobs.min_tokens.{cut(name)}", name, names, "remove it")
-        for name in options.min_tokens
+        unknown("connector", f"{PATH}.kvobs.{option}.{cut(name)}", name, names, "remove it")
+        for option in ("min_tokens", "link_gbps")
+        for name in getattr(options, option)
         if names and name not in names
     ]
     if options.wait_for == "earlier" and options.compares_answers:
@@ -176,7 +177,6 @@ def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
 
 
 def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
-    """Return the parts of vLLM that the environment leaves in place."""
     parts = frozenset(part.strip() for part in os.environ.get(STOCK_VARIABLE, "").split(",")) - {""}
     mistakes += [
         Finding(f"environment variable {STOCK_VARIABLE}", f"found {show(part)}", ", ".join(STOCK), _UNSET)
@@ -218,14 +218,12 @@ def _any_names(connectors: Any) -> tuple[str, ...]:
 
 def _known_options(loc: Sequence[int | str] = ()) -> list[str]:
     """Return the valid options at the place of an unknown one."""
-    return list((_NESTED[str(loc[0])] if len(loc) > 1 else Options).model_fields)
-
-
-_NESTED: dict[str, type[BaseModel]] = {
-    "tracing": TracingOptions,
-    "timeline": TimelineOptions,
-    "exporter": ExporterOptions,
-}
+    nested: dict[str, type[BaseModel]] = {
+        "tracing": TracingOptions,
+        "timeline": TimelineOptions,
+        "exporter": ExporterOptions,
+    }
+    return list((nested[str(loc[0])] if len(loc) > 1 else Options).model_fields)
 
 
 def explain(kind: str, message: str) -> tuple[str, str]:
@@ -238,8 +236,5 @@ def explain(kind: str, message: str) -> tuple[str, str]:
 
 def _kind(value: Any) -> str:
     """Describe a value at a child's place by its type only if it may hold credentials."""
-    return (
-        f"a value of type {type(value).__name__}"
-        if isinstance(value, Mapping | list | tuple) and value
-        else show(value)
-    )
+    may_hold = isinstance(value, Mapping | list | tuple) and value
+    return f"a value of type {type(value).__name__}" if may_hold else show(value)

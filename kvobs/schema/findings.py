@@ -12,19 +12,12 @@ _SHOWN_AT_MOST = 80  # characters of a wrong value
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake or warning.
+    """One mistake or warning."""
 
-    Args:
-        path: a JSON path, or the names of command line options.
-        found: what is there, or the problem with it, as a phrase.
-        allowed: what may be there, if that can be listed; else empty.
-        fix: what to change.
-    """
-
-    path: str
-    found: str
-    allowed: str = ""
-    fix: str = ""
+    path: str  # a JSON path, or the names of command line options
+    found: str  # what is there, or the problem with it, as a phrase
+    allowed: str = ""  # what may be there, if that can be listed
+    fix: str = ""  # what to change
 
     @property
     def says(self) -> str:

@@ -36,15 +36,16 @@ def _log_output(name: str) -> str:
     return name
 
 
-Milliseconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1, strict=True)]
 
 
-class TracingOptions(BaseModel):
-    """The options under ``tracing``; they need an OTLP endpoint."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TracingOptions(_Strict):
+    """The options under ``tracing``; they need an OTLP endpoint."""
 
     level: Literal["off", "requests", "calls"] | None = Field(
         default=None,
@@ -57,10 +58,8 @@ class TracingOptions(BaseModel):
     )
 
 
-class TimelineOptions(BaseModel):
+class TimelineOptions(_Strict):
     """The options of the flight recorder, which keeps the last calls of each process in files."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dir: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
         default=None,
@@ -68,10 +67,8 @@ class TimelineOptions(BaseModel):
     )
 
 
-class ExporterOptions(BaseModel):
+class ExporterOptions(_Strict):
     """The options of the exporter, a process beside each engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = Field(
         default=9464,
@@ -80,6 +77,11 @@ class ExporterOptions(BaseModel):
     )
     host: Annotated[StrictStr, Field(min_length=1)] = Field(
         default="127.0.0.1", description="listens on this address; `0.0.0.0`: on all of this machine"
+    )
+    web_config: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
+        default=None,
+        description="serves by HTTPS with the `tls_server_config` of this file, in the format of Prometheus's "
+        "exporters; it can ask clients for certificates",
     )
     otlp_metrics: StrictBool = Field(
         default=False, description="also sends the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables say"
@@ -105,10 +107,8 @@ ExporterOption = Annotated[
 """The option ``exporter``; the tags keep errors of the other kinds out of the messages."""
 
 
-class Options(BaseModel):
+class Options(_Strict):
     """The options of kvobs. All have defaults: an empty configuration is valid."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     names: tuple[StrictStr, ...] = Field(
         default=(), description="names the connectors, in the order of `connectors`; default: their `kv_connector`"
@@ -129,22 +129,26 @@ class Options(BaseModel):
         "`earlier`: only for those of connectors before the first with a hit. A connector that answers later does "
         "not save that request",
     )
-    lookup_timeout_ms: Milliseconds | None = Field(
+    lookup_timeout_ms: Positive | None = Field(
         default=None,
         description="limits how long a connector may answer 'not yet'; after that another one may load, and this "
         "one does not save that request",
     )
-    slow_call_ms: Milliseconds = Field(
-        default=100,
-        description="counts and traces longer calls into a connector as slow, and logs the first",
+    slow_call_ms: Positive = Field(
+        default=100, description="counts and traces longer calls into a connector as slow, and logs the first"
     )
-    slow_load_ms: Milliseconds = Field(
+    slow_load_ms: Positive = Field(
         default=1000, description="traces longer loads, even if their request is not sampled"
     )
-    stuck_after_s: Seconds = Field(
+    stuck_after_s: Positive = Field(
         default=60,
         description="logs and counts a load or promised save as stuck if a rank has not reported it this long "
         "after another rank",
+    )
+    link_gbps: Mapping[StrictStr, Positive] = Field(
+        default={},
+        description="says how fast the links are that a connector loads over, by its name: in Gbit/s, as of a NIC, and "
+        "of all ranks of an engine together. Boards and an alert compare loads with it; nothing else reads it",
     )
     isolate: tuple[StrictStr, ...] = Field(
         default=(),
@@ -152,7 +156,7 @@ class Options(BaseModel):
         "for a while) instead of ending the engine. Needs `kv_load_failure_policy` `recompute` at the top level. "
         "Their synchronous loads are used only if no other connector saves",
     )
-    isolate_slow_ms: Milliseconds = Field(
+    isolate_slow_ms: Positive = Field(
         default=1000,
         description="counts a longer call into an isolated connector within the scheduler's step as a failure",
     )

@@ -8,11 +8,10 @@ name. Durations are nanoseconds inside kvobs and in payloads, seconds in Prometh
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
 
-from kvobs.schema.signal_types import OPEN, Kind, Scope, Signal
+from kvobs.schema.signal_types import OPEN, Kind, Scope, Series, Signal
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Hook, Side
 
 __all__ = ["OPEN", "SIGNALS", "Kind", "Scope", "Signal"]
@@ -35,21 +34,20 @@ def hook_label(name: str) -> str:
 DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
 _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
+_WAITS = ("lookup", "load", "resume", "save")
 _HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
 
-# Steps of four where the order of magnitude is enough, and of two from 1 to 8 s, where "slow" begins.
-_SLOW = (30, 31, 32, 33)
-# 66 us, 1 ms, and on: there is one such histogram per hook.
-_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])
-# 1 ms to 17 s, in steps of two.
-_TRANSFER_BOUNDS = tuple(range(20, 35))
-# 16 us to 4 s; in steps of two from 1 ms to 67 ms, the usual length of a step.
-_STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)
+_SLOW = (30, 31, 32, 33)  # steps of two from 1 to 8 s, where "slow" begins; elsewhere the order of magnitude is enough
+_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])  # 66 us, 1 ms, and on: there is one such histogram per hook
+_TRANSFER_BOUNDS = tuple(range(20, 35))  # 1 ms to 17 s, in steps of two
+_STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)  # 16 us to 4 s; of two from 1 to 67 ms, a usual step
 _DELAY_BOUNDS = (*range(20, 30, 2), *_SLOW)
-_SKEW_BOUNDS, _COPY_BOUNDS = tuple(range(18, 34, 2)), tuple(range(18, 28, 2))
+_REUSE_BOUNDS = tuple(range(10, 26))  # tokens
+_SKEW_BOUNDS = (22, 24, *range(26, 31), 32)  # 4 ms to 4 s, in steps of two from 67 ms to 1 s
+_COPY_BOUNDS = tuple(range(18, 28, 2))
 
 CALL_DURATION = Signal(
-    "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, Kind.HISTOGRAM, _CALL_BOUNDS
+    "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, _CALL_BOUNDS
 )
 CALL_ERRORS = Signal(
     "kvobs_call_errors_total",
@@ -57,7 +55,7 @@ CALL_ERRORS = Signal(
     {"hook": OPEN, "error_type": OPEN},
 )
 SLOW_CALLS = Signal(
-    "kvobs_slow_calls_total", "Calls into the connector that took longer than slow_call_ms.", {"hook": _HOOKS}
+    "kvobs_slow_calls_total", "Calls longer than slow_call_ms, without pauses of the process.", {"hook": _HOOKS}
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
@@ -67,7 +65,6 @@ LOOKUPS = Signal(
 LOOKUP_DELAY = Signal(
     "kvobs_lookup_delay_seconds",
     "Time from the connector's first 'not yet' for a request to its answer.",
-    kind=Kind.HISTOGRAM,
     bounds=_DELAY_BOUNDS,
 )
 OFFERED_TOKENS = Signal(
@@ -101,13 +98,11 @@ LOAD_DURATION = Signal(
     "kvobs_load_duration_seconds",
     "Duration of successful loads: async from allocation to the last rank's receipt, sync on the slowest rank.",
     {"mode": _MODES},
-    Kind.HISTOGRAM,
     _TRANSFER_BOUNDS,
 )
 LOAD_RESUME_DELAY = Signal(
     "kvobs_load_resume_delay_seconds",
     "Time from the end of an async load on all ranks to the step that schedules its request.",
-    kind=Kind.HISTOGRAM,
     bounds=_DELAY_BOUNDS,
 )
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
@@ -115,8 +110,7 @@ LOAD_BYTES = Signal(
     "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
 )
 PREFILL_SAVED = Signal(
-    "kvobs_prefill_saved_seconds_total",
-    "Estimated time of computing the loaded tokens, for loads with an estimate.",
+    "kvobs_prefill_saved_seconds_total", "Estimated time of computing the loaded tokens, for loads with an estimate."
 )
 LOAD_WAITED = Signal(
     "kvobs_load_waited_seconds_total",
@@ -129,7 +123,6 @@ LOADS_SLOWER = Signal(
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
     "Time a step's forward waited for loads: wait_for_layer_load, plus start_load_kv if a sync load is due.",
-    kind=Kind.HISTOGRAM,
     bounds=_STALL_BOUNDS,
 )
 RECOMPUTED_TOKENS = Signal(
@@ -149,38 +142,30 @@ SAVES = Signal(
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
     "Time from a request's end to the completion of its promised save, during which its blocks are held.",
-    kind=Kind.HISTOGRAM,
     bounds=_TRANSFER_BOUNDS,
 )
 SAVE_STALL = Signal(
-    "kvobs_save_stall_seconds",
-    "Time a step spent in save_kv_layer and wait_for_save.",
-    kind=Kind.HISTOGRAM,
-    bounds=_STALL_BOUNDS,
+    "kvobs_save_stall_seconds", "Time a step spent in save_kv_layer and wait_for_save.", bounds=_STALL_BOUNDS
 )
 IN_FLIGHT = Signal(
     "kvobs_in_flight",
-    "Lookups that requests wait for, loads and promised saves in progress.",
-    {"kind": ("lookup", *_TRANSFERS)},
-    Kind.GAUGE,
+    "Lookups that requests wait for, loads, and promised saves; resume: loaded requests that are not scheduled yet.",
+    {"kind": _WAITS},
 )
 OLDEST_IN_FLIGHT = Signal(
-    "kvobs_oldest_in_flight_timestamp_seconds",
-    "Start of the oldest lookup, load or save in progress, as Unix time; a lookup's is its first 'not yet'; else NaN.",
-    {"kind": ("lookup", *_TRANSFERS)},
-    Kind.GAUGE,
+    "kvobs_oldest_in_flight_seconds",
+    "Age of the oldest of those, of a lookup since its first 'not yet'; 0 without any. It grows while an engine hangs.",
+    {"kind": _WAITS},
 )
 HELD_TOKENS = Signal(
     "kvobs_held_tokens",
-    "Tokens whose KV cache blocks are held by loads and promised saves in progress (tokens).",
-    {"kind": _TRANSFERS},
-    Kind.GAUGE,
+    "Tokens whose KV cache blocks are held by loads, resumes and promised saves in progress (tokens).",
+    {"kind": _WAITS[1:]},
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
     "Time that the slowest rank took longer than the quickest for a load or promised save, each by its own clock.",
     {"kind": _TRANSFERS},
-    Kind.HISTOGRAM,
     _SKEW_BOUNDS,
 )
 SLOWEST_RANK = Signal(
@@ -196,20 +181,19 @@ STRAY_REPORTS = Signal(
     "Reports about a load or save that the connector does not own; they are ignored.",
     {"kind": ("load", "failure", "save")},
 )
-QUARANTINED = Signal(
-    "kvobs_quarantined",
-    "1 while the connector is in quarantine; only connectors in the option isolate have it.",
-    kind=Kind.GAUGE,
-)
+QUARANTINED = Signal("kvobs_quarantined", "1 while a connector in the option isolate is in quarantine.")
 QUARANTINES = Signal(
-    "kvobs_quarantines_total",
-    "Quarantines begun after a failure or a slow call; most are shorter than a scrape interval.",
+    "kvobs_quarantines_total", "Quarantines after a failure or a slow call; most are shorter than a scrape interval."
+)
+KV_EVENTS = Signal(
+    "kvobs_kv_events_total",
+    "KV cache events of the connector passed on to vLLM, which publishes them; removed: also of a cleared cache.",
+    {"type": ("stored", "removed"), "medium": ("cpu", "storage", "other")},
 )
 BLOCK_COPY_DURATION = Signal(
     "kvobs_block_copy_duration_seconds",
     "Duration of block copies between the KV cache and the connector's host buffer.",
     {"direction": DIRECTIONS},
-    Kind.HISTOGRAM,
     _COPY_BOUNDS,
 )
 BLOCK_COPY_BYTES = Signal(
@@ -221,11 +205,18 @@ CONNECTOR_INFO = Signal(
     "kvobs_connector_info",
     "Configuration of the connector; always 1.",
     dict.fromkeys(("index", "class", "role", "load_policy", "failure_policy"), OPEN),
-    Kind.GAUGE,
 )
+LINK_SPEED = Signal(
+    "kvobs_link_bytes_per_second",
+    "Speed of the connector's links, as the option link_gbps says; not there without it (bytes).",
+    {"connector": OPEN},
+    scope=Scope.OUTSIDE,
+)
+CAPACITY_TOKENS = Signal("kvobs_capacity_tokens", "Size of the connector's store, if its options state it (tokens).")
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
-    "Duration of steps with an estimate; steps with a sync load or an encoder's input have none.",
+    "Duration of the steps compared with an estimate: those that prefill, without a sync load or an encoder's input, "
+    "and a part of those that only decode.",
     {"kind": ("prefill", "decode")},
     scope=Scope.PROCESS,
 )
@@ -235,13 +226,26 @@ STEP_ESTIMATE_ERROR = Signal(
     {"kind": ("prefill", "decode")},
     scope=Scope.PROCESS,
 )
+REUSE_DISTANCE = Signal(
+    "kvobs_reuse_distance_tokens",
+    "Prompt tokens in full blocks, by the distinct tokens used since their last use, with themselves: an LRU cache of "
+    "that size has them; +Inf: first used now, or very long ago. An estimate; the sum is not counted (tokens).",
+    bounds=_REUSE_BOUNDS,
+    scope=Scope.PROCESS,
+)
+PROMPT_TAIL_TOKENS = Signal(
+    "kvobs_prompt_tail_tokens_total",
+    "Prompt tokens that no cache serves: those after the last full block, at least the last one (tokens).",
+    scope=Scope.PROCESS,
+)
+LOCAL_CACHE_TOKENS = Signal("kvobs_local_cache_tokens", "Size of vLLM's own KV cache (tokens).", scope=Scope.PROCESS)
 BUILD_INFO = Signal(
     "kvobs_build_info",
     "Versions of kvobs and vLLM; always 1.",
     dict.fromkeys(("version", "vllm_version"), OPEN),
-    Kind.GAUGE,
     scope=Scope.PROCESS,
 )
+START_TIME = Signal("kvobs_start_time_seconds", "Start of the engine's counters, as Unix time.", scope=Scope.OUTSIDE)
 Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
@@ -268,21 +272,22 @@ MALFORMED_CONTEXTS = Signal(
     scope=Scope.PROCESS,
 )
 REQUEST_LOG_DROPPED = Signal(
-    "kvobs_request_log_dropped_total",
-    "Lines of the request log that were dropped because it could not be written.",
+    "kvobs_request_log_dropped_total", "Lines of the request log that could not be written.", scope=Scope.PROCESS
+)
+GC_PAUSES = Signal(
+    "kvobs_gc_pause_seconds_total",
+    "Pauses of Python's garbage collector in the engine's processes; no call counts as slow because of them.",
+    {"process": ("scheduler", "worker")},
     scope=Scope.PROCESS,
 )
-
 ENGINE_UP = Signal(
     "kvobs_engine_up",
     "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only.",
-    kind=Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
 LAST_PAYLOAD = Signal(
     "kvobs_last_payload_timestamp_seconds",
     "Time of the engine's last numbers, as Unix time; an idle engine sends none. Of the exporter only.",
-    kind=Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
 _CALL = {"connector": OPEN, "hook": OPEN}
@@ -291,21 +296,18 @@ CALL_IN_PROGRESS = Signal(
     "Age of a call into a connector that has lasted over a second, also while the GIL is held; rank: of the worker, or "
     "scheduler. Of processes on the machine that serves it.",
     {**_CALL, "rank": OPEN},
-    Kind.GAUGE,
     scope=Scope.OUTSIDE,
 )
 ENGINE_ENDED = Signal(
     "kvobs_engine_ended",
-    "1 after an exception that ends the engine, or its unexpected end, as long as its numbers are served: the call it "
-    "died in (empty labels: none), and an exception's class, a signal or an exit code.",
+    "1 after an exception that ends the engine, or its unexpected end; 2 in the first 15 minutes of its next life: the "
+    "call it died in (empty labels: none), and an exception's class, a signal or an exit code.",
     {**_CALL, "reason": OPEN},
-    Kind.GAUGE,
     scope=Scope.OUTSIDE,
 )
 SPANS_QUEUED = Signal(
     "kvobs_spans_queued",
     "Spans that wait in the exporter for the collector. Of the exporter only.",
-    kind=Kind.GAUGE,
     scope=Scope.EXPORTER,
 )
 
@@ -313,44 +315,24 @@ SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()
 """All metrics."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One combination of a signal's label values, and its position in the slot table.
-
-    A histogram has a slot for each bucket, for the overflow above the last bound, and for the sum.
-    """
-
-    signal: Signal
-    values: tuple[str, ...]
-    first: int
-
-    @property
-    def width(self) -> int:
-        """Return its number of slots."""
-        return self.signal.sum_offset + 1 if self.signal.kind is Kind.HISTOGRAM else 1
-
-
 def _series(scope: Scope) -> tuple[Series, ...]:
     table: list[Series] = []
-    first = 0
     for signal in SIGNALS:
         if signal.scope is scope and not signal.is_open:
             for values in product(*signal.labels.values()):
-                table.append(Series(signal, values, first))
-                first += table[-1].width
+                table.append(Series(signal, values, table[-1].first + table[-1].width if table else 0))
     return tuple(table)
 
 
 SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
-# In a payload the process's slots come first, then those of each child in the order of the configuration.
+# A payload has the process's slots first, then those of each child in the order of the configuration.
 PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
 
 _BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
 
 # Peers with the same digest have the same slot table.
-TABLE_DIGEST: int = zlib.crc32(
-    repr([(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]).encode()
-)
+_TABLE = [(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]
+TABLE_DIGEST: int = zlib.crc32(repr(_TABLE).encode())
 
 
 def slot(signal: Signal, *values: str) -> int:

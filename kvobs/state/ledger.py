@@ -6,7 +6,7 @@ promised save and its last open load were reported by every expected rank.
 
 The life of one request:
 
-    offered -> admit: a load opens -> record: rank by rank -> loads_in -> close_load -> received
+    offered -> admit: a load opens -> record: rank by rank -> loads_in -> close_load -> received -> admit: resumed
                                        a rank failed: -> take_failures, the workers echo it -> echoed -> close_load
     finish: promises open -> record -> saves_in -> close_saves -> released
 
@@ -20,7 +20,6 @@ from typing import Any
 
 from kvobs.state.transfers import (
     Finished,
-    IncompleteTransfers,
     InProgress,
     Load,
     Report,
@@ -28,6 +27,7 @@ from kvobs.state.transfers import (
     RequestTransfers,
     Save,
     Stray,
+    Stuck,
 )
 
 # Enum members are slow to access, and there is a report for each load and rank.
@@ -38,13 +38,8 @@ _TO_BE_ECHOED, _OF_BLOCKS = (_FAILED, _SPOILED), (_SPOILED, _HOLED)
 class Ledger:
     """Load owners, promised saves and rank tallies of all live requests.
 
-    Args:
-        load_ends_save: children that report no save of a request that has ended during their load: the load's end is
-            that of the promised save, too.
-
-    Attributes:
-        failures: the async loads that every rank must report to vLLM as failed; see ``take_failures``.
-        incomplete: the transfers that only some ranks have reported.
+    The children in ``load_ends_save`` report no save of a request that has ended during their load: the load's end is
+    that of the promised save, too.
     """
 
     def __init__(self, load_ends_save: Collection[int] = ()) -> None:
@@ -52,15 +47,15 @@ class Ledger:
         self._entries: dict[str, RequestTransfers] = {}
         self._loads_in: list[str] = []  # requests whose load is complete, not yet closed
         self._saves_in: list[str] = []  # requests whose promised saves are all complete
-        self.failures: list[str] = []
+        self.failures: list[str] = []  # async loads that every rank must report to vLLM as failed
         self._received: set[str] = set()
         self._sent: set[str] = set()
-        self._open_loads: defaultdict[int, InProgress] = defaultdict(InProgress)  # by child
-        self._open_saves: defaultdict[int, InProgress] = defaultdict(InProgress)
-        self.incomplete = IncompleteTransfers()
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        # By child the open loads and promised saves, and the resumes: loaded, and not scheduled since.
+        self.in_flight: defaultdict[int, dict[str, InProgress[str]]] = defaultdict(
+            lambda: {"load": InProgress(), "resume": InProgress(), "save": InProgress()}
+        )
+        self.incomplete = InProgress[tuple[str, int, str]]()
+        """The transfers that some ranks have reported and others have not: kind, child, request."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -96,6 +91,7 @@ class Ledger:
         """
         entry = self.arrive(request)
         candidate, entry.candidate = entry.candidate, None
+        self._not_resuming(request, entry)
         if tokens <= 0 or candidate is None:
             return None
         child, is_async = candidate
@@ -103,16 +99,12 @@ class Ledger:
         if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
             self._not_open(request, entry.load)
         entry.load = Load(child, tokens, is_async, max(1, expected), now_ns, **details)
-        self._open_loads[child].begin(request, now_ns, tokens)
+        self.in_flight[child]["load"].begin(request, now_ns, tokens)
         return entry.load
 
     def load(self, request: str) -> Load | None:
         """Return the open load of this request."""
         return entry.load if (entry := self._entries.get(request)) else None
-
-    def owner(self, request: str) -> int | None:
-        """Return the child that loads, or last loaded, this request."""
-        return entry.owner if (entry := self._entries.get(request)) else None
 
     def choice(self, request: str) -> int | None:
         """Return the child that would load this request if vLLM allocated now, else its owner."""
@@ -181,11 +173,25 @@ class Ledger:
         reports = len(transfer.arrived)
         if reports == transfer.expected:
             if reports > 1:
-                self.incomplete.forget(kind, report.child, report.request)
+                self.incomplete.end((kind, report.child, report.request))
             return True
         if reports == 1:
-            self.incomplete.note(kind, report.child, report.request, transfer, now_ns)
+            self.incomplete.begin((kind, report.child, report.request), now_ns)
         return False
+
+    def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
+        """Return the transfers first reported at this time or before, and still incomplete, by child; each once.
+
+        ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
+        """
+        stuck = []
+        for (kind, child, request), *_ in self.incomplete.take_late(before_ns):
+            entry = self._entries[request]
+            transfer = entry.load if kind == "load" else entry.saves[child]
+            assert transfer is not None
+            silent = tuple([rank for rank in range(ranks) if rank not in transfer.arrived])
+            stuck.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
+        return stuck
 
     @property
     def has_ended(self) -> bool:
@@ -213,20 +219,20 @@ class Ledger:
         load.failed_on.update(silent or range(load.expected))
         load.arrived.update(dict.fromkeys(silent, now_ns))
         load.needs_echo = True
-        self.incomplete.forget("load", load.child, request)
+        self.incomplete.end(("load", load.child, request))
         self.failures.append(request)
         return True
 
     def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
         """Fail the loads and complete the saves of ``child`` that were open before a time; return how many of each."""
-        loads, saves = (list(transfers.begun_before(before_ns)) for transfers in self.in_flight(child))
+        loads, saves = (self.in_flight[child][kind].begun_before(before_ns) for kind in ("load", "save"))
         failed = sum(self.fail(request, now_ns) for request in loads)
         for request in saves:
             entry = self._entries[request]
             save = entry.saves[child]
             if not save.is_over:
                 save.is_abandoned = True
-                self.incomplete.forget("save", child, request)
+                self.incomplete.end(("save", child, request))
                 self._note_save_over(request, entry)
         return failed, len(saves)
 
@@ -244,7 +250,7 @@ class Ledger:
         was_in = load.is_in
         for rank in range(load.expected):
             load.arrived.setdefault(rank, now_ns)
-        self.incomplete.forget("load", child, request)
+        self.incomplete.end(("load", child, request))
         if load.needs_echo and not was_in:
             self.failures.append(request)
         return not load.needs_echo
@@ -260,7 +266,7 @@ class Ledger:
             return None
         if not save.is_over:
             save.arrived.update(dict.fromkeys(range(save.expected), now_ns))
-            self.incomplete.forget("save", child, request)
+            self.incomplete.end(("save", child, request))
         save.is_given_up = True
         return all(save.is_over for save in entry.saves.values())
 
@@ -299,6 +305,8 @@ class Ledger:
             self._note_save_over(request, entry)
         if load.is_async and not entry.finished:
             self._received.add(request)
+            if not load.failed:
+                self.in_flight[load.child]["resume"].begin(request, now_ns, load.tokens)
         self._settle(request, entry)
         return load
 
@@ -310,14 +318,10 @@ class Ledger:
         closed = {child: save for child, save in entry.saves.items() if not save.done}
         for child, save in closed.items():
             save.done = True
-            self._open_saves[child].end(request)
-            self.incomplete.forget("save", child, request)
+            self.in_flight[child]["save"].end(request)
+            self.incomplete.end(("save", child, request))
         self._settle(request, entry)
         return closed
-
-    def in_flight(self, child: int) -> tuple[InProgress, InProgress]:
-        """Return the open loads and the open promised saves of ``child``."""
-        return self._open_loads[child], self._open_saves[child]
 
     # The end of a request
 
@@ -335,16 +339,13 @@ class Ledger:
         return frozenset(entry.tails if (entry := self._entries.get(request)) else ())
 
     def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0, tokens: int = 0) -> Finished:
-        """Note that vLLM has finished a request.
+        """Note that vLLM has finished a request, with the (child, number of ranks that report) of each promised save.
 
-        Args:
-            request: its id.
-            promises: (child, number of ranks that report) of every child that promised a save.
-            now_ns: the time, for the length of the hold.
-            tokens: tokens whose KV blocks are held for the promised saves.
+        ``tokens`` are those whose KV blocks are held for the promised saves.
         """
         entry = self._entries.pop(request, None) or RequestTransfers()
         entry.finished, entry.candidate = True, None
+        self._not_resuming(request, entry)
         # A sync load ends with its step, whose output vLLM is handling now: vLLM does not wait for it.
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
         if aborted is not None:
@@ -359,9 +360,9 @@ class Ledger:
                 early[child] = save
             else:
                 promised[child] = save
-                self._open_saves[child].begin(request, now_ns, tokens)
+                self.in_flight[child]["save"].begin(request, now_ns, tokens)
                 if save.arrived:
-                    self.incomplete.note("save", child, request, save, now_ns)
+                    self.incomplete.begin(("save", child, request), now_ns)
         stray = [Stray(child, "save", request) for child, save in entry.saves.items() if not save.promised]
         for report in stray:
             del entry.saves[report.child]
@@ -382,8 +383,12 @@ class Ledger:
         return sent
 
     def _not_open(self, request: str, load: Load) -> None:
-        self._open_loads[load.child].end(request)
-        self.incomplete.forget("load", load.child, request)
+        self.in_flight[load.child]["load"].end(request)
+        self.incomplete.end(("load", load.child, request))
+
+    def _not_resuming(self, request: str, entry: RequestTransfers) -> None:
+        if entry.owner is not None:
+            self.in_flight[entry.owner]["resume"].end(request)
 
     def _settle(self, request: str, entry: RequestTransfers) -> None:
         """Forget a finished request without open transfers, and release it if vLLM waits for that."""

@@ -62,11 +62,8 @@ class Quarantine:
     def fail(self, now_ns: int, epoch: int | None = None, *, slow_ns: int = 0) -> bool:
         """Process a failure; return whether it begins a quarantine, or makes it permanent.
 
-        Args:
-            now_ns: the time.
-            epoch: the epoch of a worker's failure (an earlier one is already known), or ``FOR_GOOD``.
-            slow_ns: duration of a slow call, if that is the failure. A probation may block as long again, so that the
-                back-off is at least ``SLOW_SHARE`` times the duration.
+        ``epoch`` is that of a worker's failure (an earlier one is already known), or ``FOR_GOOD``. After a slow call
+        of ``slow_ns`` a probation may block as long again: the back-off is at least ``SLOW_SHARE`` times that.
         """
         if epoch == FOR_GOOD:
             was_known, self.state, self._ends_ns = self._ends_ns == NEVER_NS, State.OUT, NEVER_NS

@@ -1,7 +1,5 @@
 """Gather a report about one request: the connectors' offers, its loads with their times, and the time they saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +56,7 @@ class RequestReport:
     began_ns: int = 0
     looked_up_ns: int = 0
     local_tokens: int = 0
+    seen_tokens: int = 0  # of the prompt, used before by any request
     offers: tuple[tuple[int, int], ...] = ()  # (child, tokens)
     is_allocated: bool = False
     loads: list[LoadReport] = field(default_factory=list)
@@ -108,6 +107,7 @@ class RequestReport:
         rendered: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "local_tokens": self.local_tokens,
+            "seen_tokens": max(self.seen_tokens, self.local_tokens),
             "offered_tokens": {names[child]: tokens for child, tokens in self.offers},
             "lookups": self.lookups,
             "lookup_s": _seconds(self.looked_up_ns - self.began_ns),

@@ -4,8 +4,6 @@ An event comes after what it announces, in the scheduler's own thread. A listene
 it is given, and may keep it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
@@ -40,12 +38,8 @@ class TransferListener:
     ) -> None:
         """Receive the end of a request's lookups: vLLM has allocated its blocks.
 
-        Args:
-            request_id: the request.
-            offers: (child, tokens) of the last lookup.
-            local: tokens in vLLM's own cache.
-            owner: the child that loads ``tokens``, if any.
-            tokens: number of tokens to load.
+        ``offers`` are (child, tokens) of the last lookup; ``local`` tokens are in vLLM's own cache, and ``owner``, if
+        there is one, loads ``tokens``.
         """
 
     def admitted(self, request_id: str, load: Load) -> None:

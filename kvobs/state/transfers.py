@@ -1,11 +1,14 @@
 """Hold the state of a load and of a promised save by rank, the reports about them, and what is in progress."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from itertools import chain, takewhile
+from typing import Generic, NamedTuple, TypeVar
 
 from kvobs.state.cache_layout import Blocks
+
+T = TypeVar("T")
 
 
 class ReportKind(IntEnum):
@@ -114,7 +117,7 @@ class Load(_OnRanks):
     def duration_ns(self) -> int:
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
         if self.is_async:
-            return max(0, max(self.arrived.values(), default=0) - self.opened_ns)
+            return max([self.opened_ns, *self.arrived.values()]) - self.opened_ns
         return max((report.spent_ns for report in self.ranks.values()), default=0)
 
 
@@ -177,7 +180,7 @@ class Stuck(NamedTuple):
     missing: tuple[int, ...]  # ranks; empty if the expected ranks are unknown
 
 
-def named_ranks(missing: tuple[int, ...]) -> str:
+def named_ranks(missing: Sequence[int]) -> str:
     """Return the ranks that a stuck transfer misses, as text."""
     return f"rank {', '.join(map(str, missing))}" if missing else "all expected ranks"
 
@@ -200,83 +203,49 @@ class RequestTransfers:
         return self.load is None and all(save.done for save in self.saves.values())
 
 
-class InProgress:
-    """Requests with a lookup, load or save of one connector in progress, the oldest first.
+class InProgress(Generic[T]):
+    """What is in progress, the oldest first: as the requests with a lookup, load, resume or save of one connector."""
 
-    Attributes:
-        tokens: those whose KV blocks are held for all of them.
-    """
-
-    __slots__ = ("_began", "_held", "tokens")
+    __slots__ = ("_held", "_late", "recent", "tokens")
 
     def __init__(self) -> None:
-        self._began: dict[str, int] = {}
-        self._held: dict[str, int] = {}
-        self.tokens = 0
+        self.recent: dict[T, int] = {}  # when each began
+        self._late: dict[T, int] = {}  # those that ``take_late`` has returned: all older than the others
+        self._held: dict[T, int] = {}
+        self.tokens = 0  # whose KV blocks are held for all of them
 
     def __len__(self) -> int:
-        return len(self._began)
+        return len(self._late) + len(self.recent)
 
     def __contains__(self, request: object) -> bool:
-        return request in self._began
+        return request in self.recent or request in self._late
 
     @property
     def oldest_ns(self) -> int:
         """Return when the oldest began, in ns; 0 without any."""
-        return next(iter(self._began.values()), 0)
+        return next(chain(self._late.values(), self.recent.values()), 0)
 
-    def begin(self, request: str, now_ns: int, tokens: int = 0) -> None:
+    def begin(self, request: T, now_ns: int, tokens: int = 0) -> None:
         """Add a request; one that is in already stays as it is."""
-        if request not in self._began:
-            self._began[request] = now_ns
+        if request not in self:
+            self.recent[request] = now_ns
             if tokens:
                 self._held[request] = tokens
                 self.tokens += tokens
 
-    def end(self, request: str) -> None:
+    def end(self, request: T) -> None:
         """Remove a request, if it is in."""
-        if self._began.pop(request, None) is not None:
+        if self.recent.pop(request, None) is not None or self._late.pop(request, None) is not None:
             self.tokens -= self._held.pop(request, 0)
 
-    def begun_before(self, time_ns: int) -> Iterator[str]:
-        """Yield the requests that began at a time, or earlier."""
-        for request, began_ns in self._began.items():
-            if began_ns <= time_ns:
-                yield request
+    def take_late(self, before_ns: int) -> list[tuple[T, int, int]]:
+        """Return the requests that began at a time, or earlier, with begin and held tokens; each is returned once."""
+        late = dict(takewhile(lambda item: item[1] <= before_ns, self.recent.items()))
+        for request in late:
+            del self.recent[request]
+        self._late |= late
+        return [(request, began_ns, self._held.get(request, 0)) for request, began_ns in late.items()]
 
-
-class IncompleteTransfers:
-    """The transfers that some ranks have reported and others have not.
-
-    Attributes:
-        since: (kind, child, request) -> the time of the first report, and the transfer; the oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.since: dict[tuple[str, int, str], tuple[int, Load | Save]] = {}
-
-    def __len__(self) -> int:
-        return len(self.since)
-
-    def note(self, kind: str, child: int, request: str, transfer: Load | Save, now_ns: int) -> None:
-        """Note the first report, of several expected ones, of a transfer of ``child``."""
-        self.since[kind, child, request] = now_ns, transfer
-
-    def forget(self, kind: str, child: int, request: str) -> None:
-        """Forget a transfer that has ended."""
-        self.since.pop((kind, child, request), None)
-
-    def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
-        """Return the transfers first reported before this time and still incomplete, by child; each is returned once.
-
-        ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
-        """
-        all_stuck: list[tuple[int, Stuck]] = []
-        for (kind, child, request), (since_ns, transfer) in self.since.items():
-            if since_ns > before_ns:
-                break
-            silent = tuple(rank for rank in range(ranks) if rank not in transfer.arrived)
-            all_stuck.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
-        for child, stuck in all_stuck:
-            self.forget(stuck.kind, child, stuck.request)
-        return all_stuck
+    def begun_before(self, time_ns: int) -> list[T]:
+        """Return the requests that began at a time, or earlier."""
+        return [request for request, began_ns in chain(self._late.items(), self.recent.items()) if began_ns <= time_ns]

@@ -135,12 +135,8 @@ class Shown(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Shown:
-        return cls(
-            frozenset(output.num_scheduled_tokens),
-            frozenset(output.finished_req_ids),
-            frozenset(output.preempted_req_ids or ()),
-            output.total_num_scheduled_tokens,
-        )
+        scheduled, preempted = frozenset(output.num_scheduled_tokens), frozenset(output.preempted_req_ids or ())
+        return cls(scheduled, frozenset(output.finished_req_ids), preempted, output.total_num_scheduled_tokens)
 
 
 @dataclass
@@ -199,16 +195,14 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         return _Meta(self.script.tag)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._note(
-            "update_connector_output",
-            {
-                "received": set(connector_output.finished_recving or ()),
-                "sent": set(connector_output.finished_sending or ()),
-                "failed": set(failed_loads(connector_output)),
-                "meta": connector_output.kv_connector_worker_meta,
-                "events": connector_output.kv_cache_events,
-            },
-        )
+        seen = {
+            "received": set(connector_output.finished_recving or ()),
+            "sent": set(connector_output.finished_sending or ()),
+            "failed": set(failed_loads(connector_output)),
+            "meta": connector_output.kv_connector_worker_meta,
+            "events": connector_output.kv_cache_events,
+        }
+        self._note("update_connector_output", seen)
         if self.script.on_output is not None:
             self.script.on_output(connector_output)
 

@@ -56,16 +56,9 @@ def _rows(side: Side, cadence: Cadence, combine: Combine, names: str, is_propert
     return (Hook(name, side, cadence, combine, is_property) for name in names.split())
 
 
-_C, _S, _W, _B = Side.CONFIG, Side.SCHEDULER, Side.WORKER, Side.BOTH
-_ONCE, _REQUEST, _STEP, _LAYER = Cadence.ONCE, Cadence.REQUEST, Cadence.STEP, Cadence.LAYER
-_EACH, _GUARDED, _ANY, _ALL, _CHAIN, _ROUTED = (
-    Combine.EACH,
-    Combine.GUARDED,
-    Combine.ANY,
-    Combine.ALL,
-    Combine.CHAIN,
-    Combine.ROUTED,
-)
+_C, _S, _W, _B = Side
+_ONCE, _REQUEST, _STEP, _LAYER = Cadence
+_EACH, _GUARDED, _ANY, _ALL, _CHAIN, _ROUTED = Combine
 
 HOOKS: dict[str, Hook] = {
     hook.name: hook

@@ -1,6 +1,7 @@
 """Read Linux's data about a process."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -11,13 +12,28 @@ def stat(pid: int) -> tuple[str, list[str]]:
     return name, fields.split()
 
 
+def _fields(pid: int) -> list[str]:
+    """Return the fields; only an X, the state of a dead process, if it has ended or can't be seen."""
+    with suppress(OSError):
+        return stat(pid)[1]
+    return ["X"]
+
+
 def start_time(pid: int) -> str | None:
     """Return when a process was started, in ticks since the machine's; None if it has ended, or can't be seen."""
-    try:
-        _, (state, *fields) = stat(pid)
-    except OSError:
-        return None
+    state, *fields = _fields(pid)
     return None if state in ("Z", "X") else fields[18]
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by a signal or a debugger."""
+    return _fields(pid)[0] in ("T", "t")
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the status of a process that has ended, as from ``wait``; None if its parent has read it already."""
+    state, *fields = _fields(pid)
+    return int(fields[48]) if state in ("Z", "X") and fields else None
 
 
 def cores_of_parent() -> set[int]:
@@ -26,12 +42,3 @@ def cores_of_parent() -> set[int]:
         return os.sched_getaffinity(os.getppid())
     except OSError:
         return os.sched_getaffinity(0)
-
-
-def exit_status(pid: int) -> int | None:
-    """Return the status of a process that has ended, as from ``wait``; None if its parent has read it already."""
-    try:
-        _, (state, *fields) = stat(pid)
-    except OSError:
-        return None
-    return int(fields[48]) if state in ("Z", "X") else None

@@ -4,8 +4,6 @@ Importing this module needs no vLLM: functions import it when they are called. W
 once, by the module that uses it. Hooks that only some versions have are in ``hooks``: there ``has_hook`` decides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os
@@ -240,11 +238,6 @@ def cache_shape(attn_backends: Any, *, is_mla: bool) -> tuple[int, ...]:
     if not hasattr(first, "get_kv_cache_shape"):
         return MLA_CACHE_SHAPE if is_mla else CACHE_SHAPE
     return tuple(first.get_kv_cache_shape(num_blocks=1, block_size=16, num_kv_heads=1, head_size=1))
-
-
-def remote_dcp_size(info: Any) -> int:
-    """Return the decode context parallel size of vLLM's ``EngineTransferInfo``, which 0.28 does not have."""
-    return getattr(info, "remote_dcp_size", 1)
 
 
 def required_cache_layout(stock: Callable[..., str | None], vllm_config: Any | None) -> str | None:

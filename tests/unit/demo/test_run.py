@@ -50,9 +50,7 @@ def demo_without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("demo_without_engine")
 @pytest.mark.parametrize("endpoint", [None, "http://otel-collector:4317"])
-def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
-    endpoint: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_go_to_the_collector_of_the_environment(endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(run.ENDPOINT, raising=False)
     if endpoint:
         monkeypatch.setenv(run.ENDPOINT, endpoint)
@@ -66,9 +64,7 @@ def test_spans_go_to_the_collector_of_the_environment_if_there_is_one(
 
 @pytest.mark.usefixtures("demo_without_engine")
 @pytest.mark.parametrize(("port", "claimed", "used"), [(0, 0, 40000), (8000, 9464, 9464)])
-def test_the_exporter_listens_beside_the_server(
-    port: int, claimed: int, used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exporters_listen_beside_servers(port: int, claimed: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "claim_port", {claimed: used}.__getitem__)
     ended: list[str] = []
     monkeypatch.setattr(run, "see_exporter_end", ended.append)

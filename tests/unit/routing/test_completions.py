@@ -3,8 +3,6 @@
 Every child is shown one output with all receipts, saves and failures; its changes to its own requests count (N6).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -17,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.child import Child
-from kvobs.routing.completions import Completions, OutputView, Over, released_set
+from kvobs.routing.completions import Completions, OutputView, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
@@ -197,9 +195,9 @@ class Shown:
             ):
                 self.ledger.record(Report(rank, kind, request, child, 0))
 
-    def show(self, meta: Any = None) -> Over:
+    def show(self, meta: Any = None) -> tuple[list[str], set[str]]:
         over = self.view.show(self.output, meta, self.ledger.take_loads_in(), set(self.ledger.take_saves_in()))
-        return Over(sorted(over.loads), over.saves)
+        return sorted(over[0]), over[1]
 
 
 def assign(**fields: Any) -> Callable[[Any], None]:
@@ -214,8 +212,8 @@ def raising(output: Any) -> None:
     raise OSError("no")
 
 
-ALL = Over(["other", "own"], {"saved"})
-NOTHING = Over([], set())
+ALL = (["other", "own"], {"saved"})
+NOTHING: tuple[list[str], set[str]] = ([], set())
 
 
 def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> None:
@@ -223,7 +221,7 @@ def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> 
     shown = Shown()
     shown.watchers[0].change = assign(finished_recving={"own"}, finished_sending={"saved"})
     shown.watchers[1].change = assign(finished_sending={"saved"})
-    assert shown.show() == Over(["own"], {"saved"})
+    assert shown.show() == (["own"], {"saved"})
     assert shown.watchers[1].seen[0]["received"] == {"own"}
     assert shown.watchers[1].seen[0]["sent"] == set(), "the second promise is open"
     assert shown.watchers[2].seen[0]["sent"] == {"saved"}
@@ -251,13 +249,13 @@ def test_a_child_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> 
     shown = Shown()
     shown.all_in()
     shown.watchers[0].change = assign(finished_sending=None)
-    assert shown.show().saves == set()
+    assert shown.show()[1] == set()
     assert [watcher.seen[0]["sent"] for watcher in shown.watchers] == [{"saved"}, set(), set()]
     shown.watchers[0].change = lambda output: None
     for _ in range(in_steps):
         assert shown.show() == NOTHING
     shown.watchers[0].change = assign(finished_sending={"saved"})
-    assert shown.show().saves == {"saved"}
+    assert shown.show()[1] == {"saved"}
     assert set(shown.ledger.close_saves("saved")) == {0, 1}
 
 
@@ -265,10 +263,12 @@ def test_a_child_may_keep_its_load_back_and_complete_it_later() -> None:
     shown = Shown()
     shown.all_in()
     shown.watchers[0].change = lambda output: output.finished_recving.discard("own")
-    assert shown.show().loads == ["other"]
+    assert shown.show()[0] == ["other"]
     shown.ledger.close_load("other")
     shown.watchers[0].change = assign(finished_recving={"own"})
-    assert shown.show().loads == ["own"]
+    assert shown.show()[0] == ["own"]
+    shown.watchers[0].change = assign(finished_recving=None)
+    assert not shown.view.show(shown.output, None, ["own"], set())[0], "nothing else is in"
 
 
 def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_its_place() -> None:
@@ -279,11 +279,11 @@ def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_it
     seen: list[Any] = []
     for watcher in shown.watchers:
         watcher.change = lambda output: seen.append(output.finished_sending)
-    assert shown.view.show(shown.output, None, [], sent).saves is sent
+    assert shown.view.show(shown.output, None, [], sent)[1] is sent
     assert all(each is sent for each in seen)
     other = set(sent)
     shown.watchers[1].change = assign(finished_sending=other)
-    assert shown.view.show(shown.output, None, [], sent).saves is other
+    assert shown.view.show(shown.output, None, [], sent)[1] is other
     assert seen[-1] is other
 
 
@@ -308,14 +308,14 @@ def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool) -> N
         shown.all_in()
     shown.watchers[0].change = lambda output: output.failed_recving.add("own")
     over = shown.show()
-    assert "own" not in over.loads
+    assert "own" not in over[0]
     assert shown.output.failed_recving == set()
     assert shown.ledger.take_failures() == ("own",)
     assert shown.watchers[1].seen[0]["failed"] == set()
     shown.ledger.echoed("own")
     shown.watchers[0].change = lambda output: None
     shown.output.failed_recving = {"own"}
-    assert "own" in shown.show().loads
+    assert "own" in shown.show()[0]
     load = shown.ledger.close_load("own")
     assert load is not None
     assert load.failed
@@ -336,7 +336,7 @@ def test_a_synchronous_load_is_over_and_shown_to_nobody() -> None:
     shown.ledger.propose("sync", (0, False))
     shown.ledger.admit("sync", 16, 1)
     shown.ledger.record(Report(0, ReportKind.SYNC_DONE, "sync", 0, 0))
-    assert shown.show().loads == ["sync"]
+    assert shown.show()[0] == ["sync"]
     assert [watcher.seen[0]["received"] for watcher in shown.watchers] == [set()] * 3
 
 

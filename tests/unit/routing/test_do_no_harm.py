@@ -3,8 +3,6 @@
 The connectors here break where a router does to them what vLLM would not have done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
-from tests.support.rig import assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Stats
 from tests.support.stock import wrong_in_stock
 
@@ -123,9 +121,7 @@ def test_the_one_worker_of_an_engine_reports_for_all_that_a_child_counts(router:
     rig.step()
     a.say(0, received="r")
     rig.run(4)
-    a.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 2, saved="r")
 
 
 class LockingConnector(ScriptedConnector):
@@ -155,9 +151,7 @@ def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Scrip
     a.offers["r"], b.offers["r"] = KV, [NOT_YET, NOT_YET, KV]
     connectors = [child_config(a), here(b, "LockingConnector")]
     rig = started(router, connectors=connectors, kvobs=options, max_tokens=3, steps=3)
-    a.say(0, received="r")
-    rig.run(6)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 6, received="r")
     (child,) = (each for each in rig.connector._connectors if isinstance(each, LockingConnector))
     assert child.answered == {"r"}
     assert child.locks == set()
@@ -244,9 +238,7 @@ def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, 
     a.say(rank, received="r")
     rig.run(3)
     assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
-    b.say(rank, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, b, 2, rank=rank, saved="r")
     if router == "kvobs":
         assert_nothing_is_left(rig)
 
@@ -263,16 +255,12 @@ def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, 
     rig.abort("r")
     rig.run(2)
     assert rig.status("r") == "FINISHED_ABORTED"
-    a.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 2, saved="r")
     assert_nothing_is_left(rig)
 
 
 @both
-def test_what_a_child_writes_to_the_output_is_there_for_whoever_reads_it_next(
-    router: str, a: Script, b: Script
-) -> None:
+def test_what_a_child_writes_to_the_output_is_there_for_who_reads_it_next(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     rig.add("r")
     a.on_output = assigns(invalid_block_ids={7}, expected_finished_count=3)

@@ -1,7 +1,5 @@
 """Each load is weighed once: what it saved against what its request waited; and the work of vLLM's steps is read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 
 from kvobs.prediction.compute_cost import Work
 from kvobs.routing import gains
-from kvobs.routing.gains import Gains, StepLimits, work_of
+from kvobs.routing.gains import Gains, step_limits, work_of
 from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
@@ -28,7 +26,7 @@ class Engine(TransferListener):
         self.now_ns = 10**18
         self.weighed: list[tuple[str, Gain]] = []
         self.recorder = Recorder(2)
-        self.gains = Gains(self.recorder, self, StepLimits(2048, 1))
+        self.gains = Gains(self.recorder, self, 2048, 1)
         patch.setattr(gains, "wall_ns", lambda: self.now_ns)
         patch.setattr(gains, "work_of", lambda work: work)
 
@@ -140,16 +138,18 @@ def test_the_error_of_the_estimate_is_recorded(engine: Engine) -> None:
     taken = engine.recorder.take().counts
     assert counts(signals.STEP_SECONDS) == 150 * MS
     assert counts(signals.STEP_ESTIMATE_ERROR) == pytest.approx(45 * MS, rel=0.05)
-    engine.gains.flush()
-    taken = engine.recorder.take().counts
-    assert counts(signals.STEP_SECONDS) == 0
+    for learned in (0, 2 * 150 * MS):  # by the step after a flush
+        engine.step(1000, more_ns=45 * MS)
+        engine.gains.flush(goes_on=True)
+        taken = engine.recorder.take().counts
+        assert counts(signals.STEP_SECONDS) == learned
 
 
 @pytest.mark.parametrize(("threshold", "chunk"), [(0, 2048), (512, 512), (4096, 2048)])
 def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
     scheduling = SimpleNamespace(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
-    assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
-    assert StepLimits.of(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)
 
 
 # --- the work of a step

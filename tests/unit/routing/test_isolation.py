@@ -4,8 +4,6 @@ By the rules N2 to N4 and N7 to N9 of the design: what it knew goes on being rep
 out does not exist for it, and nothing is called, reset or saved that vLLM did not ask for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +34,7 @@ def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b
     assert engine.is_out
     epoch = engine.epoch
     assert epoch == (2 if is_given_up else 1), "it was tried again meanwhile"
+    assert engine.rig.connector._side.isolation.states() == {0: (epoch, True)}
 
     a.raises.clear()
     a.offers["again"] = KV
@@ -76,9 +75,7 @@ def test_a_load_that_did_not_begin_on_a_rank_is_recomputed(engine: Isolating, a:
 
 @pytest.mark.parametrize("ranks", [{0}, {0, 1}])
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_a_load_that_may_have_begun_has_failed(
-    engine: Isolating, a: Script, ranks: set[int], is_reported: bool
-) -> None:
+def test_a_load_that_may_have_begun_failed(engine: Isolating, a: Script, ranks: set[int], is_reported: bool) -> None:
     """``start_load_kv`` raised half-way: something may be writing into these blocks."""
     a.offers["r"] = KV
     a.raises, a.raises_on = {"start_load_kv": FAILURE}, ranks
@@ -134,9 +131,7 @@ def test_what_was_under_way_at_a_failure_may_still_arrive(engine: Isolating, a: 
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_child_that_is_out_is_asked_for_results(
-    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_is_out_is_asked_for_results(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
     """Some take results only while they have a step's metadata: those would fail in every step that they are out."""
     a.raises["update_state_after_alloc"] = FAILURE
     a.offers["r"] = KV
@@ -208,6 +203,22 @@ def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating
     engine.step(2, seconds=4)
     engine.run_to_end("first", "second")
     assert counted(engine.rig, "kvobs_saves_total", 0, "abandoned") == 2
+    assert_nothing_is_left(engine.rig)
+
+
+def test_what_a_recovered_connector_promises_is_not_given_up(engine: Isolating, a: Script) -> None:
+    a.raises["take_events"] = FAILURE
+    engine.step()
+    a.raises.clear()
+    engine.step(4, seconds=1.5)  # out, on trial, fit
+    engine.step(seconds=GIVE_UP_NS / S - 2)
+    a.promises.add("after")
+    engine.rig.add("after", max_tokens=1)
+    engine.step(4, seconds=GIVE_UP_NS / S)
+    assert engine.rig.status("after") == "FINISHED_LENGTH_CAPPED"
+    assert counted(engine.rig, "kvobs_saves_total", 0, "abandoned") == 0
+    engine.say(a, saved="after")
+    engine.run_to_end("after")
     assert_nothing_is_left(engine.rig)
 
 

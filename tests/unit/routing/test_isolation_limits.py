@@ -1,7 +1,5 @@
 """What can't be isolated, synchronous loads, and best-effort connectors that can't be built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,9 +20,7 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
         ("recompute", "best", {"kv_role": "kv_producer"}, "'best' .* has kv_role kv_producer"),
     ],
 )
-def test_limits_of_isolation_are_errors_at_the_start(
-    policy: str, isolate: str, more: dict[str, Any], says: str
-) -> None:
+def test_limits_of_isolation_are_errors_at_start(policy: str, isolate: str, more: dict[str, Any], says: str) -> None:
     best, other = Script("best"), Script("other")
     connectors = [child_config(best, **more), child_config(other)]
     with pytest.raises(ConfigError, match=says):
@@ -41,11 +37,8 @@ def test_limits_of_isolation_are_errors_at_the_start(
     ],
 )
 def test_a_connector_that_can_not_be_left_out_is_refused_and_named(connector: dict[str, str], why: str) -> None:
-    entry = {
-        **connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child_config(Script("x"))]},
-    }
+    extra = {"connectors": [child_config(Script("x"))]}
+    entry = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     connectors = [entry, child_config(Script("other"))]
     with pytest.raises(ConfigError, match=rf"isolate: found 'best' \(\w+\), which can.t be isolated: it {why}"):
         Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": ["best"]})
@@ -71,9 +64,7 @@ def test_what_a_child_waits_for_while_it_is_out_is_still_waited_for(engine: Isol
 
 
 @pytest.mark.parametrize("policy", ["first", "longest"])
-def test_nobody_waits_for_a_child_that_is_out(
-    policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
-) -> None:
+def test_nobody_waits_for_one_that_is_out(policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """It had said "not yet", and would have had a minute to say more."""
     engine = Isolating(monkeypatch, a, b, load_policy=policy, lookup_timeout_ms=60_000)
     a.offers["r"], b.offers["r"] = (None, False), KV

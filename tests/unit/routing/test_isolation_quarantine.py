@@ -1,7 +1,5 @@
 """How long a best-effort connector is out, for slowness too, and what happens to requests and transfers meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -47,9 +45,7 @@ def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolati
 
 
 @pytest.mark.parametrize(("seconds", "is_known"), [(0.5, False), (1.1, True)])
-def test_a_request_after_the_quarantine_begins_trial(
-    engine: Isolating, a: Script, seconds: float, is_known: bool
-) -> None:
+def test_a_request_after_quarantine_begins_trial(engine: Isolating, a: Script, seconds: float, is_known: bool) -> None:
     """An idle engine has no steps: its next request may be the first to arrive."""
     a.raises["take_events"] = FAILURE
     engine.rig.add("first", max_tokens=1)
@@ -177,9 +173,7 @@ def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_lookup_that_times_out_is_not_repeated(
-    engine: Isolating, a: Script, b: Script, slow: dict[str, float]
-) -> None:
+def test_a_timed_out_lookup_is_not_repeated(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
     """It raises after seconds, and has been asked about several requests before."""
     for request in ("r", "s", "t"):
         a.offers[request] = [(None, False), KV]

@@ -1,11 +1,9 @@
 """Who loads, against a plain statement of each policy; and lookups that are left open until they are answered."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import given
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.routing import lookups, policies
-from kvobs.routing.lookups import Offers, OpenLookups
+from kvobs.routing.lookups import Offers, OpenLookups, Settled
 from kvobs.routing.policies import NOTHING, Offer
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
@@ -22,7 +20,7 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, counts_of, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, counts_of, started
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -56,15 +54,9 @@ class Asker:
             Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
             for i in range(len(answers))
         ]
-        chosen = Options(**options)
-        self.offers = Offers(
-            children,
-            chosen,
-            self.recorder,
-            policies.configured(chosen, children, SimpleNamespace(cost=ComputeCost(2048))),
-            isolation=isolation,
-            async_only=async_only,
-        )
+        chosen, gains = Options(**options), cast("Any", SimpleNamespace(cost=ComputeCost(2048)))
+        policy = policies.configured(chosen, children, gains)
+        self.offers = Offers(children, chosen, self.recorder, policy, isolation=isolation, async_only=async_only)
 
     def _lookup(self, i: int) -> Any:
         def lookup(request: Any, num_computed_tokens: int) -> Answer:
@@ -123,9 +115,7 @@ def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list
     ("policy", "wait_for"), [("first", "all"), ("first", "earlier"), ("longest", "all"), ("fastest", "all")]
 )
 @given(st.lists(st.tuples(*[st.sampled_from(ANSWERS)] * 3), max_size=8))
-def test_a_lookup_is_judged_by_its_own_answers(
-    policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]
-) -> None:
+def test_a_lookup_is_judged_by_its_answers(policy: str, wait_for: str, repetitions: list[tuple[Answer, ...]]) -> None:
     """And counted, and in progress, once for each outcome of a request."""
     asker = Asker(*[(0, False)] * 3, load_policy=policy, wait_for=wait_for)
     choose = longest if policy == "longest" else first if wait_for == "all" else earlier
@@ -305,7 +295,8 @@ def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost(i
 def test_only_the_decision_of_the_last_lookup_counts(last: Answer) -> None:
     asker = Asker((16, True))
     decision: Any = object()
-    asker.offers._policy = SimpleNamespace(choose=lambda request, local, offers: (offers[0], decision))
+    policy: Any = SimpleNamespace(choose=lambda request, local, offers: (offers[0], decision))
+    asker.offers._policy = policy
     asker.ask()
     asker.answers[0] = last
     asker.ask()
@@ -325,11 +316,11 @@ def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
 def test_a_request_that_has_ended_is_forgotten() -> None:
     asker = Asker((None, False))
     asker.ask()
-    assert len(asker.offers) == 1
+    assert len(asker.offers._asked) == 1
     asker.offers.forget("r")
     asker.offers.forget("r")
-    assert len(asker.offers) == len(asker.offers.waited_for[0]) == 0
-    assert asker.offers.settle("r", None, 0) == ((), 0, None, ())
+    assert len(asker.offers._asked) == len(asker.offers.waited_for[0]) == 0
+    assert asker.offers.settle("r", None, 0) == Settled()
     asker.ask()
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
 
@@ -393,7 +384,7 @@ def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_an
     for _ in range(2):
         lookups.poll(lambda child: False)
     assert calls == [("r", 48)] * 3 + [("r", "blocks", 0)]
-    assert len(lookups) == 0
+    assert lookups._open == {}
 
 
 # --- under vLLM's scheduler
@@ -416,9 +407,7 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
     rig.run(3)
     asked = len(b.called("get_num_new_matched_tokens"))
     assert tokens_of(b) == [0]
-    a.say(0, received="r")
-    rig.run(8)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 8, received="r")
     assert len(b.called("get_num_new_matched_tokens")) == asked == 3
     assert tokens_of(b) == [0, 0], "the second is that of the allocation after the load, as in vLLM"
     assert all("r" not in shown.scheduled for shown in b.called("build_connector_meta"))
@@ -456,8 +445,6 @@ def test_a_failed_load_is_looked_up_anew(a: Script, b: Script) -> None:
     rig = waiting_for_earlier(a, b, NOT_YET, KV)
     a.say(0, failed="r")
     rig.run(4)
-    b.say(0, received="r")
-    rig.run(8)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, b, 8, received="r")
     assert tokens_of(b)[0] == 0
     assert_nothing_is_left(rig)

@@ -1,7 +1,5 @@
 """What travels between scheduler and workers survives the hop and merges rank by rank."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -10,7 +8,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 
 from kvobs.routing.metadata import (
     LoadOrder,
-    MultiHandshakeMetadata,
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
@@ -83,12 +80,6 @@ def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, k
         checked(MultiKVConnectorWorkerMetadata((None, None), reports), 2, 2)
     meta = MultiKVConnectorWorkerMetadata((None, None), reports[:1])
     assert checked(meta, 2, 2) is meta
-
-
-def test_a_child_gets_the_handshakes_of_its_own_workers_only() -> None:
-    received = {(0, 0): MultiHandshakeMetadata(("a0", None)), (0, 1): MultiHandshakeMetadata(("a1", "b1"))}
-    assert MultiHandshakeMetadata.of_child(received, 0) == {(0, 0): "a0", (0, 1): "a1"}
-    assert MultiHandshakeMetadata.of_child(received, 1) == {(0, 1): "b1"}
 
 
 def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:

@@ -1,11 +1,10 @@
 """Loads and saves count once each: in progress, stuck and at their end; and are logged where an operator must know."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
+from kvobs.routing import outcomes
 from kvobs.routing.outcomes import OpenTransfers, Outcomes
 from kvobs.schema import signals
 from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
@@ -81,10 +80,8 @@ def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives(fails
     counted = Counted(1)
     load = Load(0, 32, True, 1, size=320, aborted=True)
     counted.outcomes.aborted("r", load, by_error=False)
-    assert counted.counts() == {
-        (0, "kvobs_loads_total", "async", "aborted"): 1,
-        (0, "kvobs_unused_hit_tokens_total", "aborted"): 32,
-    }
+    aborted, unused = (0, "kvobs_loads_total", "async", "aborted"), (0, "kvobs_unused_hit_tokens_total", "aborted")
+    assert counted.counts() == {aborted: 1, unused: 32}
     load.failed_on |= {0} if fails else set()
     counted.outcomes.load_ended("r", load)
     loaded = {(0, "kvobs_load_tokens_total"): 32, (0, "kvobs_load_bytes_total"): 320}
@@ -96,12 +93,10 @@ def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogC
     for request in ("r", "q"):
         counted.outcomes.stray(Stray(1, "load", request))
     counted.outcomes.stray(Stray(1, "save", "x\nINFO forged " + "x" * 10**6))
-    assert counted.counts() == {
-        (1, "kvobs_stray_reports_total", "load"): 2,
-        (1, "kvobs_stray_reports_total", "save"): 1,
-    }
+    assert counted.counts() == {(1, "kvobs_stray_reports_total", kind): n for kind, n in (("load", 2), ("save", 1))}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
+    assert all("connector 'two' reported" in line and "that it does not own" in line for line in lines)
     assert all(len(line) < 1000 and "\n" not in line for line in lines), "a client chooses the id"
 
 
@@ -121,29 +116,14 @@ def test_an_abandoned_save_counts_as_that() -> None:
     assert counted.counts() == {(0, "kvobs_saves_total", "abandoned"): 1}
 
 
-def test_a_failed_sync_load_names_who_may_have_saved_and_was_reset(caplog: pytest.LogCaptureFixture) -> None:
-    counted = Counted(3)
-    counted.outcomes.sync_loads_failed(0, 2, [])
-    counted.outcomes.sync_loads_failed(0, 1, ["two"])
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "of connector 'one' failed" in first
-    assert (
-        "(two, three) may have saved its unfilled blocks, and later hits on these give wrong answers. No cache" in first
-    )
-    assert "The cache of two was reset" in second
-    assert counted.counts() == {(0, "kvobs_failed_sync_loads_total"): 3}
-
-
 @pytest.mark.parametrize(
     ("gain", "counts"),
     [
-        (Gain(None, 9, 4), (4, 0, 0, 0)),
-        (Gain(9, 7, 4), (4, 9, 7, 0)),
-        (Gain(7, 9), (0, 7, 9, 1)),
+        (Gain(None, 9, 4), (4, 0, 0, 0)), (Gain(9, 7, 4), (4, 9, 7, 0)), (Gain(7, 9), (0, 7, 9, 1)),
         (Gain(0, 0), (0, 0, 0, 0)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_load_counts_with_what_it_saved_and_how_long_its_request_waited(gain: Gain, counts: tuple[int, ...]) -> None:
     names = ("load_resume_delay_seconds", "prefill_saved_seconds_total", "load_waited_seconds_total")
     counted = Counted(2)
@@ -173,9 +153,7 @@ def watched(ledger: Ledger, recorder: Recorder, stuck_after_s: float = 2.5) -> O
     ("requests", "named"),
     [(1, "1 request (r0)"), (4, "4 requests (r0, r1, r2, r3)"), (5, "5 requests (r0, r1, r2, r3, ...)")],
 )
-def test_requests_that_wait_for_a_rank_share_a_line(
-    requests: int, named: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_that_wait_for_ranks_share_a_line(requests: int, named: str, caplog: pytest.LogCaptureFixture) -> None:
     ledger, recorder = Ledger(), Recorder(2)
     half_loaded(ledger, requests)
     transfers = watched(ledger, recorder)
@@ -218,16 +196,40 @@ def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest
     transfers.note_in_aggregator(Stuck("save", "nobody's", (1,)))
     (ours,) = (record.getMessage() for record in caplog.records)
     assert ours.startswith("connector 'two': load of 1 request (r0) stuck: 2.5 s after")
-    assert recorder.take().opened == [
-        [signals.STUCK_TRANSFERS.name, 1, "0", 1],
-        [signals.STUCK_TRANSFERS.name, 1, "1", 1],
+    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, rank, 1] for rank in ("0", "1")]
+
+
+def test_what_no_rank_reports_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, recorder = Ledger(), Recorder(2)
+    half_loaded(ledger, 1)
+    for request in ("a", "b", "young"):
+        ledger.propose(request, (0, True))
+        ledger.admit(request, TOKENS, RANKS, now_ns=10**10 if request == "young" else 0)
+    ledger.finish("s", [(1, RANKS)], 2 * 10**9, 100)
+    lookups = (InProgress[str](), InProgress[str]())
+    lookups[0].begin("l", 0, 5)
+    monkeypatch.setattr(outcomes, "wall_ns", lambda: 11 * 10**9)
+    transfers = watched(ledger, recorder)
+    transfers.look_for_stuck()  # what it returns is forgotten before the gauges are set
+    transfers.measure(lookups)
+    transfers.measure(lookups)
+    assert [record.getMessage() for record in caplog.records] == [
+        "connector 'two': load of 1 request (r0) stuck: 2.5 s after another rank, not reported by rank 1. The blocks "
+        "stay held until then; counted in kvobs_stuck_transfers_total",
+        "connector 'one': lookup of 1 request (l) in progress for 11 s, with 5 tokens: waits for the connector's "
+        "answer",
+        "connector 'one': load of 2 requests (a, b) in progress for 11 s, with 32 tokens: waits for rank 0, 1",
+        "connector 'two': save of 1 request (s) in progress for 9 s, with 100 tokens: waits for rank 0, 1",
     ]
 
 
-def test_the_gauges_follow_the_ledger() -> None:
+def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The begin of the oldest is by this process's monotonic clock."""
+    monkeypatch.setattr(outcomes, "WALL_OFFSET", 5)
+    monkeypatch.setattr(outcomes, "wall_ns", lambda: 10)
     ledger, recorder = Ledger(), Recorder(2)
     half_loaded(ledger, 3)
-    lookups = (InProgress(), InProgress())
+    lookups = (InProgress[str](), InProgress[str]())
     lookups[1].begin("r9", 7)
     transfers = watched(ledger, recorder)
     transfers.measure(lookups)
@@ -235,7 +237,8 @@ def test_the_gauges_follow_the_ledger() -> None:
         signals.slot(signals.IN_FLIGHT, "load"): 3,
         signals.slot(signals.HELD_TOKENS, "load"): 3 * TOKENS,
         signals.slot(signals.IN_FLIGHT, "lookup"): 1,
-        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 7,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 2,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "load"): -5,
     }
     assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
     lookups[1].end("r9")
@@ -245,7 +248,7 @@ def test_the_gauges_follow_the_ledger() -> None:
         signals.slot(signals.IN_FLIGHT, "lookup"): 0,
         signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 0,
         signals.slot(signals.IN_FLIGHT, "save"): 1,
-        signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 8,
+        signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 3,
         signals.slot(signals.HELD_TOKENS, "save"): 100,
     }
     assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}

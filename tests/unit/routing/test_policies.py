@@ -1,9 +1,7 @@
 """What the policy that predicts learns from the router's events, and that it harms nobody."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +9,7 @@ from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, Decision
 from kvobs.routing import policies
-from kvobs.routing.policies import Fastest, First, Longest, Offer
+from kvobs.routing.policies import Fastest, LoadPolicy, Longest, Offer
 from kvobs.state.transfers import Load
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
@@ -41,7 +39,8 @@ class Policy:
         recorder = Recorder(len(connectors))
         children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
         self.cost = cost
-        self.policy = Fastest(children, SimpleNamespace(cost=cost))
+        self.gains = cast("Any", SimpleNamespace(cost=cost))
+        self.policy = Fastest(children, self.gains)
 
     def crowd(self, prefills: int) -> None:
         """Have so many prefills in each of a hundred steps."""
@@ -114,6 +113,13 @@ def test_the_tokens_of_a_failed_load_are_computed(policy: Policy, failed: dict[s
     assert policy.decide(1000).predicted[0] == pytest.approx(0.001 + more_s + 0.015, rel=0.05)
 
 
+def test_without_an_estimate_computing_is_taken_to_last_as_long_as_the_failed_load(policy: Policy) -> None:
+    policy.gains.cost = ComputeCost(2048)  # it has seen no step
+    policy.load(0, 40, failed_on={0})
+    policy.gains.cost = policy.cost
+    assert policy.decide(1000).predicted[0] == pytest.approx(0.08 + 0.015, rel=0.05)
+
+
 def test_one_that_hangs_is_left_before_its_load_ends(policy: Policy) -> None:
     for _ in range(3):
         policy.load(0, 20)
@@ -144,7 +150,7 @@ def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypat
     policy.load(0, 1)
     policy.load(1, 5000)
     decision = policy.decide(1000, 1000)
-    assert (decision.child, decision.reason) == (1, HANDED_OVER)
+    assert decision == Decision(1, HANDED_OVER, 1, (1,), {}, None, {})
     assert policy.decide(1000, 0).reason == FASTEST
 
 
@@ -188,7 +194,7 @@ def test_without_a_decision_the_first_loads(monkeypatch: pytest.MonkeyPatch, a: 
     assert_nothing_is_left(rig)
 
 
-@pytest.mark.parametrize(("name", "cls"), [("first", First), ("longest", Longest), ("fastest", Fastest)])
+@pytest.mark.parametrize(("name", "cls"), [("first", LoadPolicy), ("longest", Longest), ("fastest", Fastest)])
 def test_only_the_policy_that_predicts_learns(name: str, cls: type, a: Script, b: Script) -> None:
     side = Rig("kvobs", a, b, kvobs={"load_policy": name}).connector._side
     policy = side.offers._policy

@@ -3,8 +3,6 @@
 Where stock has nothing to compare with, its docstring is the reason.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children.configured import read_specs
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
-from tests.support.rig import Blocks, assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import Blocks, assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Events, Handshake, Stats
 from tests.support.stock import wrong_in_stock
 
@@ -48,17 +46,6 @@ def test_w1_only_the_owners_report_of_a_load_counts(router: str, a: Script, b: S
     if router == "kvobs":
         assert counted(rig, "kvobs_stray_reports_total", 1, "load") == 4
         assert_nothing_is_left(rig)
-
-
-def test_w1_stray_reports_are_logged_once_with_the_childs_name(
-    a: Script, b: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig("kvobs", a, b, kvobs={"names": ["one", "two"]})
-    for _ in range(3):
-        b.say(0, received="nobody")
-        rig.step()
-    (line,) = [r.getMessage() for r in caplog.records if "does not own" in r.getMessage()]
-    assert "'two'" in line
 
 
 @wrong_in_stock(AssertionError, "unions failures: a load that its owner completed is recomputed")
@@ -218,9 +205,7 @@ def test_w11_a_child_that_reports_on_one_rank_completes(router: str, a: Script, 
     b.finished_count = 1
     b.promises.add("r")
     rig = started(router, a, b, ranks=2, steps=3)
-    b.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, b, 2, saved="r")
 
 
 @wrong_in_stock(ValueError, "unequal finished counts raise at start")
@@ -232,9 +217,7 @@ def test_w11_children_may_state_different_counts(router: str, a: Script, b: Scri
     for rank in (0, 1):
         a.say(rank, received="r")
     rig.run(4)
-    b.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, b, 2, saved="r")
 
 
 @wrong_in_stock(AssertionError, "waits for reports of ranks that there are not")
@@ -259,9 +242,7 @@ def test_w12_only_the_promising_childs_report_releases(router: str, a: Script, b
     b.say(0, saved="r")
     rig.run(2)
     assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
-    a.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 2, saved="r")
 
 
 @wrong_in_stock(AssertionError, "does not count accepted partial tails: released before the tail is saved")
@@ -275,9 +256,7 @@ def test_w12_an_accepted_partial_tail_is_a_promise(router: str, a: Script, b: Sc
     b.say(0, saved="r")
     rig.run(2)
     assert rig.status("r") != "gone"
-    a.say(0, saved="r")
-    rig.run(2)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 2, saved="r")
 
 
 def test_w12_a_report_before_its_promise_is_held(a: Script, b: Script) -> None:
@@ -298,9 +277,7 @@ def test_w12_a_report_before_its_promise_is_held(a: Script, b: Script) -> None:
 @wrong_in_stock(AssertionError, "an early report frees a running request: the scheduler asserts")
 def test_w12_a_running_request_survives_an_early_report(router: str, a: Script, b: Script) -> None:
     rig = started(router, a, b, max_tokens=5)
-    a.say(0, saved="r")
-    rig.run(8)
-    assert rig.status("r") == "gone"
+    assert_gone_after(rig, a, 8, saved="r")
 
 
 @wrong_in_stock(AssertionError, "never collects the workers' KV cache events")

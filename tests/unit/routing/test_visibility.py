@@ -1,7 +1,5 @@
 """What a child is shown of a step holds exactly the requests that it may see, field by field; vLLM keeps all."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
@@ -74,7 +72,7 @@ def steps(draw: st.DrawFn) -> Step:
             st.none()
             | st.just(
                 KVConnectorBlockState(
-                    {*scheduled, *handed_off},
+                    {*draw(within), *handed_off},  # which of those scheduled, depends on vLLM
                     lambda request: ([NAMES.index(request)],),
                     {r: [(0, 1, 2)] for r in handed_off},
                 )

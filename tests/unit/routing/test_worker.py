@@ -1,7 +1,5 @@
 """What a worker's side says to the scheduler, and what it keeps from vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -37,6 +35,15 @@ def test_vllm_gets_ordered_failures_only(a: Script, b: Script) -> None:
     assert results == KVConnectorTransferResults(finished_recving={"f"}, failed_recving={"f"})
     assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 0), (ReportKind.FAILED, "q", 1)]
     assert said(side) == []
+
+
+def test_failures_of_several_connectors_are_returned_together(a: Script, b: Script) -> None:
+    loads = [(request, LoadOrder(child, True, ((1,),))) for request, child in (("p", 0), ("q", 1))]
+    side = side_of(Rig("kvobs", a, b), *loads)
+    a.say(0, failed="p")
+    b.say(0, failed="q")
+    results = side.get_transfer_results(set())
+    assert results == KVConnectorTransferResults(finished_recving={"p", "q"}, failed_recving={"p", "q"})
 
 
 def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,12 +140,8 @@ def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(
 
 
 def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -> None:
-    loads = [
-        ("good", LoadOrder(0, False, ((1, 2),))),
-        ("bad", LoadOrder(1, False, ((3,),))),
-        ("later", LoadOrder(0, True, ((4,),))),
-    ]
-    side = side_of(Rig("kvobs", a, b), *loads)
+    good, bad, later = LoadOrder(0, False, ((1, 2),)), LoadOrder(1, False, ((3,),)), LoadOrder(0, True, ((4,),))
+    side = side_of(Rig("kvobs", a, b), ("good", good), ("bad", bad), ("later", later))
     b.bad_blocks[0] = {3}
     assert side.get_block_ids_with_load_errors() == {3}
     assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
@@ -173,9 +176,7 @@ def test_bad_blocks_of_async_loads(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_bad_blocks_of_nobody_may_be_passed_on(
-    groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobodys_bad_blocks_may_be_passed(groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
     blocks = ((4, 5),) * groups
     side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, blocks)))
@@ -260,10 +261,8 @@ def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
         sent = side.build_connector_worker_meta()
         assert sent is not None
         reports += sent.reports
-    assert [(one.request, one.began_ns, one.time_ns, one.spent_ns) for one in reports] == [
-        ("r", 100, 170, 70),
-        ("r", 0, 170, 0),
-    ]
+    times = [(one.request, one.began_ns, one.time_ns, one.spent_ns) for one in reports]
+    assert times == [("r", 100, 170, 70), ("r", 0, 170, 0)]
 
 
 def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:

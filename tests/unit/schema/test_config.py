@@ -1,7 +1,5 @@
 """Every mistake in the options is named with its JSON path, what was found and what is allowed."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from typing import Any
@@ -86,9 +84,11 @@ def test_bad_connectors_are_named(connectors: Any, message: str) -> None:
         ({"min_tokens": 16}, "kvobs.min_tokens: found 16, allowed: an object"),
         ({"min_tokens": {"a": 0}}, "kvobs.min_tokens.a: found 0, allowed: greater than or equal to 1"),
         ({"min_tokens": {"a": 1.5}}, "kvobs.min_tokens.a: found 1.5, allowed: a valid integer"),
+        ({"link_gbps": {"a": 0}}, "kvobs.link_gbps.a: found 0, allowed: greater than 0"),
+        ({"link_gbps": {"a": "400"}}, "kvobs.link_gbps.a: found '400', allowed: a valid number"),
+        ({"link_gbps": {"x": 400}}, "kvobs.link_gbps.x: unknown connector, allowed: "),
         ({"min_tokens": {"x": 16}}, "kvobs.min_tokens.x: unknown connector, allowed: "),
         ({"lookup_timeout_ms": 0}, "kvobs.lookup_timeout_ms: found 0, allowed: greater than 0"),
-        ({"lookup_timeout_ms": -5}, "kvobs.lookup_timeout_ms: found -5, allowed: greater than 0"),
         ({"lookup_timeout_ms": "5"}, "kvobs.lookup_timeout_ms: found '5', allowed: a valid number"),
         ({"lookup_timeout_ms": True}, "kvobs.lookup_timeout_ms: found True, allowed: a valid number"),
         ({"lookup_timeout_ms": float("inf")}, "kvobs.lookup_timeout_ms: found inf, allowed: a finite number"),
@@ -104,10 +104,7 @@ def test_bad_connectors_are_named(connectors: Any, message: str) -> None:
         ({"request_log": "stdout"}, "kvobs.request_log: found 'stdout', allowed: 'stderr', or an absolute path"),
         ({"request_log": "/a\0"}, "kvobs.request_log: found '/a\\x00', allowed: 'stderr', or an absolute path"),
         ({"request_log": True}, "kvobs.request_log: found True, allowed: a valid string"),
-        (
-            {"wait_for": "earlier", "load_policy": "fastest"},
-            "found 'earlier' with load_policy 'fastest', which compares",
-        ),
+        ({"wait_for": "earlier", "load_policy": "fastest"}, "'earlier' with load_policy 'fastest', which compares"),
         ({"timeline": {"dir": "here"}}, "kvobs.timeline.dir: found 'here', allowed: an absolute path"),
         ({"timeline": {"dir": 5}}, "kvobs.timeline.dir: found 5, allowed: a valid string"),
         ({"timeline": {"dir": "/a\0b"}}, "kvobs.timeline.dir: found '/a\\x00b', allowed: an absolute path"),
@@ -115,10 +112,8 @@ def test_bad_connectors_are_named(connectors: Any, message: str) -> None:
         ({"timeline": "/x"}, "kvobs.timeline: found '/x', allowed: an object"),
         ({"tracing": {"levle": "off"}}, "kvobs.tracing.levle: unknown option, allowed: 'level', 'propagate'"),
         ({"tracing": {"level": "all"}}, "kvobs.tracing.level: found 'all', allowed: 'off', 'requests' or 'calls'"),
-        ({"tracing": {"level": True}}, "kvobs.tracing.level: found True, allowed: 'off', 'requests' or 'calls'"),
         ({"tracing": {"propagate": "yes"}}, "kvobs.tracing.propagate: found 'yes', allowed: a valid boolean"),
         ({"tracing": None}, "kvobs.tracing: found None, allowed: an object"),
-        ({"slow_load_ms": "1"}, "kvobs.slow_load_ms: found '1', allowed: a valid number"),
         ({"slow_load_ms": None}, "kvobs.slow_load_ms: found None, allowed: a valid number"),
         ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
         ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
@@ -132,11 +127,6 @@ def test_bad_connectors_are_named(connectors: Any, message: str) -> None:
         ({"names": ["a b"]}, "kvobs.names[0]: found 'a b', allowed: 1 to 64 letters, digits"),
         ({"names": ["x" * 65]}, "kvobs.names[0]: found 'xxx"),
         ({"names": ["kvobs"]}, "kvobs.names[0]: found 'kvobs', which is reserved"),
-        (
-            {"tracing": {"levle": "off"}},
-            "kv_connector_extra_config.kvobs.tracing.levle: unknown option, allowed: 'level', 'propagate'",
-        ),
-        ({"tracing": "calls"}, "kvobs.tracing: found 'calls', allowed: an object"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -148,10 +138,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     ("extra", "message"),
     [
         ({}, "kv_connector_extra_config.connectors: is missing"),
-        (
-            {"connectors": TWO, "kvobs": ["names"]},
-            "kv_connector_extra_config.kvobs: found ['names'], allowed: an object",
-        ),
+        ({"connectors": TWO, "kvobs": ["a"]}, "kv_connector_extra_config.kvobs: found ['a'], allowed: an object"),
     ],
 )
 def test_a_key_that_is_missing_or_no_object_is_named(extra: dict[str, Any], message: str) -> None:
@@ -161,10 +148,10 @@ def test_a_key_that_is_missing_or_no_object_is_named(extra: dict[str, Any], mess
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        read({"connectors": [*TWO, {}], "kvobs": {"tracing": {"level": "all"}, "nmaes": []}})
+        read({"connectors": [*TWO, {}], "kvobs": {"tracing": {"level": "all", "x": 1}, "nmaes": []}})
     found = error.value.mistakes
-    assert len(found) == 3
-    assert str(error.value).count("\n- ") == 3
+    assert len(found) == 4
+    assert str(error.value).count("\n- ") == 4
     assert "\n" not in str(ConfigError(found[:1]))
     assert str(error.value).endswith("Fix: use 'names'.")
 
@@ -190,9 +177,7 @@ def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
         (" block_copy, aggregator,", {"aggregator", "block_copy"}),
     ],
 )
-def test_kvobs_stock_names_the_parts_of_vllm_that_stay(
-    value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kvobs_stock_names_vllms_parts_that_stay(value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOBS_STOCK", value)
     assert read({"connectors": TWO}).stock == stock
 
@@ -210,8 +195,3 @@ def test_what_kvobs_stock_can_not_name_is_a_mistake(monkeypatch: pytest.MonkeyPa
 def test_every_level_is_accepted(level: str | None) -> None:
     options = read({"connectors": TWO, "kvobs": {"tracing": {"level": level, "propagate": True}}}).options
     assert (options.tracing.level, options.tracing.propagate) == (level, True)
-
-
-def test_all_mistakes_about_tracing_are_reported_at_once() -> None:
-    found = mistakes(tracing={"level": "all", "x": 1}, slow_call_ms=0)
-    assert len(found) == 3

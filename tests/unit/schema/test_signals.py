@@ -25,7 +25,7 @@ from kvobs.schema.signals import (
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
 
 by_name = pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
-SUFFIXES = {Kind.COUNTER: r"_total", Kind.HISTOGRAM: r"_seconds", Kind.GAUGE: r""}
+SUFFIXES = {Kind.COUNTER: r"_total", Kind.HISTOGRAM: r"_(seconds|tokens)", Kind.GAUGE: r""}
 
 
 def test_names_are_unique() -> None:
@@ -35,7 +35,6 @@ def test_names_are_unique() -> None:
 @by_name
 def test_names_and_help_follow_the_conventions(signal: Signal) -> None:
     assert re.fullmatch(rf"kvobs_[a-z_]+{SUFFIXES[signal.kind]}", signal.name)
-    assert signal.kind is Kind.COUNTER or not signal.name.endswith("_total")
     assert signal.help.endswith(".")
     assert ("tokens)" in signal.help) is ("tokens" in signal.name)
 
@@ -50,10 +49,11 @@ def test_label_values_are_closed_sets_of_words_or_marked_as_open(signal: Signal)
 
 @by_name
 def test_bounds_rise_and_belong_to_histograms(signal: Signal) -> None:
-    assert bool(signal.bounds) is (signal.kind is Kind.HISTOGRAM)
     assert list(signal.bounds) == sorted(set(signal.bounds))
     assert len(signal.bounds) < 17
-    assert signal.buckets == [2**k / 1e9 for k in signal.bounds]
+    assert signal.buckets == [2**k / (1e9 if "_seconds" in signal.name else 1) for k in signal.bounds]
+    found = [signal.bucket(ns) for ns in (0, *(2**k + more for k in signal.bounds for more in (0, 1)))]
+    assert found == [0, *(i + more for i in range(len(signal.bounds)) for more in (0, 1))]
 
 
 def test_every_timed_hook_has_a_label_value_and_hooks_called_once_share_one() -> None:

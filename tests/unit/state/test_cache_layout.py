@@ -1,7 +1,5 @@
 """Which blocks a load fills, what is lost with bad ones, and what a token weighs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,11 +60,13 @@ def test_a_token_weighs_what_all_layers_of_all_ranks_hold_of_it(ranks: int) -> N
 
 def test_a_group_of_layers_that_differ_has_their_sum_as_its_page() -> None:
     mixed: Any = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec(), "b": spec()})
-    assert CacheLayout.of([SimpleNamespace(kv_cache_spec=mixed, layer_names=["a", "b"])], 1).bytes_per_token == (
-        2 * PER_TOKEN
+    group = SimpleNamespace(kv_cache_spec=mixed, layer_names=["a", "b"])
+    assert CacheLayout.of([group], 1).bytes_per_token == 2 * PER_TOKEN
+
+
+@pytest.mark.parametrize(("exempt", "factor"), [({}, 2), ({"dcp_sharded": True}, 2), ({"dcp_sharded": False}, 1)])
+def test_a_group_is_shared_by_context_parallel_ranks_unless_it_is_exempt(exempt: dict[str, bool], factor: int) -> None:
+    group = SimpleNamespace(
+        kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=64, **exempt), layer_names=["a"]
     )
-
-
-def test_a_group_of_a_vllm_without_exempt_groups_is_shared_by_context_parallel_ranks() -> None:
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=64), layer_names=["a"])
-    assert CacheLayout.of([group], 1, 2) == CacheLayout((32,), 2.0)
+    assert CacheLayout.of([group], 1, 2) == CacheLayout((16 * factor,), 4.0 / factor)

@@ -1,7 +1,5 @@
 """Out after a failure, back after a while, twice as long each time: random lives against what a reader would say."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -24,7 +22,7 @@ def test_failing_again_on_trial_doubles_and_being_fit_forgets() -> None:
     assert child.look(now + LONGEST_NS) is State.FIT
     assert child.look(10**6 * S) is None
     child.fail(now + LONGEST_NS)
-    assert child.length_ns == FIRST_NS
+    assert (child.length_ns, type(child.length_ns)) == (FIRST_NS, int)
 
 
 def test_what_fails_while_it_is_out_does_not_make_it_longer() -> None:
@@ -90,6 +88,7 @@ def test_whatever_happens_it_is_out_for_its_time_and_never_longer(events: list[t
         assert child.epoch == epochs
         assert child.is_slow <= child.is_out
         assert FIRST_NS // 2 <= child.length_ns <= LONGEST_NS
+        assert type(child.length_ns) is int
 
 
 def test_a_slow_calls_back_off_is_a_multiple_of_what_it_took() -> None:

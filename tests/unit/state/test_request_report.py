@@ -1,7 +1,5 @@
 """A request's report says what is known, in whatever order it came, and never too much."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -43,6 +41,7 @@ def test_of_a_request_that_loads() -> None:
     assert report.rendered(NAMES) == {
         "prompt_tokens": 200,
         "local_tokens": 16,
+        "seen_tokens": 16,
         "offered_tokens": {"cpu": 0, "disk": 64, "remote": 128},
         "lookups": 3,
         "lookup_s": 0.006,

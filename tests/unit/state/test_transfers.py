@@ -1,30 +1,12 @@
-"""What some ranks have reported and others not is handed out once, when it is old enough, with the silent ranks."""
-
-from __future__ import annotations
+"""The numbers of loads and saves follow from the reports of ranks, and what is in progress is counted."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import IncompleteTransfers, InProgress, Load, Report, ReportKind, Save, Slowest, Stuck
+from kvobs.state.transfers import InProgress, Load, Report, ReportKind, Save, Slowest
 from tests.support.reports import took
-
-
-def load(*arrived: int, expected: int = 3) -> Load:
-    return Load(0, 16, True, expected, arrived=dict.fromkeys(arrived, 1))
-
-
-def test_the_silent_ranks_are_named_once() -> None:
-    halves = IncompleteTransfers()
-    halves.note("load", 0, "old", load(1), 10)
-    halves.note("save", 1, "older", Save(True, expected=3, arrived={0: 1, 2: 1}), 9)
-    halves.note("load", 0, "young", load(0), 11)
-    assert halves.take_stuck(8, 3) == []
-    assert halves.take_stuck(10, 3) == [(0, Stuck("load", "old", (0, 2))), (1, Stuck("save", "older", (1,)))]
-    assert len(halves) == 1
-    assert halves.take_stuck(10, 3) == []
-    assert halves.take_stuck(11, 3) == [(0, Stuck("load", "young", (1, 2)))]
 
 
 @pytest.mark.parametrize(
@@ -102,20 +84,27 @@ def test_a_load_fails_if_it_does_on_any_rank(failed_on: set[int], aborted: bool,
 
 REQUESTS = st.sampled_from("abcd")
 EVENTS = st.one_of(
-    st.tuples(st.just("begin"), REQUESTS, st.integers(0, 3)), st.tuples(st.just("end"), REQUESTS, st.just(0))
+    st.tuples(st.just("begin"), REQUESTS, st.integers(0, 3)),
+    st.tuples(st.just("end"), REQUESTS, st.just(0)),
+    st.tuples(st.just("take late"), REQUESTS, st.integers(0, 9)),
 )
 
 
 @given(st.lists(EVENTS, max_size=30))
 def test_it_holds_what_has_begun_and_not_ended(events: list[tuple[str, str, int]]) -> None:
     live: list[tuple[str, int, int]] = []
-    in_progress = InProgress()
+    taken: set[int] = set()  # when those began that were taken as late
+    in_progress = InProgress[str]()
     for now_ns, (what, request, tokens) in enumerate(events, 1):
         is_in = request in [each[0] for each in live]
         assert (request in in_progress) is is_in
         if what == "end":
             in_progress.end(request)
             live = [each for each in live if each[0] != request]
+        elif what == "take late":
+            late = [each for each in live if each[1] <= now_ns - tokens and each[1] not in taken]
+            assert in_progress.take_late(now_ns - tokens) == late
+            taken.update(began_ns for _, began_ns, _ in late)
         else:
             in_progress.begin(request, now_ns, tokens)
             if not is_in:

@@ -1,7 +1,5 @@
 """What differs between versions of vLLM, for the installed one and for others that are imitated."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import subprocess
@@ -100,8 +98,6 @@ def test_the_shape_of_a_block_is_the_first_backends_or_the_only_one() -> None:
 def test_what_older_versions_lack_has_its_old_meaning() -> None:
     assert versions.block_state(SimpleNamespace()) is None
     assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
-    assert versions.remote_dcp_size(SimpleNamespace()) == 1
-    assert versions.remote_dcp_size(SimpleNamespace(remote_dcp_size=2)) == 2
     assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_chunks=4, num_blocks=3)) == 4
 
@@ -124,9 +120,7 @@ def test_before_030_the_needed_layout_is_that_of_the_current_configuration() -> 
 @pytest.mark.parametrize(
     ("value", "is_on"), [(None, False), ("0", False), ("1", True), ("2", True), ("true", False), ("", False)]
 )
-def test_the_rust_front_end_is_recognised_as_vllm_does_it(
-    value: str | None, is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rust_front_end_is_seen_as_by_vllm(value: str | None, is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(versions.RUST_FRONTEND, raising=False)
     if value is not None:
         monkeypatch.setenv(versions.RUST_FRONTEND, value)
@@ -177,9 +171,7 @@ class CoreProcess:
 
 
 @pytest.mark.parametrize(("servers", "counted"), [(0, 2), (1, 2), (4, 4)])
-def test_an_engines_api_servers_are_those_of_its_configuration_or_those_that_it_answers(
-    servers: int, counted: int
-) -> None:
+def test_an_engines_api_servers_are_those_of_its_configuration_or_those_it_answers(servers: int, counted: int) -> None:
     assert CoreProcess(servers).count == counted
 
 

@@ -1,0 +1,38 @@
+"""The states of a connector on an engine, the worst first: the boards, `kvobs top` and `kvobs check` judge by them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class State(NamedTuple):
+    """A state that a connector is in if one of its measures has at least this limit."""
+
+    name: str
+    limits: Mapping[str, float]
+    """By measure, which the boards ask Prometheus for and `kvobs top` computes; of what hangs, the age in seconds."""
+    condition: str
+    """For people, with the limits in braces."""
+
+
+ENDED = State("Ended the engine", {"ended": 1}, "it died in a call into it")
+HANGS = State(
+    "Hangs",
+    # A loaded request may wait for others that compute: only where nothing does, a resume has an age here.
+    {"call": 10, "lookup": 15, "load": 15, "resume": 15},
+    "a call for {call} s; a lookup or load for {load} s, or a resume while nothing is computed",
+)
+QUARANTINED = State("Quarantined", {"quarantined": 1}, "new requests do without it")
+FAILING = State("Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads and exceptions")
+BLOCKING = State("Blocks steps", {"scheduler_share": 0.1}, "{scheduler_share:.0%} or more of the scheduler's time")
+SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")
+WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
+IDLE = State("Idle", {"configured": 0}, "nothing to do")
+
+STATES = (ENDED, HANGS, QUARANTINED, FAILING, BLOCKING, SLOW, WELL, IDLE)
+
+
+def judge(measures: Mapping[str, float | None]) -> tuple[State, str, float]:
+    """Return the worst state that is true, the measure by which it is, and its value; None or no value is 0."""
+    limits = ((state, measure, limit) for state in STATES for measure, limit in state.limits.items())
+    values = ((state, measure, measures.get(measure) or 0.0, limit) for state, measure, limit in limits)
+    return next((state, measure, value) for state, measure, value, limit in values if value >= limit)
