@@ -9,6 +9,7 @@ from dashboards.frame import Board, Section
 from dashboards.gains import gains
 from dashboards.panels import About, Panel, Query, distribution, lines, of_child
 from dashboards.questions import SELECTION
+from dashboards.reuse import reuse
 from dashboards.scheduling import scheduling
 from dashboards.tables import Column, rows
 from kvobs.schema import signals
@@ -22,7 +23,7 @@ def connector() -> Board:
         "One connector, or several: a row for each with its lookups, loads, failures and durations; then all side by "
         "side, each in its own colour: transfers in progress, waits, holds. Select connectors above.",
         [
-            Section("", [(6, [(13, _configured()), (11, engines())])]),
+            Section("", [(6, [(10, _configured()), (14, engines())])]),
             Section(
                 "Requests",
                 [
@@ -39,6 +40,7 @@ def connector() -> Board:
                 ],
             ),
             gains(),
+            reuse(),
             scheduling(),
             *details(),
         ],
@@ -211,7 +213,7 @@ def _age() -> Panel:
             "Age of the oldest load and promised save (dashed) in progress.",
             "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
             "See 'Stuck transfers by rank' below; then that worker's log.",
-            "No data means that no transfer is in progress.",
+            "0 means that no transfer is in progress. It grows also while the engine hangs.",
         ),
         of_child(questions.oldest("connector", kind="load"), "load"),
         of_child(questions.oldest("connector", kind="save"), "save", dashed=True),

@@ -22,7 +22,11 @@ def details() -> list[Section]:
             repeats=True,
         ),
         Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
-        Section("Bytes and unused offers", [(8, [(12, _bytes()), (12, _unused())])], collapsed=True),
+        Section(
+            "Bytes, unused offers, and KV events",
+            [(8, [(6, _bytes()), (6, _link_share()), (6, _unused()), (6, _events())])],
+            collapsed=True,
+        ),
         Section(
             "Block copies (requires a connector with a host buffer)",
             [(8, [(12, _copy_durations()), (12, _copy_bytes())])],
@@ -36,7 +40,7 @@ def details() -> list[Section]:
         Section(
             "kvobs: cost and internal errors",
             [
-                (8, [(8, _self()), (8, _faults()), (8, _dropped())]),
+                (8, [(6, _self()), (6, _collector()), (6, _faults()), (6, _dropped())]),
                 (8, [(12, _malformed()), (12, _dropped_lines())]),
             ],
             collapsed=True,
@@ -60,7 +64,7 @@ def ranks() -> list[tuple[int, Panel]]:
                     "By how much the slowest rank took longer than the quickest for a load, or promised save (dashed).",
                     "Close to the load's own duration: one rank makes the load slow.",
                     "See 'Slowest rank' to the right.",
-                    "Values are interpolated within a bucket, a factor of four wide. One rank has no skew.",
+                    "Interpolated in buckets: a factor of two from 67 ms to 1 s, else four. One rank has no skew.",
                 ),
                 of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
                 of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="save"), "saves", dashed=True),
@@ -153,6 +157,23 @@ def _bytes() -> Panel:
     )
 
 
+def _link_share() -> Panel:
+    return lines(
+        "Loads as a share of the link",
+        About(
+            "Bytes per second while loads were in progress, as a share of the option link_gbps: at least, and at most "
+            "(dashed), of the engine where it is lowest.",
+            "At most a tenth with large loads: TCP in the place of RDMA, or one rail of several; there is an alert.",
+            "Look for the chosen transport in the connector's log at the start; compare engines.",
+            "Loads share the link: at least counts them one after the other, at most as many at once as were ever "
+            "seen. Short loads end when a step does and are far below any link.",
+        ),
+        of_child(questions.link_share()),
+        of_child(questions.link_share(at_most=True), "at most", dashed=True),
+        unit="percentunit",
+    )
+
+
 def _unused() -> Panel:
     return _counted(
         signals.UNUSED_OFFERS,
@@ -163,6 +184,20 @@ def _unused() -> Panel:
             "Look at the unused hit tokens: they could have been loaded instead of computed.",
             "An unused offer costs its lookup only.",
         ),
+    )
+
+
+def _events() -> Panel:
+    return lines(
+        "KV events (events/s)",
+        About(
+            "KV cache events of the connector that vLLM publishes, per second.",
+            "A router that knows caches by their events sends requests to engines with a hit.",
+            "None while saves end: the router is blind, see the runbook, KvobsKvEventsStopped.",
+            "No data: the connector makes no events, or vLLM's --kv-events-config is off.",
+        ),
+        _by(SELECTION.rate(signals.KV_EVENTS, "connector", "type", "medium"), ("connector", "type", "medium")),
+        unit="ops",
     )
 
 
@@ -280,6 +315,20 @@ def _self() -> Panel:
     )
 
 
+def _collector() -> Panel:
+    return lines(
+        "Pauses of Python's garbage collector",
+        About(
+            "Share of the time in which Python's garbage collector stops a process, over all workers or schedulers.",
+            "Well below a percent: vLLM freezes what it has after its start.",
+            "More: a connector that makes many objects, or asks for collections itself.",
+            "No call counts as slow because of a pause, but its duration has it.",
+        ),
+        Query(SELECTION.rate(signals.GC_PAUSES, "process"), "{{process}}"),
+        unit="percentunit",
+    )
+
+
 def _faults() -> Panel:
     return _rare(
         signals.INTERNAL_ERRORS,
@@ -350,10 +399,15 @@ def _engines() -> Panel:
             "See the log of that engine, and the runbook, KvobsEngineEnded.",
             "No data without the exporter. An exporter ends with its engine: a band that ends is a gone engine, too.",
         ),
-        {0: ("gone", looks.BAD), 1: ("running", looks.GOOD), 2: ("ended", looks.BAD)},
+        {
+            0: ("gone", looks.BAD),
+            1: ("running", looks.GOOD),
+            2: ("ended", looks.BAD),
+            3: ("ended before", looks.WARNING),
+        },
         Query(SELECTION.gauge(signals.ENGINE_UP, *_OF_ENGINE, how="min"), _ENGINE),
         Query(
-            f"2 * {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
+            f"1 + {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
             f"{_ENGINE}: {{{{connector}}}} {{{{hook}}}} {{{{reason}}}}",
         ),
     )

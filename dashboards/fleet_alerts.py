@@ -8,7 +8,7 @@ from __future__ import annotations
 from dashboards import rules
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
-from dashboards.telemetry_alerts import JOB, OVERVIEW, PREFIX
+from dashboards.telemetry_alerts import ENGINE, JOB, OVERVIEW, PREFIX
 from kvobs.schema import signals
 
 FLEET = (*JOB, "connector")
@@ -38,18 +38,25 @@ def engines_failing(site: Site) -> Alert:
 
 def failing(site: Site, with_policy_fail: str) -> str:
     """Return the share of failed loads where it is too high; ``and`` or ``unless`` that fails requests."""
+    return by_policy(site, f"{rules.FAILED_SHARE} > {site.failed_share}", with_policy_fail)
+
+
+def by_policy(site: Site, bad: str, with_policy_fail: str) -> str:
+    """Return what is bad on engines that fail the requests of failed loads, or on the others."""
     policy = Asks(site.scope).series(signals.CONNECTOR_INFO, failure_policy="fail")
-    own = ", ".join(signals.CONNECTOR_INFO.labels)
-    return f"{rules.FAILED_SHARE} > {site.failed_share} {with_policy_fail} ignoring ({own}) {policy}"
+    return f"{bad} {with_policy_fail} ignoring ({', '.join(signals.CONNECTOR_INFO.labels)}) {policy}"
 
 
 def _engines(site: Site, name: str, severity: Severity, summary: str, consequence: str) -> Alert:
-    asks, by = Asks(site.scope), f"by ({site.cluster}, {', '.join(FLEET)})"
-    bad = f"count {by} ({failing(site, 'and' if severity is Severity.CRITICAL else 'unless')})"
+    by = f"by ({site.cluster}, {', '.join(FLEET)})"
+    # Each once, also if several replicas of a Prometheus have it.
+    each = f"group by ({site.cluster}, {', '.join((*FLEET, *ENGINE[1:]))})"
+    bad = f"count {by} ({each} ({failing(site, 'and' if severity is Severity.CRITICAL else 'unless')}))"
     # Of the engines that load: an idle one, or a prefill engine of a pair, can't fail.
-    loading = f"count {by} ({asks.rate(signals.LOADS, outcome='ok|failed')} > 0)"
+    loading = f"count {by} ({each} ({Asks(site.scope).rate(signals.LOADS, outcome='ok|failed')} > 0))"
+    share = f"max by ({site.cluster}, instance, engine) ({rules.FAILED_SHARE}{{job=%q,connector=%q,{site.cluster}=%q}})"
     worst = (
-        f'{{{{ with printf "topk({WORST}, {rules.FAILED_SHARE}{{job=%q,connector=%q,{site.cluster}=%q}})" '
+        f'{{{{ with printf "topk({WORST}, {share})" '
         f"$labels.job $labels.connector $labels.{site.cluster} | query }}}}"
         "{{ range . }} {{ .Labels.instance }}/{{ .Labels.engine }}{{ end }}{{ end }}"
     )
@@ -71,4 +78,5 @@ def _engines(site: Site, name: str, severity: Severity, summary: str, consequenc
         + " What the engines share may be the cause: the store, the network, a new version. Worst:"
         + worst
         + ".",
+        "5m",
     )

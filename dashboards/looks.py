@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dashboards.sdk import board, model
+from kvobs.schema import verdicts
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
@@ -44,25 +45,19 @@ def thresholds(*steps: tuple[float, str], first: str = GOOD) -> board.Thresholds
 PLAIN = thresholds(first=OTHER)
 
 # Where there is an alert, a board changes its colour at the alert's threshold; only the alert waits before it speaks.
-FAILING_SHARE = thresholds((1e-9, WARNING), (0.05, BAD))
-LOAD_SECONDS = thresholds((1, WARNING), (5, BAD))  # slow_load_ms is 1000
+FAILING_SHARE = thresholds((1e-9, WARNING), (verdicts.FAILING.limits["failing_share"], BAD))
+LOAD_SECONDS = thresholds((verdicts.SLOW.limits["load_p99"], WARNING), (5, BAD))  # slow_load_ms is 1000
 STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
-SCHEDULER_SHARE = thresholds((0.1, WARNING), (0.5, BAD))
+SCHEDULER_SHARE = thresholds((verdicts.BLOCKING.limits["scheduler_share"], WARNING), (0.5, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
 UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 
-IDLE_CHILD, WELL, SLOW, BLOCKING, FAILING, LEFT_OUT = range(6)
-VERDICTS = {
-    IDLE_CHILD: ("Idle", IDLE),
-    WELL: ("OK", GOOD),
-    SLOW: ("Slow", WARNING),
-    BLOCKING: ("Blocks steps", BAD),
-    FAILING: ("Failing", BAD),
-    LEFT_OUT: ("Quarantined", BAD),
-}
+_OF_STATES = {verdicts.IDLE.name: IDLE, verdicts.WELL.name: GOOD, verdicts.SLOW.name: WARNING}
+VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enumerate(reversed(verdicts.STATES))}
+"""States by their number: the worst has the greatest."""
 
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
 ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))

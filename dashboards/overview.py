@@ -12,9 +12,10 @@ from dashboards.gains import net_gain
 from dashboards.panels import About, Panel, Query, lines, number, of_child
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
+from dashboards.reuse import curve
 from dashboards.scheduling import scheduler_time
 from dashboards.tables import Column, rows
-from kvobs.schema import signals
+from kvobs.schema import signals, verdicts
 
 NAMED = "{{connector}} {{instance}}"
 
@@ -44,6 +45,7 @@ def overview() -> Board:
                     (9, [(8, scheduler_time()), (8, _brought()), (8, _open())]),
                 ],
             ),
+            Section("Reuse: what a cache could serve", [(9, [(24, curve())])], collapsed=True),
         ],
     )
 
@@ -68,7 +70,7 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Engines failing",
+            "Affected",
             About(
                 "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
                 "0: no engine. Amber: some engine. Red: 20 % of the engines or more.",
@@ -125,31 +127,32 @@ def _verdicts() -> list[Panel]:
         number(
             "Hangs",
             About(
-                "Is anything hanging? The call into a connector that an engine has been in for longest, and its age.",
-                "'No call hangs' is the normal state. Amber from 10 s, red from 60 s: the engine waits for that call.",
+                "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
+                "resume (loaded, not scheduled, and nothing is computed), and its age.",
+                "'Nothing hangs' is the normal state. Amber from 10 s, red from 60 s.",
                 "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
                 "Calls below a second are not shown, and ranks on other machines are not seen.",
             ),
-            Query(worst(questions.calls()), "{{connector}} {{hook}} {{instance}} {{rank}}"),
+            Query(worst(questions.hanging()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
             unit="s",
             verdict=looks.AGE_SECONDS,
-            empty="No call hangs",
+            empty="Nothing hangs",
         ),
         number(
             "Oldest in progress",
             About(
-                "Age of the oldest unfinished load or promised save, or lookup that a request waits for.",
+                "Age of the oldest lookup that a request waits for, load, resume or promised save in progress.",
                 "Amber from 10 s, red from 60 s.",
                 "Find the rank that has not reported: board Connector, row Ranks.",
                 "'None in progress' is the normal state between requests.",
             ),
-            Query(worst(questions.oldest(*by_engine)), NAMED),
+            Query(worst(f"{questions.oldest(*by_engine)} > 0"), NAMED),
             unit="s",
             verdict=looks.AGE_SECONDS,
             empty="None in progress",
         ),
         number(
-            "Tokens loaded",
+            "Loaded",
             About(
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",
@@ -171,8 +174,9 @@ def _children() -> Panel:
         About(
             "One row per configured connector, the worst on top. State, failure share and durations are those of "
             "its worst engine, all else is the sum of all engines.",
-            "State: Quarantined; Failing (5 % or more of its loads and exceptions); Blocks steps (10 % or more of the "
-            "scheduler's time); Slow (load p99 of 1 s or more); OK; Idle (not called).",
+            "State, the worst that is true: "
+            + "; ".join(f"{s.name} ({s.condition.format(**s.limits)})" for s in verdicts.STATES)
+            + ".",
             "Click a connector for its own board.",
             "A slow connector does no harm as long as time to first token does not rise with it.",
         ),
@@ -278,7 +282,7 @@ def _open() -> Panel:
     return lines(
         "Transfers in progress by connector",
         About(
-            "Loads and promised saves in progress, and lookups that requests wait for, by connector.",
+            "Loads, resumes and promised saves in progress, and lookups that requests wait for, by connector.",
             "Up and down is normal. A line that only rises is a backlog, whose blocks are held.",
             "Open the connector's board: age of the oldest transfer, hold, stuck transfers by rank.",
             "The value is updated in engine steps: an idle engine keeps its last value.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope, Signal
+from kvobs.schema.signals import OPEN, SIGNALS, Kind, Signal, labelnames
 
 CLUSTER = "cluster"
 ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
@@ -42,7 +42,7 @@ class Selection:
         """
         _check(signal, part, labels)
         own = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
-        child = self.child if signal.scope is Scope.CHILD else ""
+        child = self.child if CHILD in labelnames(signal) else ""
         matchers = ",".join(m for m in (self.engine, child, *own) if m)
         return f"{signal.name}{part}{{{matchers}}}"
 
@@ -74,7 +74,7 @@ class Selection:
         return ratio(total, count)
 
     def gauge(self, signal: Signal, *by: str, how: str = "sum", **labels: str) -> str:
-        """Return a gauge, put together by these labels: ``how`` is sum, max or min."""
+        """Return a gauge, put together by these labels: ``how`` is sum or max."""
         return f"{how}{_by(by)} ({self._of_engines(self.series(signal, **labels))})"
 
     def rates(self, signal: Signal, **labels: str) -> str:
@@ -100,15 +100,16 @@ class Selection:
 
     def vllm_gauge(self, name: str, *by: str, how: str = "sum") -> str:
         """Return a gauge of vLLM's own, put together by these labels."""
-        return f"{how}{_by(by)} ({self._beside(self.vllm_series(name))})"
+        return f"{how}{_by(by)} ({self.on_host(self.vllm_series(name))})"
 
     def _vllm_rates(self, name: str, matching: str = "") -> str:
-        return self._beside(f"rate({self.vllm_series(name, matching)}[{self.window}])")
+        return self.on_host(f"rate({self.vllm_series(name, matching)}[{self.window}])")
 
-    def _beside(self, series: str) -> str:
+    def on_host(self, series: str) -> str:
+        """Return the series of the engines that ``beside`` finds, on their hosts."""
         if not self.beside:
             return series
-        return f"{_with_host(series)} and on (cluster, host, model_name, engine) {_with_host(self.beside)}"
+        return f"{with_host(series)} and on (cluster, host, model_name, engine) {with_host(self.beside)}"
 
     def _of_engines(self, series: str) -> str:
         return f"{series} and {ENGINE} ({self.among})" if self.among else series
@@ -135,12 +136,21 @@ def share(part: str, whole: str) -> str:
     return f"({part} or 0 * {whole}) / ({whole} > 0)"
 
 
+def time_in_use(lasted: str, in_progress: str, grouped: str, window: str) -> str:
+    """Return a lower limit of the share of time in which links were in use, of loads that share them.
+
+    It is the time that all loads ``lasted``, a rate, divided by the most that were ``in_progress`` at once.
+    """
+    peak = f"max {grouped} (max_over_time({in_progress}[{window}]))"
+    return f"clamp_max({ratio(lasted, f'clamp_min({peak}, 1)')}, 1)"
+
+
 def worst(expr: str) -> str:
     """Return the greatest of some values, with the labels that say whose it is."""
     return f"topk(1, {expr})"
 
 
-def _with_host(expr: str) -> str:
+def with_host(expr: str) -> str:
     """Return series with the label ``host``: their instance without its port."""
     return f'label_replace({expr}, "host", "$1", "instance", "(.+?)(:[0-9]+)?")'
 
@@ -168,8 +178,6 @@ def _check_counter(signal: Signal) -> None:
 
 
 def _check_label(signal: Signal, name: str) -> None:
-    known = {*ENGINE_LABELS, *SITE_LABELS, *signal.labels, *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
-    if signal.scope is Scope.CHILD:
-        known.add(CHILD)
+    known = {*ENGINE_LABELS, *SITE_LABELS, *labelnames(signal), *({"le"} if signal.kind is Kind.HISTOGRAM else ())}
     if name not in known:
         raise ValueError(f"{signal.name} has no label {name!r}: it has {', '.join(sorted(known))}")

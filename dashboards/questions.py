@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dashboards import looks
-from dashboards.promql import ENGINE, ENGINE_LABELS, SITE_LABELS, Selection, ratio, share
-from kvobs.schema import signals
+from dashboards.promql import ENGINE, ENGINE_LABELS, SITE_LABELS, Selection, ratio, share, time_in_use
+from kvobs.schema import signals, verdicts
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 VARIABLES = (*ENGINE_LABELS, "connector")
@@ -77,7 +76,7 @@ def calls() -> str:
 def engines_failing() -> str:
     """Return the engines on which a connector fails, among all."""
     by = ", ".join(by_engine[1:])
-    bad = looks.bound(looks.FAILING_SHARE, looks.BAD)
+    bad = verdicts.FAILING.limits["failing_share"]
     failing = f"count(max by ({by}) ({failing_share(*by_engine)}) >= {bad:g})"
     return share(failing, engines())
 
@@ -159,8 +158,28 @@ def loaded_share() -> str:
 
 
 def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
-    """Return the age of the oldest lookup, load or promised save in progress; nothing while none is."""
-    return f"(time() - {of.gauge(signals.OLDEST_IN_FLIGHT, *by, how='min', **labels)}) >= 0"
+    """Return the age of the oldest lookup, load, resume or promised save in progress; 0 while none is."""
+    return of.gauge(signals.OLDEST_IN_FLIGHT, *by, how="max", **labels)
+
+
+def wedged(*by: str) -> str:
+    """Return the age of the oldest resume on engines that compute nothing: there it does not wait for others."""
+    age, steps = SELECTION.series(signals.OLDEST_IN_FLIGHT, kind="resume"), SELECTION.series(signals.STEP_SECONDS)
+    return f"max by ({', '.join(by)}) ({age} unless {ENGINE} ({steps} > {steps} offset 30s))"
+
+
+def hanging() -> str:
+    """Return the ages of the calls that engines wait for, and of what has been in progress for too long."""
+    by, limits = (*by_engine, "kind"), verdicts.HANGS.limits
+    waiting = f"{oldest(*by, kind='lookup|load')} >= {limits['load']} or {wedged(*by)} >= {limits['resume']}"
+    return f"{calls()} or {waiting}"
+
+
+def requests(*by: str) -> str:
+    """Return 1 for the connectors of engines that have requests, by vLLM."""
+    vllm = replace(VLLM, beside="")
+    some = " or ".join(f"{vllm.vllm_series(f'num_requests_{state}')} > 0" for state in ("running", "waiting"))
+    return f"max by ({', '.join(by)}) ({replace(SELECTION, beside=some).on_host(_INFO)})"
 
 
 def quarantined(*by: str) -> str:
@@ -171,6 +190,20 @@ def quarantined(*by: str) -> str:
 def scheduler_share(*by: str) -> str:
     """Return the share of time that the scheduler spends in calls into connectors."""
     return SELECTION.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
+
+
+def link_share(*, at_most: bool = False) -> str:
+    """Return the share of its links that each connector's loads use while in progress, where it is lowest.
+
+    The time in which some load was in progress is at most the loads' time together.
+    """
+    lasted = SELECTION.rate(signals.LOAD_DURATION, *by_engine, part="_sum")
+    in_use = f"clamp_max({lasted}, 1)"
+    if at_most:
+        loads, grouped = SELECTION.series(signals.IN_FLIGHT, kind="load"), f"by ({', '.join(by_engine)})"
+        in_use = time_in_use(lasted, loads, grouped, SELECTION.window)
+    in_use += f" * {SELECTION.gauge(signals.LINK_SPEED, *by_engine, how='max')}"
+    return f"min by (connector) ({ratio(SELECTION.rate(signals.LOAD_BYTES, *by_engine), in_use)})"
 
 
 def load_speed(*by: str, of: Selection = SELECTION) -> str:
@@ -204,21 +237,32 @@ def numbered(expr: str) -> str:
     return f"({expr}) * on (connector) group_left (index) topk by (connector) (1, {_INFO})"
 
 
+def measures(*by: str) -> dict[str, str]:
+    """Return the query of each measure of ``verdicts``, by these labels."""
+    return {
+        "ended": SELECTION.gauge(signals.ENGINE_ENDED, *by, how="max"),
+        "call": SELECTION.gauge(signals.CALL_IN_PROGRESS, *by, how="max"),
+        "lookup": oldest(*by, kind="lookup"),
+        "load": oldest(*by, kind="load"),
+        "resume": wedged(*by),
+        "quarantined": quarantined(*by),
+        "failing_share": failing_share(*by),
+        "scheduler_share": scheduler_share(*by),
+        "load_p99": SELECTION.quantile(0.99, signals.LOAD_DURATION, *by),
+        "time_in_calls": SELECTION.rate(signals.CALL_DURATION, *by, part="_sum"),
+        "in_progress": SELECTION.gauge(signals.IN_FLIGHT, *by),
+        "requests": requests(*by),
+        "configured": every(*by),
+    }
+
+
 def verdict(*by: str) -> str:
     """Return a state by these labels, as a number of ``looks``; the worst state counts."""
-    called = SELECTION.rate(signals.CALL_DURATION, *by, part="_count")
-    p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by)
-    blocking = looks.bound(looks.SCHEDULER_SHARE, looks.WARNING)
-    failing, slow = looks.bound(looks.FAILING_SHARE, looks.BAD), looks.bound(looks.LOAD_SECONDS, looks.WARNING)
+    asked, states = measures(*by), enumerate(verdicts.STATES, 1)
     return " or ".join(
-        (
-            f"{looks.LEFT_OUT} * ({quarantined(*by)} > 0)",
-            f"0 * ({failing_share(*by)} >= {failing:g}) + {looks.FAILING}",
-            f"0 * ({scheduler_share(*by)} >= {blocking:g}) + {looks.BLOCKING}",
-            f"0 * ({p99} >= {slow:g}) + {looks.SLOW}",
-            f"0 * ({called} > 0) + {looks.WELL}",
-            f"{looks.IDLE_CHILD} * {every(*by)}",
-        )
+        f"0 * ({asked[measure]} >= {limit:g}) + {len(verdicts.STATES) - place}"
+        for place, state in states
+        for measure, limit in state.limits.items()
     )
 
 
@@ -233,11 +277,9 @@ def lost_in_collectors(metric: str) -> str:
 
 
 def restarts() -> str:
-    """Return a value where an engine has restarted: its server, whose metric is of vLLM's job, or its exporter."""
-    changed = 'changes(process_start_time_seconds{cluster=~"$cluster",instance=~"$instance"}[$__rate_interval]) > 0'
-    up = SELECTION.series(signals.ENGINE_UP)
-    server = f"{changed} and on (cluster, instance) {SELECTION.series(signals.BUILD_INFO)}"
-    return f"{server} or ({up} unless {up} offset $__rate_interval)"
+    """Return a value where an engine has restarted."""
+    start = SELECTION.series(signals.START_TIME)
+    return f"changes({start}[$__rate_interval]) > 0 or ({start} unless {start} offset $__rate_interval)"
 
 
 def new_versions() -> str:

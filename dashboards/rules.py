@@ -23,10 +23,12 @@ WINDOW = "5m"
 """Of rates: at least four scrapes, whatever their interval."""
 LONG_WINDOW = "15m"
 """For rare events."""
+FEW_WINDOW = "6h"
+"""For events that are few though all requests have them."""
 DAY = "1d"
 """How long the past matters, to what is still there."""
-INTERVAL = "30s"
-"""How often rules are evaluated."""
+SOON, INTERVAL = "15s", "30s"
+"""How often rules are evaluated: those about an engine that stands still, and all others."""
 
 
 class Rule(Protocol):
@@ -69,6 +71,8 @@ class Alert:
     hold: str
     summary: str
     description: str
+    keep: str = ""
+    """How long it goes on after its condition has ended, where states come and go."""
 
     @property
     def runbook_url(self) -> str:
@@ -89,6 +93,7 @@ class Alert:
             "alert": self.name,
             "expr": self.expr,
             "for": self.hold,
+            **({"keep_firing_for": self.keep} if self.keep else {}),
             "labels": {"severity": str(self.severity)},
             "annotations": {
                 "summary": self.summary,
@@ -105,10 +110,11 @@ class Group:
 
     name: str
     rules: Sequence[Rule]
+    interval: str = INTERVAL
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in the form of Prometheus's YAML."""
-        return {"name": self.name, "interval": INTERVAL, "rules": [rule.as_dict() for rule in self.rules]}
+        return {"name": self.name, "interval": self.interval, "rules": [rule.as_dict() for rule in self.rules]}
 
 
 @dataclass(frozen=True)
@@ -132,18 +138,30 @@ class Asks:
     def rare(self, signal: Signal, *keep: str) -> str:
         """Return how often something rare happened within ``LONG_WINDOW``.
 
-        Series begin with their first event, which no increase shows: they count as a whole if they are young, and the
-        engine was scraped before they began. A Prometheus that is new or was away finds both at the same time: what it
-        finds is old.
+        Series begin with their first event, which no increase shows. They count as a whole if the engine is younger
+        than the window (and they are not of the one before it); and if they began within the window, while the engine
+        was scraped. A Prometheus that is new or was away finds both at the same time: what it finds is old.
         """
-        series, since = self.series(signal), 2 * int(LONG_WINDOW.removesuffix("m"))
-        young = f"{series} unless last_over_time({series}[{LONG_WINDOW}] offset {LONG_WINDOW})"
-        scrapes = f"sum without (version, vllm_version) (count_over_time({self.series(signals.BUILD_INFO)}[{since}m]))"
-        own = ", ".join((*(["connector"] if signal.scope is Scope.CHILD else []), *signal.labels))
-        watched = f"count_over_time({series}[{since}m]) < ignoring ({own}) group_left () {scrapes}"
-        both = f"({young} and ({watched})) or increase({series}[{LONG_WINDOW}])"
-        summed = without(signal, keep, both)
-        return f"({both})" if summed == both else summed
+        series, start = self.series(signal), self.series(signals.START_TIME)
+        of = f"ignoring ({_own(signal)})"
+        young = f"{start} > time() - {15 * 60}"
+        samples = f"count_over_time({series}[{LONG_WINDOW}])"
+        began = f"{samples} < {of} group_left () count_over_time({start}[{LONG_WINDOW}])"
+        is_current = f"(timestamp({series}) >= {of} group_left () timestamp({start}))"
+        whole = f"{series} and {is_current} and ({series} and {of} ({young}) or {began})"
+        events = f"{whole} or increase({series}[{LONG_WINDOW}])"
+        summed = without(signal, keep, events)
+        return f"({events})" if summed == events else summed
+
+    def few(self, signal: Signal, **labels: str) -> str:
+        """Return a counter's events within ``FEW_WINDOW``, or since the engine's start or the first one.
+
+        It reads two samples of each series, where an increase reads those of hours.
+        """
+        series, start = self.series(signal, **labels), self.series(signals.START_TIME)
+        same = f"{start} == {start} offset {FEW_WINDOW}"
+        since = f"{series} - {series} offset {FEW_WINDOW} and ignoring ({_own(signal)}) ({same})"
+        return without(signal, (), f"{since} or {series}")
 
     def mean(self, signal: Signal, *keep: str, window: str = WINDOW) -> str:
         """Return a histogram's mean."""
@@ -153,6 +171,10 @@ class Asks:
     def quantile(self, q: float, signal: Signal, *keep: str) -> str:
         """Return a histogram's quantile."""
         return f"histogram_quantile({q}, {self.rate(signal, 'le', *keep, part='_bucket')})"
+
+
+def _own(signal: Signal) -> str:
+    return ", ".join((*(["connector"] if signal.scope is Scope.CHILD else []), *signal.labels))
 
 
 def without(signal: Signal, keep: Sequence[str], vector: str) -> str:
@@ -167,7 +189,7 @@ def without(signal: Signal, keep: Sequence[str], vector: str) -> str:
 FAILED_SHARE = "connector:kvobs_failed_loads:ratio_rate5m"
 LOAD_P99 = "connector_mode:kvobs_load_duration_seconds:p99_rate5m"
 UNUSED_HIT_SHARE = "connector:kvobs_unused_hit_tokens:ratio_rate5m"
-OLDEST_AGE = "connector_kind:kvobs_oldest_in_flight:age_seconds"
+LOAD_PACE = "connector:kvobs_load_seconds_per_token:rate5m"
 SCHEDULER_SHARE = "connector:kvobs_scheduler_seconds:rate5m"
 RANK_SHARE = "connector_rank:kvobs_slowest_rank:ratio_rate15m"
 RANK_SKEW = "connector:kvobs_rank_skew_seconds:mean_rate15m"
@@ -190,8 +212,8 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
         "connector:kvobs_load_bytes:rate5m": asks.rate(signals.LOAD_BYTES),
         "connector:kvobs_load_stall_seconds:rate5m": asks.rate(signals.LOAD_STALL, part="_sum"),
         UNUSED_HIT_SHARE: ratio(unused, offered),
-        SCHEDULER_SHARE: asks.rate(signals.CALL_DURATION, part="_sum", hook="|".join(SCHEDULER_HOOKS)),
-        OLDEST_AGE: f"time() - {asks.series(signals.OLDEST_IN_FLIGHT)}",
+        SCHEDULER_SHARE: scheduler_share(asks),
+        LOAD_PACE: ratio(asks.rate(signals.LOAD_DURATION, part="_sum"), asks.rate(signals.LOAD_TOKENS)),
         RANK_SHARE: "{} / ignoring (rank) group_left () ({} > 0)".format(*last),
         RANK_SKEW: asks.mean(signals.RANK_SKEW, window=LONG_WINDOW),
         STUCK: asks.rare(signals.STUCK_TRANSFERS, "rank"),
@@ -199,6 +221,11 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
         SPANS_DROPPED: asks.rate(signals.SPANS_DROPPED),
     }
     return tuple(Recording(record, expr) for record, expr in table.items())
+
+
+def scheduler_share(asks: Asks, window: str = WINDOW) -> str:
+    """Return the share of the scheduler's time that calls into each connector take."""
+    return asks.rate(signals.CALL_DURATION, part="_sum", window=window, hook="|".join(SCHEDULER_HOOKS))
 
 
 HEADER = "# Made by `python -m dashboards`; change what makes it.\n"

@@ -64,14 +64,16 @@ def _call() -> Panel:
 
 def _resume() -> Panel:
     return lines(
-        "Resume delay: from the end of a load to the request's step (p99)",
+        "Resume delay: from the end of a load to the request's step (p99; dashed: the oldest that waits)",
         About(
-            "Time from an async load's end on all ranks to the step that schedules its request.",
+            "Time from an async load's end on all ranks to the step that schedules its request, and the age of the "
+            "oldest load whose request is not scheduled yet (dashed).",
             "It is part of the request's time to first token, and no connector's fault.",
             "High with many waiting requests: the engine is full. High without: a connector blocks the scheduler.",
             "Synchronous loads have none.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector")),
+        of_child(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector"), "delay"),
+        of_child(questions.oldest("connector", kind="resume"), "oldest", dashed=True),
         unit="s",
     )
 
@@ -80,12 +82,12 @@ def _held() -> Panel:
     return lines(
         "KV cache held by transfers (tokens)",
         About(
-            "Tokens whose blocks are held by loads in progress, and by promised saves of finished requests (dashed).",
+            "Tokens whose blocks are held by loads and resumes in progress, and by promised saves (dashed).",
             "A line that only rises takes the KV cache away from running requests.",
             "See the age of the oldest transfer; compare with vLLM's KV cache usage.",
             "Blocks that requests share are counted for each. An idle engine keeps its last value.",
         ),
-        of_child(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load"), "loads"),
+        of_child(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load|resume"), "loads"),
         of_child(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="save"), "saves", dashed=True),
         unit="short",
     )

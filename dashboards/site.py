@@ -33,14 +33,16 @@ class Site:
     few_failed: int = threshold(5, "failed loads in 15 minutes; fewer raise no alert")
     failing_engines: float = threshold(0.2, "share of a cluster's loading engines whose loads fail at the same time")
     few_failing_engines: int = threshold(3, "engines whose loads fail; fewer raise only the alerts of each engine")
-    load_age_s: int = threshold(120, "age of the oldest unfinished load, in seconds")
+    load_age_s: int = threshold(60, "age of the oldest unfinished load, or loaded request that waits, in seconds")
     # It must be a bucket bound: only there is a histogram exact.
     slow_load_s: float = threshold(signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds")
     slow_load_s_per_1k_tokens: float = threshold(
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )
     few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
-    call_age_s: int = threshold(45, "age of a call into a connector that an engine waits for, in seconds")
+    slowed_times: float = threshold(5, "how many times as long a token's load takes as a day ago")
+    link_share: float = threshold(0.1, "share of a connector's links (`link_gbps`) that its loads use")
+    call_age_s: int = threshold(60, "age of a call into a connector that an engine waits for, in seconds")
     lookup_age_s: int = threshold(60, "age of the oldest unanswered lookup, in seconds")
     scheduler_share: float = threshold(0.1, "share of the scheduler's time in one connector")
     blocked_share: float = threshold(
@@ -50,7 +52,7 @@ class Site:
     slower_share: float = threshold(0.5, "share of loads that take longer than computing")
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
-    rank_share: float = threshold(0.8, "share of transfers in which one rank is the slowest")
+    rank_lead: float = threshold(0.3, "share of transfers in which one rank is the slowest, above its fair share")
     rank_skew_s: float = threshold(0.05, "mean time that the slowest rank took longer than the quickest, in seconds")
     few_transfers: int = threshold(20, "transfers in 15 minutes; fewer say nothing about ranks")
     spans_dropped: float = threshold(0.1, "lost spans per second")

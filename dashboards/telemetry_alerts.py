@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dashboards import rules
+from dashboards.promql import Selection, with_host
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
 from kvobs.schema import signals
@@ -57,6 +58,27 @@ def telemetry_missing(site: Site) -> Alert:
         "{{ if eq $value 0.0 }}can't be scraped{{ else if lt $value 0.0 }}is an exporter whose engine is gone{{ else }}"
         "is scraped but has no kvobs metrics{{ end }}. No other kvobs alert can fire for this server.",
     )
+
+
+def telemetry_stale(site: Site) -> Alert:
+    last = Asks(site.scope).series(signals.LAST_PAYLOAD)
+    works = f"rate({Selection(rules.WINDOW, site.scope).vllm_series('generation_tokens_total')}[{rules.WINDOW}]) > 0"
+    return _of_engine(
+        site,
+        "TelemetryStale",
+        Severity.WARNING,
+        # It stands still, or is not scraped any more.
+        beside_vllm(site, f"last_over_time({last}[1h]) unless changes({last}[10m]) > 0", works),
+        "5m",
+        "kvobs's numbers stand still while vLLM generates tokens.",
+        "The exporter of " + OF_ENGINE + " has served no new numbers for ten minutes, or cannot be scraped, while vLLM "
+        "generates tokens. No other kvobs alert can fire for this engine.",
+    )  # fmt: skip
+
+
+def beside_vllm(site: Site, own: str, vllm: str) -> str:
+    """Return series of kvobs's for which vLLM has some on the same host, whatever the port, and of the same engine."""
+    return f"{with_host(own)} and on ({site.cluster}, host, model_name, engine) {with_host(vllm)}"
 
 
 def scraped_twice(site: Site) -> Alert:
@@ -122,6 +144,7 @@ def telemetry_cost(site: Site) -> Alert:
 ALERTS: tuple[Callable[[Site], Alert], ...] = (
     job_missing,
     telemetry_missing,
+    telemetry_stale,
     scraped_twice,
     internal_errors,
     telemetry_dropping,

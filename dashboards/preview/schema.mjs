@@ -10,6 +10,7 @@ const RAW = '@grafana/schema/dist/esm/raw';
 
 /** Where the schema has a panel's options and field settings; a stat has no field settings of its own. */
 const PLUGINS = {
+  barchart: 'barchart/panelcfg/x/BarChartPanelCfg_types.gen',
   heatmap: 'heatmap/panelcfg/x/HeatmapPanelCfg_types.gen',
   stat: 'stat/panelcfg/x/StatPanelCfg_types.gen',
   'state-timeline': 'statetimeline/panelcfg/x/StateTimelinePanelCfg_types.gen',

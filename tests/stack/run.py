@@ -1,4 +1,5 @@
-"""Serve a story with a real server of two ranks, under the eyes of a real Prometheus that evaluates the real rules.
+"""Serve a story with a real server of two ranks, under the eyes of a real Prometheus that evaluates the real rules, and
+of VictoriaMetrics.
 
 ``python -m tests.stack.run FOLDER`` leaves Prometheus's data of a run in FOLDER/data, for whoever wants to look at it.
 """
@@ -23,13 +24,12 @@ import yaml
 from kvobs.demo.model import make_model
 from kvobs.demo.server import HOST, Server
 from kvobs.schema.signals import SIGNALS, Kind
-from tests.engine.prometheus import Prometheus, scraping
+from tests.engine.prometheus import Prometheus, scraping, victoria
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, TOKENS, eventually, hang_up, serve
-from tests.stack.stories import CACHE, EVERYTHING, ONE_FAILING, Ask, Story
+from tests.stack.stories import EVERYTHING, ONE_FAILING, Ask, Story
 from tests.support.grpc_collector import GrpcCollector
 
 RULES = ROOT / "dashboards" / "generated" / "rules"
-CLIENTS = 6
 HOLD = "2s"
 """What stands for the rules' own ``for`` in a run of a minute."""
 SPANS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
@@ -37,22 +37,23 @@ SPANS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
 
 @dataclass(frozen=True)
 class Live:
-    """A run whose load is over; server, Prometheus and collector are still up."""
+    """A run whose load is over; server, Prometheus, VictoriaMetrics and collector are still up."""
 
     server: Server
     prometheus: Prometheus
+    victoria: Prometheus
     collector: GrpcCollector
     began: float
     ended: float
 
-    def series(self, query: str, step: float = 1) -> list[dict[str, Any]]:
+    def series(self, query: str, step: float = 1, of: Prometheus | None = None) -> list[dict[str, Any]]:
         """Return what a query finds over the run: label sets under ``metric``, samples under ``values``."""
-        answer = self.prometheus.api("query_range", query=query, start=self.began, end=self.ended, step=step)
-        return list(answer["result"])
+        store = of or self.prometheus
+        return list(store.api("query_range", query=query, start=self.began, end=self.ended, step=step)["result"])
 
-    def at_the_end(self, query: str) -> list[dict[str, Any]]:
+    def at_the_end(self, query: str, of: Prometheus) -> list[dict[str, Any]]:
         """Return what an instant query finds when the load ends: samples under ``value``."""
-        return list(self.prometheus.api("query", query=query, time=self.ended)["result"])
+        return list(of.api("query", query=query, time=self.ended)["result"])
 
     def without_data(self) -> list[str]:
         """Return the signals that Prometheus has no sample of."""
@@ -64,35 +65,45 @@ class Live:
 def live(model: Path, folder: Path, story: Story, seconds: float) -> Iterator[Live]:
     """Run a story for so many seconds, and return once Prometheus has scraped its end."""
     with GrpcCollector() as collector:
-        args = (*CACHE, "--otlp-traces-endpoint", collector.endpoint)
+        args = (*story.args, "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, **SPANS, **BOTH_RANKS_ON_ONE_CORE}
         config = story.configuration()
         with serve(model, folder, config, *args, tensor_parallel=2, timeout=360, env=env) as server:
-            jobs = prometheus_configuration(server, folder)
-            with scraping(folder, jobs, "--enable-feature=exemplar-storage") as prometheus:
+            jobs = scrape_jobs(server)
+            configuration = f"rule_files: [{hurried_rules(folder / 'rules')}/*.yml]\n{jobs}"
+            with (
+                scraping(folder, configuration, "--enable-feature=exemplar-storage") as prometheus,
+                victoria(folder, jobs, hurried_rules(folder / "vmalert", "keep_firing_for")) as metrics,
+            ):
                 warm(server)
                 began = time.time()
                 Load(server, collector, story, seconds).run()
                 ended = began + seconds  # the clients' last requests are under way then
                 assert eventually(lambda: (prometheus.value('min(timestamp(up{job="kvobs"}))') or 0) > ended)
-                yield Live(server, prometheus, collector, began, ended)
+                yield Live(server, prometheus, metrics, collector, began, ended)
 
 
-def prometheus_configuration(server: Server, folder: Path) -> str:
-    """Return the two jobs without the exporter, and the rules, hurried up."""
+def scrape_jobs(server: Server) -> str:
+    """Return the two jobs without the exporter."""
     (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
-    (folder / "rules").mkdir(exist_ok=True)
+    return str(jobs.replace("localhost:8000", f"{HOST}:{server.port}"))
+
+
+def hurried_rules(folder: Path, *unknown: str) -> Path:
+    """Write the rules, hurried up and without ``unknown`` fields (vmalert has some since 1.91); return the folder."""
+    folder.mkdir(exist_ok=True)
     for file in RULES.glob("*.y*ml"):
-        hurried = hurry(yaml.safe_load(file.read_text()))
-        (folder / "rules" / f"{file.stem}.yml").write_text(yaml.safe_dump(hurried, sort_keys=False))
-    return f"rule_files: [{folder / 'rules'}/*.yml]\n{jobs.replace('localhost:8000', f'{HOST}:{server.port}')}"
+        hurried = hurry(yaml.safe_load(file.read_text()), *unknown)
+        (folder / f"{file.stem}.yml").write_text(yaml.safe_dump(hurried, sort_keys=False))
+    return folder
 
 
-def hurry(rules: dict[str, Any]) -> dict[str, Any]:
+def hurry(rules: dict[str, Any], *unknown: str) -> dict[str, Any]:
     """Return the same rules, evaluated each second and with a short ``for``."""
 
     def hurried(rule: dict[str, Any]) -> dict[str, Any]:
-        return {**rule, "for": HOLD} if "for" in rule else rule
+        known = {name: value for name, value in rule.items() if name not in unknown}
+        return {**known, "for": HOLD} if "for" in rule else known
 
     return {"groups": [{**g, "interval": "1s", "rules": list(map(hurried, g["rules"]))} for g in rules["groups"]]}
 
@@ -127,8 +138,8 @@ class Load:
 
     def run(self) -> None:
         """Return when the time is up and the last answer is there; raise what a client met with."""
-        with ThreadPoolExecutor(CLIENTS + len(self._story.events) + 1) as pool:
-            parts = [pool.submit(self._client) for _ in range(CLIENTS)]
+        with ThreadPoolExecutor(self._story.clients + len(self._story.events) + 1) as pool:
+            parts = [pool.submit(self._client) for _ in range(self._story.clients)]
             parts += [pool.submit(self._event, *event) for event in self._story.events]
             parts.append(pool.submit(self._outage))
             for part in parts:
@@ -170,7 +181,7 @@ def main() -> None:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     story = ONE_FAILING if options.one_failing else EVERYTHING
-    model = make_model(folder / "model")
+    model = make_model(folder / "model", **story.model)
     with live(model, folder, story, options.seconds) as run:
         noted = {"from": run.began, "to": run.ended, "without_data": run.without_data()}
         text = json.dumps({**noted, "spans": len(run.collector.spans)}, indent=2)

@@ -29,12 +29,16 @@ class Ask:
     steer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     document: bool = False
     """Ask about a document that was asked about before, and is known to ``cpu``."""
+    documents: int = DOCUMENTS
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     hangs_up_after: float | None = None
+    length: int = 1
+    """How many times 200 tokens its prompt has."""
 
     def text(self, i: int) -> str:
-        return prompt("document", i % DOCUMENTS) if self.document else prompt("live", i)
+        about = ("document", i % self.documents) if self.document else ("live", i)
+        return " ".join(prompt(*about, *([part] if part else [])) for part in range(self.length))
 
     def context(self) -> Mapping[str, str]:
         """Return the headers of a client with a trace of its own."""
@@ -55,12 +59,16 @@ class Story:
     has_bad_stats: bool = False
     collector_is_down: tuple[float, float] = (2.0, 2.0)
     """From and to which share of the run; never, if over 1."""
+    clients: int = 6
+    args: Sequence[str] = CACHE
+    model: Mapping[str, int] = field(default_factory=dict)
+    """Its size, if it is not the tiny one."""
 
     def configuration(self) -> dict[str, Any]:
         """Return the server's ``--kv-transfer-config``."""
         disk = of_stack("BufferedChild", tag="disk", bad_stats=self.has_bad_stats)
         config = multi_connector(host_memory(HOST_MEMORY), disk, of_stack("BestEffortChild", tag="remote"), names=NAMES)
-        config["kv_connector_extra_config"]["kvobs"] |= {"isolate": ["remote"], "lookup_timeout_ms": 400} | self.options
+        config["kv_connector_extra_config"]["kvobs"] |= OPTIONS | self.options
         return {**config, "kv_load_failure_policy": "recompute"}
 
 
@@ -77,6 +85,7 @@ def save(rank_0: float, rank_1: float) -> dict[str, Any]:
     return {"promise": True, "save_ms": {"0": rank_0, "1": rank_1}}
 
 
+OPTIONS = {"isolate": ["remote"], "lookup_timeout_ms": 400, "link_gbps": {"remote": 0.1}}
 DOCUMENT = Ask(document=True)
 PLAIN = Ask()
 HEALTHY = (
@@ -128,20 +137,39 @@ EVERYTHING = Story(
 """Every metric that one engine without NIXL or a GPU can have, in one run."""
 
 
+LONG = 4
+_DOCUMENT = Ask(document=True, documents=DOCUMENTS // 2, length=LONG)
+_LOADING = (
+    _DOCUMENT,
+    Ask({"disk": load(640, 40, 55)}, length=LONG),
+    _DOCUMENT,
+    Ask({"remote": load(704, 60, 75, not_yet_ms=30) | save(80, 90)}, length=LONG),
+    Ask(length=LONG),
+)
+
+
 def _failing(share: float) -> Sequence[Ask]:
     if share < ONSET:
-        return HEALTHY
-    slow = Ask({"remote": load(160, 40, 420) | save(100, 1500)})
-    failed = Ask({"remote": load(128, 60, 60, **BROKEN)})
-    return tuple((slow, failed, failed)[i % 3] if "remote" in ask.steer else ask for i, ask in enumerate(HEALTHY))
+        return _LOADING
+    slow = Ask({"remote": load(704, 80, 2400) | save(90, 3200)}, length=LONG)
+    failed = Ask({"remote": load(640, 90, 90, **BROKEN)}, length=LONG)
+    rounds = (*_LOADING, *_LOADING, *_LOADING)
+    return tuple((slow, failed, failed)[i % 3] if "remote" in ask.steer else ask for i, ask in enumerate(rounds))
 
 
-ONSET = 0.35
+ONSET = 0.45
 """Share of the run that is over when ``remote`` begins to fail."""
 
 ONE_FAILING = Story(
     rounds=_failing,
-    events=((20.0, ONSET, Ask({"remote": _RAISING})), (2.0, ONSET, Ask({"remote": load(96, 5, 4000)}))),
-    options={"stuck_after_s": 3},
+    events=(
+        (ONCE, ONSET + 0.05, Ask({"remote": _RAISING}, length=LONG)),
+        (ONCE, 0.8, Ask({"remote": load(704, 80, 60_000)}, length=LONG)),
+    ),
+    options={"stuck_after_s": 3, "link_gbps": {"remote": 2}},
+    clients=2,
+    args=(*CACHE, "--enable-chunked-prefill", "--max-num-batched-tokens", "128"),
+    model={"layers": 12, "hidden": 512},
 )
-"""All is well, then one of three children fails and the others do not."""
+"""All is well, then one of three connectors fails, and at last a load of it hangs. Loads pay: the model is large, and
+the steps of others, whose end a load waits for, are short."""

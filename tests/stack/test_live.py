@@ -1,4 +1,6 @@
-"""Every query of the boards and rules, on a real Prometheus that has watched a real server get into trouble."""
+"""Every query of the boards and rules, on a real Prometheus and a real VictoriaMetrics that have watched a real server
+get into trouble.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import yaml
 
 from dashboards.site import Site
 from kvobs.demo.model import make_model
-from kvobs.schema.signals import SIGNALS, Scope
+from kvobs.schema.signals import CALL_IN_PROGRESS, ENGINE_ENDED, SIGNALS, Scope
 from kvobs.schema.spans import LOAD
+from tests.engine.prometheus import Prometheus
 from tests.engine.serving import ROOT
 from tests.stack.queries import NOBODY, OPTIONAL, Target, boards, faults, filled, labels_of, targets
 from tests.stack.run import RULES, Live, live
@@ -33,9 +36,10 @@ HOST_LABELS = {"job", "instance", "model_name", "engine"}
 BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
 NO_HANG = "no call of this run hangs, and its engine does not end"
 WITHOUT_DATA: dict[str, str] = {
-    **{signal.name: NO_HANG for signal in SIGNALS if signal.scope is Scope.OUTSIDE},
+    **dict.fromkeys((CALL_IN_PROGRESS.name, ENGINE_ENDED.name), NO_HANG),
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
     "kvobs_load_decisions_total": "this run's load policy is not fastest",
+    "kvobs_kv_events_total": "no connector of this run has KV events",
     "kvobs_request_log_dropped_total": "this run has no request log",
 }
 """Metrics that such a run can't have, and why."""
@@ -53,6 +57,7 @@ EMPTY: dict[str, str] = {
         for ref in "AB"
     },
     "kvobs-connector: Decisions by reason (requests/s) (A)": WITHOUT_DATA["kvobs_load_decisions_total"],
+    "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
     "kvobs-connector: Lines of the request log dropped (A)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
@@ -64,6 +69,9 @@ FIRING = {
     "KvobsInternalErrors": {None},
 }
 """Alerts that such a run must raise, and about whom."""
+
+
+STORES = pytest.mark.parametrize("store", ["prometheus", "victoria"])
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +96,11 @@ def test_there_are_boards_and_rules() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Target, run: Live) -> None:
+@STORES
+def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Target, store: str, run: Live) -> None:
     # At a single moment nothing may be open, or nobody left out.
-    found = (run.at_the_end(target.query) if target.is_instant else []) or run.series(target.query)
+    of: Prometheus = getattr(run, store)
+    found = (run.at_the_end(target.query, of) if target.is_instant else []) or run.series(target.query, of=of)
     if str(target) in EMPTY:
         assert found == [], "it has data: no gap any more"
     else:
@@ -124,8 +134,9 @@ def test_a_recording_rule_records_finite_series_with_the_labels_of_its_name(name
 
 
 @pytest.mark.parametrize("name", FIRING)
-def test_an_alert_fires_for_real_and_names_the_guilty(name: str, run: Live) -> None:
-    found = run.series(f'ALERTS{{alertname="{name}",alertstate="firing"}}')
+@STORES
+def test_an_alert_fires_for_real_and_names_the_guilty(name: str, store: str, run: Live) -> None:
+    found = run.series(f'ALERTS{{alertname="{name}",alertstate="firing"}}', of=getattr(run, store))
     assert {series["metric"].get("connector") for series in found} == FIRING[name]
 
 

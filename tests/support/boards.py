@@ -250,9 +250,9 @@ def raw_counters(board: Board) -> list[str]:
 def guards(board: Board) -> list[str]:
     """A division is by what is above nothing; no zero without labels stands in for what has some."""
     nested = r"[^()]"
-    for _ in range(4):
+    for _ in range(5):
         nested = rf"(?:[^()]|\({nested}*\))"
-    guarded = rf" / \({nested}* > 0\)"
+    guarded = rf"(?= / \({nested}* > 0\))"  # one may be in another
     return [
         where
         for where, expr in queries(board)
@@ -282,7 +282,7 @@ def panel_units(board: Board) -> list[str]:
         exprs, unit = [t["expr"] for t in panel["targets"]], panel["fieldConfig"]["defaults"]["unit"]
         if all("histogram_quantile" in expr or "time() -" in expr for expr in exprs) and unit != "s":
             wrong.append(f"{panel['title']}: durations in {unit}")
-        if all("_bytes_total" in expr for expr in exprs) and unit != "Bps":
+        if all("_bytes_total" in expr and "kvobs_link" not in expr for expr in exprs) and unit != "Bps":
             wrong.append(f"{panel['title']}: bytes per second in {unit}")
     return wrong + [where for where, expr in queries(board) if re.search(r"[*/] ?1(000|024)", expr)]
 
@@ -319,7 +319,7 @@ def bounded(board: Board) -> list[str]:
     for panel in series(board):
         for target in panel["targets"]:
             # The worst of many is one, and so is their number.
-            shown = re.sub(r"((?:max|count) by \(connector\)) \(.*", r"\1", target["expr"])
+            shown = re.sub(r"((?:max|min|count) by \(connector\)) \(.*", r"\1", target["expr"])
             groups = {label for group in re.findall(r"by \(([^)]*)\)", shown) for label in group.split(", ")}
             if groups & {"hook", "error_type", "rank", "instance"} and not target["expr"].startswith("topk(10, "):
                 wrong.append(f"{panel['title']}: {groups}")
@@ -381,7 +381,7 @@ def links(board: Board) -> list[str]:
 
 def annotations(board: Board) -> list[str]:
     marked = {annotation["name"]: annotation["expr"] for annotation in board["annotations"]["list"]}
-    wanted = {"Alerts": "ALERTS", "Restarts": "process_start_time_seconds", "Versions": "kvobs_build_info"}
+    wanted = {"Alerts": "ALERTS", "Restarts": "kvobs_start_time_seconds", "Versions": "kvobs_build_info"}
     return [name for name, part in wanted.items() if part not in marked.get(name, "")]
 
 

@@ -154,14 +154,15 @@ export function rawFrames(answers) {
   );
 }
 
-// What Grafana takes where a panel says nothing; colours by threshold in all kinds of panel but this one.
+// What Grafana takes where a panel says nothing; colours by threshold in all kinds of panel but these.
+const BY_PALETTE = ['barchart', 'timeseries'];
 function defaultsOf(type) {
   const steps = [
     { value: null, color: 'green' },
     { value: 80, color: 'red' },
   ];
   return {
-    color: { mode: type === 'timeseries' ? 'palette-classic' : 'thresholds' },
+    color: { mode: BY_PALETTE.includes(type) ? 'palette-classic' : 'thresholds' },
     thresholds: { mode: 'absolute', steps },
   };
 }

@@ -11,6 +11,7 @@ import { BarGauge, BigValue, TimeSeries, VizRepeater } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
 import { useMemo, useRef } from 'react';
 
+import { BarChart } from './barchart.jsx';
 import { Gauge } from './gauge.jsx';
 import { Heatmap } from './heatmap.jsx';
 import { markTimes } from './marks.js';
@@ -204,6 +205,7 @@ function Text({ panel, replace }) {
 }
 
 export const KINDS = {
+  barchart: BarChart,
   bargauge: Bars,
   gauge: Gauges,
   heatmap: Heatmap,

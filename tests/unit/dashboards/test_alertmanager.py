@@ -52,16 +52,24 @@ def test_an_alert_goes_where_its_severity_says() -> None:
 def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
     found = {source: {target for target in ALERTS if silenced_by(source, target)} for source in ALERTS}
     everything = {name for name, alert in ALERTS.items() if {"job", "instance"} <= set(alert.about)}
+    slow = {"KvobsLoadsSlow", "KvobsLoadsSlowed"}
+    slow_or_below = slow | {"KvobsLoadsBelowLink"}
+    late = slow_or_below | {"KvobsLoadUnfinished", "KvobsLookupUnanswered", "KvobsSaveBacklog", "KvobsLoadsDontPay"}
     assert {source: targets for source, targets in found.items() if targets} == {
         "KvobsEnginesFailingRequests": {"KvobsRequestsFailing"},
         "KvobsEnginesFailing": {"KvobsConnectorFailing"},
         "KvobsJobMissing": {"KvobsTelemetryMissing"},
         "KvobsTelemetryMissing": everything - {"KvobsTelemetryMissing"},
-        "KvobsConnectorQuarantined": {"KvobsConnectorErrors", "KvobsConnectorFailing", "KvobsLoadsSlow"},
+        "KvobsConnectorQuarantined": {"KvobsConnectorErrors", "KvobsConnectorFailing", *slow_or_below},
         "KvobsRequestsFailing": {"KvobsConnectorErrors"},
         "KvobsStuckTransfers": {"KvobsLoadUnfinished", "KvobsSaveBacklog"},
-        "KvobsSlowestRank": {"KvobsLoadsSlow"},
-        "KvobsCallHangs": {"KvobsLoadUnfinished", "KvobsLookupUnanswered", "KvobsSaveBacklog", "KvobsLoadsSlow"},
+        "KvobsSlowestRank": slow_or_below,
+        "KvobsLoadsBelowLink": slow,
+        "KvobsLoadsSlow": {"KvobsLoadsSlowed"},
+        "KvobsEngineEnded": {"KvobsConnectorErrors"},
+        "KvobsCallHangs": {*late, "KvobsConnectorBlocksScheduler"},
+        "KvobsConnectorBlocksEngine": {*late, "KvobsConnectorBlocksScheduler"},
+        "KvobsRequestsNotResumed": late,
     }
     for rule in ALERTMANAGER["inhibit_rules"]:
         for name in re.findall(r"Kvobs\w+", str(rule)):

@@ -7,21 +7,23 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
-from dashboards.alerts import ALERTS, CHILD, alerts, rule_groups
+from dashboards.alerts import ALERTS, alerts, rule_groups
 from dashboards.fleet_alerts import FLEET
-from dashboards.rules import Alert
+from dashboards.incident_alerts import CHILD, INCIDENTS
+from dashboards.rules import SOON, Alert, Severity
 from dashboards.site import RUNBOOK, Site
 from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
 from kvobs.schema.signals import SIGNALS, Scope
 from tests.unit.dashboards.scenes import SCENES, SUBJECTS
-from tests.unit.dashboards.scenes.scene import BUILD, UP, Fires, Scenes, Series
+from tests.unit.dashboards.scenes.scene import BUILD, OLD, START, UP, Fires, Scenes, Series
+from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
 
 BY_NAME = {alert.name: alert for alert in alerts(Site())}
 SCOPES = {signal.name: signal.scope for signal in SIGNALS}
@@ -39,7 +41,12 @@ BESIDE: dict[tuple[str, ...], dict[str, str]] = {
 MANY = 64
 GAPS = (range(40, 80), range(40, 110))
 """Samples that are missing, of 20 and of 35 minutes."""
+RESTARTS = (1, 5, 10, 15, 20, 30)
+"""Minutes."""
+CLOCKS = (-600, -120, 120, 600)
+"""Seconds by which an engine's clock is ahead."""
 NAMES = pytest.mark.parametrize("name", SCENES)
+RARE = {name for name, scenes in SCENES.items() if any(START in fires.series for fires in scenes.fires)}
 
 
 def test_every_alert_has_its_scenes() -> None:
@@ -62,7 +69,7 @@ def test_an_alert_fires_when_it_should_with_its_text(name: str, tmp_path: Path) 
 
 
 @NAMES
-@pytest.mark.parametrize("scene", ["healthy", "idle", "restart", "quiet"])
+@pytest.mark.parametrize("scene", ["healthy", "idle", "quiet"])
 def test_an_alert_is_quiet_when_it_should_be(name: str, scene: str, tmp_path: Path) -> None:
     alert, scenes = BY_NAME[name], SCENES[name]
     found = getattr(scenes, scene)
@@ -123,11 +130,111 @@ def test_two_clusters_with_the_same_addresses_do_not_hide_each_other(name: str, 
     fires = scenes.fires[0]
     a, b = (engine(fires.series, {"cluster": cluster}) for cluster in "ab")
     well = engine(scenes.healthy, {"cluster": "b"})
+    tests = [case(a | well, [], {fires.at: {"a": 1}}, name), case(a | b, [], {fires.at: {"a": 1, "b": 1}}, name)]
+    passes(tests, tmp_path, name)
+
+
+@NAMES
+def test_after_a_restart_the_same_fires_again_and_nothing_else(name: str, tmp_path: Path) -> None:
+    """In each cluster an engine that is gone for so many minutes after half an hour."""
+    scenes = SCENES[name]
+    fires = scenes.fires[0]
+
+    def restarted(first: Series, second: Series, gaps: Sequence[int] = RESTARTS) -> dict[str, str]:
+        labels = {gap: {"cluster": str(gap)} for gap in gaps}
+        return merged(two_lives(engine(first, of), engine(second, of), gap) for gap, of in labels.items())
+
+    def again(after: int) -> dict[str, dict[str, int]]:
+        return {f"{31 + gap + after}m": {str(gap): 1} for gap in RESTARTS}
+
+    short = RESTARTS[:4] if name == "KvobsTelemetryMissing" else RESTARTS  # it is about long gaps
     tests = [
-        case(a | well, [], {fires.at: {"a": 1}}, name),
-        case(a | b, [], {fires.at: {"a": 1, "b": 1}}, name),
+        case(restarted(fires.series, scenes.healthy), quietly(name, quiet_from(86, 110))),
+        case(restarted(scenes.healthy, scenes.healthy, short), quietly(name, quiet_from(20, 110))),
+    ]
+    if name not in ("KvobsJobMissing", "KvobsTelemetryMissing"):
+        at = int(fires.at.removesuffix("m"))
+        tests.append(case(restarted(fires.series, fires.series), [], again(at), name, only=True))
+    if name in RARE:  # four minutes after its start, and at once
+        for begin in (32, 40):
+            soon = {key: " ".join(samples(values)[begin:]) for key, values in fires.series.items()}
+            tests.append(case(restarted(soon, soon), [], again(5), name, only=True))
+    passes(tests, tmp_path, name)
+
+
+@pytest.mark.parametrize("name", sorted(RARE))
+def test_a_clock_that_differs_hides_nothing(name: str, tmp_path: Path) -> None:
+    """The start is the only time of the engine's clock that rules read; in each cluster it differs by other seconds."""
+
+    def shifted(series: Series, place: str) -> dict[str, str]:
+        made = engine(series, {"cluster": place})
+        (start,) = (key for key in made if key.startswith(START))
+        ahead_s = int(place.partition("_")[0])
+        return made | {start: " ".join(s if s == "_" else f"{float(s) + ahead_s}" for s in samples(made[start]))}
+
+    scenes = SCENES[name]
+    fires = {f"{ahead_s}_{n}": each for ahead_s in CLOCKS for n, each in enumerate(scenes.fires)}
+    quiet = {f"{ahead_s}_{n}": each for ahead_s in CLOCKS for n, each in enumerate(scenes.quiet)}
+    at = {each.at: {place: 1 for place, other in fires.items() if other.at == each.at} for each in scenes.fires}
+    tests = [
+        case(merged(shifted(each.series, place) for place, each in fires.items()), [], at, name, only=True),
+        case(merged(shifted(each, place) for place, each in quiet.items()), quietly(name, quiet_from(0))),
     ]
     passes(tests, tmp_path, name)
+
+
+@NAMES
+def test_two_replicas_of_a_prometheus_count_once(name: str, tmp_path: Path) -> None:
+    alert, scenes = BY_NAME[name], SCENES[name]
+
+    def pair(series: Series, place: str = "a") -> dict[str, str]:
+        return merged(engine(series, {"replica": replica, "cluster": place}) for replica in "ab")
+
+    fires = scenes.fires[0]
+    each = 1 if alert.about in (FLEET, JOB, DOUBLED) else 2  # the label is on the alerts of single engines
+    quiet = merged(pair(series, f"q{n}") for n, series in enumerate((scenes.healthy, *scenes.quiet)))
+    tests = [case(pair(fires.series), [], {fires.at: {"a": each}}, name), case(quiet, quietly(name, quiet_from(0)))]
+    passes(tests, tmp_path, name)
+
+
+@NAMES
+def test_pods_that_come_and_go_hide_nothing_and_raise_nothing(name: str, tmp_path: Path) -> None:
+    """Each lives for twelve minutes."""
+    alert, scenes = BY_NAME[name], SCENES[name]
+    pods: dict[str, str] = {}
+    for number in range(10):
+        begin = 12 * number
+        lives = {**scenes.healthy, START: f"{30 * begin - 20}+0x400"}
+        for key, values in engine(lives, {"instance": f"pod-{number}:8000"}).items():
+            pods[key] = " ".join([*["_"] * begin, *samples(values)[:24], "stale"])
+    fires = scenes.fires[0]
+    fired = {} if alert.about == JOB else {fires.at: {"": 1}}
+    passes(
+        [case(pods, quietly(name, quiet_from(0))), case(pods | engine(fires.series), [], fired, name)], tmp_path, name
+    )
+
+
+IN_TIME: dict[str, tuple[Series, ...]] = {
+    "KvobsEngineEnded": ({ENDED: "_x43 1 stale"},),
+    "KvobsCallHangs": ({CALL: "_x41 15+15x20"},),
+    "KvobsRequestsNotResumed": (not_resumed("0+0x40 0+15x20", "0+5x40 200+0x20"),),
+    "KvobsLoadUnfinished": ({OLDEST_LOAD: "0+0x40 0+15x20"},),
+    "KvobsConnectorBlocksEngine": tuple(
+        scheduler_times(f"0+0.1x40 {4.1 + share * 15}+{share * 15}x20") for share in (0.6, 0.73, 1)
+    ),
+}
+"""Samples of every 15 s of what stops an engine after ten minutes."""
+
+
+@pytest.mark.parametrize("name", IN_TIME)
+def test_what_stops_an_engine_is_critical_within_two_minutes(name: str, tmp_path: Path) -> None:
+    tests = [case(engine(series), [], {"10m": {}, "12m": {"": 1}}, name) for series in IN_TIME[name]]
+    passes([{**one, "interval": "15s"} for one in tests], tmp_path, name, SOON)
+
+
+def test_all_that_stops_an_engine_is_in_time() -> None:
+    assert [alert.name for alert in (make(Site()) for make in INCIDENTS)] == list(IN_TIME)
+    assert all(BY_NAME[name].severity is Severity.CRITICAL for name in IN_TIME)
 
 
 def test_a_scene_that_should_fire_and_does_not_is_found(tmp_path: Path) -> None:
@@ -156,7 +263,8 @@ def test_samples_are_written_out_as_promtool_does() -> None:
 
 def engine(series: Series, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a scene's series with their labels; what every scraped engine has is among them."""
-    whole = {name: UP for name in ("up", BUILD) if not any(name.split("{")[0] == s.split("{")[0] for s in series)}
+    usual = {"up": UP, BUILD: UP, START: f"{OLD}x400"}
+    whole = {name: v for name, v in usual.items() if not any(name.split("{")[0] == s.split("{")[0] for s in series)}
     return with_labels({**whole, **series}, {**LABELS, **(more or {})})
 
 
@@ -165,14 +273,24 @@ def beside(alert: Alert, scenes: Scenes) -> dict[str, str]:
     return engine(scenes.healthy, BESIDE[alert.about]) if alert.about != JOB else {}
 
 
+def merged(several: Iterable[Series]) -> dict[str, str]:
+    """Return the series of several scenes, whose labels differ."""
+    return {name: values for series in several for name, values in series.items()}
+
+
 def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
     made = {}
     for name, values in series.items():
         metric, _, own = name.partition("{")
         scope = SCOPES.get(re.sub("_(bucket|sum|count)$", "", metric))
-        has = {None: TARGET, Scope.CHILD: CHILD, Scope.OUTSIDE: CHILD}.get(scope, ENGINE)
+        of_connector = scope in (Scope.CHILD, Scope.OUTSIDE) and metric != START
+        is_vllms = metric.startswith("vllm")  # another target on the same host
+        has = CHILD if of_connector else ENGINE if scope or is_vllms else TARGET
+        of = {**labels, "job": "vllm", "instance": labels["instance"].replace(":8", ":9")} if is_vllms else labels
         shown = [
-            f'{label}="{labels[label]}"' for label in (*has, "cluster") if label in labels and f'{label}="' not in own
+            f'{label}="{of[label]}"'
+            for label in (*has, "cluster", "replica")
+            if label in labels and f'{label}="' not in own
         ]
         made[f"{metric}{{{','.join([*shown, *filter(None, [own.rstrip('}')])])}}}"] = values
     return made
@@ -181,6 +299,18 @@ def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
 def since(begin: int, series: Series) -> dict[str, str]:
     """Return what a Prometheus sees that begins with this sample."""
     return {name: " ".join(samples(values)[begin:]) for name, values in series.items()}
+
+
+def two_lives(first: dict[str, str], second: dict[str, str], minutes: int) -> dict[str, str]:
+    """Return an engine's series of half an hour, none for some minutes, and those of its next life."""
+    made, gap = {}, 2 * minutes
+    for name in first | second:
+        before, after = (samples(life[name]) if name in life else ["_"] * 400 for life in (first, second))
+        if name.startswith(START):
+            after = [f"{(60 + gap) * 30}"] * 130
+        between = ["0" if name.startswith("up{") else "_"] * gap
+        made[name] = " ".join([*before[:60], *["_"] * (60 - len(before)), *between, *after[:130]])
+    return made
 
 
 def without(gap: range, series: Series) -> dict[str, str]:
@@ -195,7 +325,7 @@ def samples(values: str) -> list[str]:
     for part in values.split():
         if match := re.fullmatch(r"_x(\d+)", part):
             out += ["_"] * int(match[1])
-        elif match := re.fullmatch(r"([\d.]+|NaN)([+-][\d.]+)x(\d+)", part):
+        elif match := re.fullmatch(r"(-?[\d.]+|NaN)([+-][\d.]+)x(\d+)", part):
             begin, step = float(match[1]), float(match[2])
             out += [f"{begin + step * i}".replace("nan", "NaN") for i in range(int(match[3]) + 1)]
         elif match := re.fullmatch(r"([\d.]+)x(\d+)", part):
@@ -203,6 +333,15 @@ def samples(values: str) -> list[str]:
         else:
             out.append(part)
     return out
+
+
+def a_day_later(before: Series, test: dict[str, Any]) -> dict[str, Any]:
+    """Return a test with a day of samples before it."""
+    for series in test["input_series"]:
+        series["values"] = f"{before.get(series['series'].partition('{')[0], '_x2880')} {series['values']}"
+    for asked in (*test["alert_rule_test"], *test["promql_expr_test"]):
+        asked["eval_time"] = f"{24 * 60 + int(asked['eval_time'].removesuffix('m'))}m"
+    return test
 
 
 # --- promtool
@@ -218,12 +357,17 @@ def case(
     alert_tests: list[dict[str, Any]],
     counts: Mapping[str, Mapping[str, int]] | None = None,
     name: str = "",
+    *,
+    only: bool = False,
 ) -> dict[str, Any]:
-    """Return a test of promtool's; ``counts`` are alerts of this name that fire at a time, by cluster."""
-    asked = f'count by (cluster) (ALERTS{{alertname="{name}",alertstate="firing"}})'
+    """Return a test of promtool's; ``counts`` are alerts of this name that fire at a time, by cluster.
+
+    Clusters that are not named have none, or with ``only`` any number.
+    """
+    asked = f'count by (cluster) (ALERTS{{alertname="{name}",alertstate="firing"%s}})'
     counted = [
         {
-            "expr": asked,
+            "expr": asked % (f',cluster=~"{"|".join(firing)}"' if only else ""),
             "eval_time": at,
             "exp_samples": [
                 {"labels": f'{{cluster="{cluster}"}}' if cluster else "{}", "value": n} for cluster, n in firing.items()
@@ -253,24 +397,33 @@ def expected(alert: Alert, fires: Fires, says: str) -> dict[str, Any]:
     }
 
 
-def passes(tests: list[dict[str, Any]], folder: Path, name: str = "") -> None:
-    said = run(tests, folder, name)
+def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m") -> None:
+    said = run(tests, folder, name, interval)
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-def run(tests: list[dict[str, Any]], folder: Path, name: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m"
+) -> subprocess.CompletedProcess[str]:
     """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
-    recording, alerting = rule_groups()["groups"]
+    recording, *alerting = rule_groups()["groups"]
     if name:
-        alerting["rules"] = [rule for rule in alerting["rules"] if rule["alert"] == name]
-        (alert,) = alerting["rules"]
+        for group in alerting:
+            group["rules"] = [rule for rule in group["rules"] if rule["alert"] == name]
+        (alert,) = [rule for group in alerting for rule in group["rules"]]
         recording["rules"] = [rule for rule in recording["rules"] if rule["record"] in alert["expr"]]
+        if before := SCENES[name].day_before:
+            tests, interval = [a_day_later(before, one) for one in tests], "5m"  # a day has many minutes
     # JSON is YAML, and written in a tenth of the time.
-    (folder / "rules.json").write_text(json.dumps({"groups": [recording, alerting]}))
+    (folder / "rules.json").write_text(json.dumps({"groups": [recording, *alerting]}))
     content = {
         "rule_files": ["rules.json"],
-        "evaluation_interval": "1m",
-        "group_eval_order": ["kvobs.recording", "kvobs.alerts"],  # else any: alerts would see this step, or the last
+        "evaluation_interval": interval,
+        "group_eval_order": [
+            "kvobs.recording",
+            "kvobs.incidents",
+            "kvobs.alerts",
+        ],  # else any: alerts would see this step, or the last
         "tests": tests,
     }
     (folder / "tests.json").write_text(json.dumps(content))

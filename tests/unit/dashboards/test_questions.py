@@ -1,41 +1,15 @@
 """What the boards' questions answer, by promtool's own evaluation of made-up series."""
 
-import json
-import re
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dashboards import looks, promql, questions
 from dashboards.questions import SELECTION, by_child, by_engine
-from kvobs.schema import signals
+from kvobs.schema import signals, verdicts
+from tests.support.promtool import answers
 
-HOST = ',job="j",instance="i",model_name="m",engine="0"'
 STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1
-
-
-def answers(
-    tmp_path: Path, series: dict[str, str], expr: str, at: str = "10m", label: str = "connector"
-) -> dict[str, float]:
-    """Return an expression's values by child, or another label, for series written without host labels."""
-    filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr)
-    filled = filled.replace("$__rate_interval", "4m").replace("$cluster", ".*")
-    whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
-    made = [{"series": name, "values": values} for name, values in whole.items()]
-    file = tmp_path / "test.yml"
-    # An expectation that nothing meets: promtool then prints what there is.
-    asked = {"expr": filled, "eval_time": at, "exp_samples": [{"labels": '{nobody="x"}', "value": 0}]}
-    tests: list[dict[str, Any]] = [{"interval": "1m", "input_series": made, "promql_expr_test": [asked]}]
-    file.write_text(json.dumps({"tests": tests}))
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
-    got = re.search(r"got:\s*(.*)", done.stdout + done.stderr)
-    assert got, done.stdout + done.stderr
-    samples = re.findall(r"(\{[^}]*\}) (\S+?)(?:,|$)", got[1])
-    values = {(re.findall(rf'\b{label}="([^"]*)"', labels) or [""])[0]: float(value) for labels, value in samples}
-    assert len(values) == len(samples), got[1]
-    return values
 
 
 def child(name: str, **counters: str) -> dict[str, str]:
@@ -48,7 +22,9 @@ def child(name: str, **counters: str) -> dict[str, str]:
     return made
 
 
-CALLED = {"call_duration_seconds_count": RISING}
+CALLED = {"call_duration_seconds_sum": "0+0.01x20"}
+OLDEST = 'kvobs_oldest_in_flight_seconds{{connector="{}",kind="{}"}}'.format
+STEP = 'kvobs_step_seconds_total{{kind="{}"}}'.format
 
 
 def calls(name: str, hook: str, seconds: str) -> dict[str, str]:
@@ -86,15 +62,48 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         | child("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
         | child("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
     )
-    assert answers(tmp_path, series, questions.verdict(*by_child)) == {
-        "idle": looks.IDLE_CHILD,
-        "well": looks.WELL,
-        "slow": looks.SLOW,
-        "blocking": looks.BLOCKING,
-        "failing": looks.FAILING,
-        "out": looks.LEFT_OUT,
-        "back": looks.WELL,
+    series |= {
+        'kvobs_call_in_progress_seconds{connector="hanging",hook="h",rank="0"}': "10x20",
+        'kvobs_engine_ended{connector="fatal",hook="h",reason="SIGKILL"}': "1x20",
+        'kvobs_engine_ended{connector="",hook="",reason="SIGKILL"}': "1x20",
+        **{OLDEST(f"with {kind}", kind): "15x20" for kind in ("lookup", "load", "resume", "save")},
+        **{f'kvobs_in_flight{{connector="with {kind}",kind="{kind}"}}': "1x20" for kind in ("load", "save")},
     }
+    hanging = ("hanging", "with lookup", "with load", "with resume")
+    states = {
+        "idle": "Idle", "well": "OK", "slow": "Slow", "blocking": "Blocks steps", "failing": "Failing",
+        "out": "Quarantined", "back": "OK", "fatal": "Ended the engine", "with save": "OK",
+        **dict.fromkeys(hanging, "Hangs"),
+    }  # fmt: skip
+    asked = questions.verdict(*by_child)
+    names = {number: name for number, (name, _) in looks.VERDICTS.items()}
+    assert {of: names[int(number)] for of, number in answers(tmp_path, series, asked).items()} == states
+    # Where a step computes, a loaded request may wait for others.
+    computing = series | {STEP("decode"): RISING, OLDEST("with resume", "load"): "0x20"}
+    again = {of: names[int(number)] for of, number in answers(tmp_path, computing, asked).items()}
+    assert set(states) - set(again) == {"with resume"}
+    assert {of: again[of] for of in hanging[:-1]} == dict.fromkeys(hanging[:-1], "Hangs")
+
+
+def test_a_connector_of_an_engine_with_requests_is_not_idle(tmp_path: Path) -> None:
+    series = child("cpu") | {
+        f'vllm:num_requests_{name}{{job="vllm",instance="i:8000",model_name="m",engine="0"}}': values
+        for name, values in {"running": "0x20", "waiting": "0x8 1x12"}.items()
+    }
+    verdict = questions.verdict(*by_engine)
+    assert [answers(tmp_path, series, verdict, at) for at in ("5m", "10m")] == [{"cpu": 0}, {"cpu": 1}]
+
+
+def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path) -> None:
+    series = {
+        'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",
+        **{OLDEST(f"{kind} {age}", kind): f"{age}x20" for kind in ("load", "save", "resume") for age in (14, 15)},
+    }
+    assert answers(tmp_path, series, questions.hanging()) == {"a": 2, "load 15": 15, "resume 15": 15}
+
+
+def test_every_measure_of_the_states_is_asked_for() -> None:
+    assert set(questions.measures(*by_engine)) == {measure for state in verdicts.STATES for measure in state.limits}
 
 
 def on(number: int, series: dict[str, str]) -> dict[str, str]:
@@ -117,8 +126,8 @@ def fleet(engines: int, failing: int) -> dict[str, str]:
 
 def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path) -> None:
     series = fleet(64, 1)
-    assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": looks.FAILING}
-    assert answers(tmp_path, series, questions.verdict(*by_child)) == {"disk": looks.WELL}, "the mean hides it"
+    assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": 4}, "Failing"
+    assert answers(tmp_path, series, questions.verdict(*by_child)) == {"disk": 1}, "OK: the mean hides it"
     worst = promql.worst(f"({questions.failing_share(*by_engine)}) > 0")
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
 
@@ -231,16 +240,12 @@ def test_a_connector_of_an_engine_has_its_role(tmp_path: Path) -> None:
     assert answers(tmp_path, both, chosen, label="instance") == {"p:9464": 1}
 
 
-def test_a_restart_is_that_of_a_process_that_runs_kvobs(tmp_path: Path) -> None:
-    begun = {
-        f'process_start_time_seconds{{job="x",instance="{name}"}}': "5x8 540x11" for name in ("vllm:8000", "node:9100")
-    }
-    running = 'kvobs_build_info{job="y",instance="vllm:8000",model_name="m",engine="0",version="1"}'
-    assert answers(tmp_path, begun | {running: "1x20"}, f"count({questions.restarts()})") == {"": 1}
-    assert answers(tmp_path, begun | {running: "1x20"}, questions.restarts(), "15m") == {}
-    back = {'kvobs_engine_up{job="y",instance="vllm:9464",model_name="m",engine="0"}': "1x3 stale _x3 1x20"}
-    assert answers(tmp_path, back, questions.restarts(), "10m", "instance") == {"vllm:9464": 1}, "an exporter is back"
-    assert answers(tmp_path, back, questions.restarts(), "15m", "instance") == {}
+def test_a_restart_is_shown_soon_and_for_a_while(tmp_path: Path) -> None:
+    start = 'kvobs_start_time_seconds{job="y",instance="vllm:9464",model_name="m",engine="0"}'
+    for values in ("5x8 540x11", "5x3 stale _x3 470x20", "_x8 540x11"):
+        asked = f"count({questions.restarts()})"
+        assert answers(tmp_path, {start: values}, asked) == {"": 1}
+        assert answers(tmp_path, {start: values}, asked, "19m") == {}
 
 
 def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
@@ -255,9 +260,16 @@ def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
     assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
 
 
-OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{{connector="{}",kind="{}"}}'.format
+def over_link(name: str, seconds: int, at_once: int) -> dict[str, str]:
+    """Return loads of 100 MB/s over a link of 1 GB/s, which take so many seconds of each minute together."""
+    counted = {"load_bytes_total": "0+6000000000x20", "load_duration_seconds_sum": f"0+{seconds}x20"}
+    in_flight = f'kvobs_in_flight{{connector="{name}",kind="load"}}'
+    return child(name, link_bytes_per_second="1000000000x20", **counted) | {in_flight: f"{at_once}x20"}
+
+
+LINKED = over_link("alone", 30, 1) | over_link("four", 120, 4)
+LINKED |= {name.replace("alone", "unknown"): v for name, v in over_link("alone", 30, 1).items() if "link" not in name}
 UNUSED = 'kvobs_unused_hit_tokens_total{{connector="disk",reason="{}"}}'.format
-STEP = 'kvobs_step_seconds_total{{kind="{}"}}'.format
 LOST = 'otelcol_exporter_{}{{job="otel-collector",instance="{}:8888",exporter="otlp_grpc"}}'.format
 BUILD = 'kvobs_build_info{{version="{}",vllm_version="0.32"}}'.format
 BOTH_ROLES = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
@@ -279,6 +291,8 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
         child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle"),
         questions.load_speed(*by_child), {"disk": 100},
     ),
+    "a link, used at least": (LINKED, questions.link_share(), {"alone": 0.2, "four": 0.1}),
+    "a link, used at most": (LINKED, questions.link_share(at_most=True), {"alone": 0.2, "four": 0.2}),
     "shares of hits": (
         child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING),
         questions.hit_share(*by_child), {"cpu": 0.25},
@@ -302,9 +316,9 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
         questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"disk": 1},
     ),
     "the oldest of what is open": (
-        {OLDEST("cpu", "load"): "NaN " * 20, OLDEST("disk", "lookup"): "NaN " * 20, OLDEST("disk", "load"): "570x20",
-         OLDEST("disk", "save"): "540x20"},
-        questions.oldest(*by_child), {"disk": 60},
+        {OLDEST("cpu", "load"): "0x20", OLDEST("disk", "lookup"): "0x20", OLDEST("disk", "load"): "30x20",
+         OLDEST("disk", "save"): "60x20"},
+        questions.oldest(*by_child), {"cpu": 0, "disk": 60},
     ),
     "a version that begins": ({BUILD("1"): "1x20", BUILD("2"): "_x8 1x20"}, questions.new_versions(), {"": 1}),
     "no version after a while": ({BUILD("1"): "1x20", BUILD("2"): "_x2 1x20"}, questions.new_versions(), {}),

@@ -17,7 +17,10 @@ def failing(policy: str, ending: str) -> Scenes:
     def of(failed: str, ok: str) -> Series:
         return loads(failed, ok, policy)
 
-    says = f"{{}} of the loads from {OF_CHILD} failed in the last five minutes. {ending}"
+    says = (
+        f"{{}} of the loads from {OF_CHILD} failed in the last five minutes, or in the last six hours if they are few. "
+        f"{ending}"
+    )
     other = "fail" if policy == "recompute" else "recompute"
     return Scenes(
         healthy=of("0+1x400", "0+99x400"),
@@ -26,15 +29,16 @@ def failing(policy: str, ending: str) -> Scenes:
             Fires(of("_x20 1+1x400", "0+0x400"), "20m", says.format("100%")),
             Fires(of("_x20 " + "1 1 1 1 2 2 2 2 3 3 3 3 4 4 4 4 5 5 5 5 6 6 6 6 7 7 7 7 8 8 8 8", "0+0x400"), "25m",
                   says.format("100%")),  # one in two minutes
+            Fires(of(ONE_IN_FOUR_MINUTES, "0+0x400"), "30m", says.format("100%")),  # alone
+            Fires(of("_x40 1+0x39 2+0x39 3+0x80", "_x400"), "67m", says.format("100%")),  # three in an hour
         ),
         ended=of("0+10x100 1000+0x300", "0+90x100 9000+100x300"),
         idle=of("500+0x400", "500+0x400"),
-        restart=of("0+1x60 0+1x300", "0+99x60 0+99x300"),
         quiet=(
             of("0+0x40 1+0x360", "0+0x400"),  # one failure, and no other load
             of("0+0x40 1+0x360", "0+0x50 1+0x350"),  # one of two
             of("0+0x40 1+0x8 2+0x352", "0+1x400"),  # two of 24
-            of(ONE_IN_FOUR_MINUTES, "0+0x400"),  # alone
+            of(ONE_IN_FOUR_MINUTES, "1+0x400"),  # another one was well
             loads("0+1x400", "0+9x400", other),  # another alert's
         ),
     )  # fmt: skip
@@ -71,15 +75,10 @@ def many_failing(policy: str, ending: str) -> Scenes:
                 says.format("100%", worst),
             ),
             # No engine has enough of them for an alert of its own.
-            Fires(
-                engines(policy, *thin),
-                "30m",
-                says.format("100%", "gpu-1:8000/0 gpu-101:8000/0 gpu-102:8000/0"),
-            ),
+            Fires(engines(policy, *thin), "30m", says.format("100%", "gpu-1:8000/0 gpu-101:8000/0 gpu-102:8000/0")),
         ),
         ended=engines(policy, *[("0+1x100 100+0x300", "0+9x100 900+10x300")] * 3),
         idle=engines(policy, *[("500+0x400", "500+0x400")] * 3),
-        restart=engines(policy, *[("0+1x60 0+1x300", "0+99x60 0+99x300")] * 3),
         quiet=(
             engines(policy, bad, bad),  # alerts of their own are enough
             engines(policy, *[bad] * 3, *[well] * 12),  # a fifth
@@ -109,8 +108,7 @@ SCENES = {
         healthy=quarantined("0+0x400"),
         fires=(
             Fires(
-                quarantined("0+0x20 1+0x40"),
-                "20m",
+                quarantined("0+0x20 1+0x40"), "20m",
                 f"{OF_CHILD} was in quarantine for 100% of the last five minutes, because it fails. Requests are "
                 "served without this cache.",
             ),
@@ -123,7 +121,6 @@ SCENES = {
         ),
         ended=quarantined("0+0x40 1+0x60 0+0x300"),
         idle=quarantined("1+0x400", "5+0x400"),  # no request, no probation
-        restart=quarantined("0+0x20 1+0x2 _x2 0+0x360"),
         quiet=(
             quarantined("0+0x20 1+0x3 0+0x60"),
             quarantined("0+0x20 1+0x300", "0+0.01x20 0.2+0x300"),  # the last request brought it into quarantine
@@ -134,4 +131,4 @@ SCENES = {
         f"{OF_CHILD} raised {{}} exceptions in the last fifteen minutes. If it is not in the option isolate, one "
         "exception can end the engine.",
     ),
-}
+}  # fmt: skip

@@ -18,6 +18,10 @@ def cost(record: str, merge: str = "0+0.1x400", ranks: int = 0) -> Series:
     }
 
 
+def payloads(last: str, tokens: str = "0+9000x400") -> Series:
+    return {"kvobs_last_payload_timestamp_seconds": last, "vllm:generation_tokens_total": tokens}
+
+
 SCENES = {
     "KvobsJobMissing": Scenes(
         healthy={"up": UP},
@@ -27,37 +31,35 @@ SCENES = {
         ),
         ended={"up": "1+0x20 stale _x78 1+0x300", BUILD: "1+0x20 stale _x78 1+0x300"},
         idle={"up": "0+0x400"},  # another alert's
-        restart={"up": "1+0x20 _x10 1+0x360", BUILD: "1+0x20 _x10 1+0x360"},
-        quiet=({"up": UNKNOWN, AGAIN: UP}, {"up": "1+0x20 stale", AGAIN: UP}),  # another job has the metrics
+        quiet=(
+            {"up": "1+0x20 _x10 1+0x360", BUILD: "1+0x20 _x10 1+0x360"}, {"up": UNKNOWN, AGAIN: UP},
+            {"up": "1+0x20 stale", AGAIN: UP},
+        ),  # another job has the metrics
     ),
     "KvobsTelemetryMissing": Scenes(
         healthy={"up": UP, BUILD: UP},
         fires=(
             Fires(
-                {"up": UP, BUILD: UNKNOWN},
-                "30m",
+                {"up": UP, BUILD: UNKNOWN}, "30m",
                 "gpu-1:8000 of job kvobs is scraped but has no kvobs metrics. No other kvobs alert can fire for this "
                 "server.",
             ),
             Fires({"up": "1+0x20 0+0x80", BUILD: "1+0x20 stale"}, "35m", GONE),  # the server, or
             Fires({"up": "1+0x20 0+0x80", BUILD: "1+0x20 stale", ENGINE_UP: "1+0x20 stale"}, "35m", GONE),  # exporter
             Fires(
-                {"up": UP, BUILD: UP, ENGINE_UP: "1+0x20 0+0x80"},
-                "35m",
+                {"up": UP, BUILD: UP, ENGINE_UP: "1+0x20 0+0x80"}, "35m",
                 "gpu-1:8000 of job kvobs is an exporter whose engine is gone. No other kvobs alert can fire for this "
                 "server.",
             ),
             # The engine is gone for three minutes, and then its exporter: one alert, since the engine's end.
             Fires({"up": "1+0x25 0+0x80", BUILD: "1+0x25 stale", ENGINE_UP: "1+0x19 0+0x5 stale"}, "31m", GONE),
         ),
-        ended={"up": "1+0x20 0+0x79 1+0x300", BUILD: "1+0x20 stale _x78 1+0x300"},
-        idle={"up": UP, BUILD: UP},
-        restart={
-            "up": "1+0x20 0+0x34 1+0x345",
-            BUILD: "1+0x20 stale _x34 1+0x345",
-            ENGINE_UP: "1+0x18 0+0x1 stale _x34 1+0x345",
-        },
+        ended={"up": "1+0x20 0+0x79 1+0x300", BUILD: "1+0x20 stale _x78 1+0x300"}, idle={"up": UP, BUILD: UP},
         quiet=(
+            {
+                "up": "1+0x20 0+0x34 1+0x345", BUILD: "1+0x20 stale _x34 1+0x345",
+                ENGINE_UP: "1+0x18 0+0x1 stale _x34 1+0x345",
+            },
             {"up": "1+0x20 stale", BUILD: "1+0x20 stale"},  # the target is gone for good
             {"up": "1+0x20 stale", BUILD: "1+0x20 stale", ENGINE_UP: "1+0x18 0+0x1 stale"},
             {"up": UP, BUILD: UP, ENGINE_UP: UP},
@@ -65,39 +67,49 @@ SCENES = {
             {"up": "1+0x400", BUILD: "_x37 1+0x300"},
         ),
     ),
+    "KvobsTelemetryStale": Scenes(
+        healthy=payloads("0+30x400"),
+        fires=tuple(
+            Fires(
+                payloads(last), "36m",
+                f"The exporter of {OF_ENGINE} has served no new numbers for ten minutes, or cannot be scraped, while "
+                "vLLM generates tokens. No other kvobs alert can fire for this engine.", {"host": "gpu-1"},
+            )
+            for last in ("0+30x38 1200+0x361", "0+30x38 stale")
+        ),
+        ended=payloads("0+30x38 1200+0x61 3000+30x299"), idle=payloads("1200+0x400", "9000+0x400"),
+        quiet=(
+            payloads("0+30x38 stale", "0+9000x38 stale"),  # the pod is gone
+            payloads("0+30x38 stale _x30 2100+30x300", "0+9000x38 stale _x30 0+9000x300"),  # it starts again
+            payloads("_x400"),  # no exporter
+        ),
+    ),
     "KvobsScrapedTwice": Scenes(
         healthy={BUILD: UP},
         fires=(
             Fires(
-                {BUILD: UP, AGAIN: UP},
-                "20m",
+                {BUILD: UP, AGAIN: UP}, "20m",
                 f"2 jobs scrape kvobs metrics of {OF_ENGINE}. Boards show multiples of the real rates, and alerts fire "
                 "once per job.",
             ),
         ),
-        ended={BUILD: UP, AGAIN: "1+0x100 stale"},
-        idle={BUILD: UP, AGAIN: UNKNOWN},
-        restart={BUILD: "1+0x20 stale _x2 1+0x300"},
+        ended={BUILD: UP, AGAIN: "1+0x100 stale"}, idle={BUILD: UP, AGAIN: UNKNOWN},
         quiet=({BUILD: "1+0x20 stale", BUILD.replace("0.1.0", "0.1.1"): "_x20 1+0x300"},),  # an update
     ),
     "KvobsInternalErrors": rare(
         'kvobs_internal_errors_total{where="merge"}',
         f"{{}} contained errors in merge in the last fifteen minutes on {OF_ENGINE}. Numbers or spans are lost; "
-        "serving is not affected.",
-        {"where": "merge"},
+        "serving is not affected.", {"where": "merge"},
     ),
     "KvobsTelemetryDropping": Scenes(
         healthy={DROPPED: "0+1x400"},
         fires=(
             Fires(
-                {DROPPED: "0+30x400"},
-                "30m",
+                {DROPPED: "0+30x400"}, "30m",
                 f"1 spans a second are lost on {OF_ENGINE}. Traces have gaps; metrics are complete.",
             ),
         ),
-        ended={DROPPED: "0+30x100 3000+0x300"},
-        idle={DROPPED: "100000+0x400"},
-        restart={DROPPED: "0+1x60 0+1x300"},
+        ended={DROPPED: "0+30x100 3000+0x300"}, idle={DROPPED: "100000+0x400"},
         quiet=({DROPPED: "0+0x40 500+0x360"},),  # a burst
     ),
     "KvobsTelemetryCost": Scenes(
@@ -106,9 +118,7 @@ SCENES = {
             Fires(series, "40m", f"Telemetry uses 30% of one core in one process of {OF_ENGINE}.")
             for series in (cost("0+9x400"), cost("0+0.1x400", "0+9x400"), cost("0+36x400", ranks=4))
         ),
-        ended=cost("0+9x100 900+0x300"),
-        idle=cost("100000+0x400"),
-        restart=cost("0+1x60 0+1x300"),
+        ended=cost("0+9x100 900+0x300"), idle=cost("100000+0x400"),
         quiet=(cost("0+7.7x400", ranks=64),),  # of 0.4 % each
     ),
-}
+}  # fmt: skip

@@ -1,10 +1,13 @@
 """Scenes of what is in progress for long: transfers, lookups, calls, and ranks that are waited for."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, OF_ENGINE, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import OF_CHILD, OF_ENGINE, OLD, START, Fires, Scenes, Series, rare
 
-OLDEST = 'kvobs_oldest_in_flight_timestamp_seconds{kind="save"}'
+OLDEST = 'kvobs_oldest_in_flight_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
 OLDEST_LOOKUP = OLDEST.replace("save", "lookup")
+OLDEST_RESUME = OLDEST.replace("save", "resume")
+STEPS = 'kvobs_step_seconds_total{kind="decode"}'
+LOADED, RUNNING = 'vllm:num_requests_kv_fetch_by_stage{stage="completed_waiting"}', "vllm:num_requests_running"
 IN_CALLS = f"in calls into {OF_CHILD}. No step runs during such a call"
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 RANK_1 = {"rank": "1"}
@@ -15,13 +18,25 @@ STUCK_SAYS = (
 _STUCK = rare(STUCK, STUCK_SAYS, RANK_1)
 
 
-def ranks(first: str, second: str, skew: str, count: str) -> Series:
+def ranks(first: str, second: str, skew: str, count: str) -> dict[str, str]:
     return {
         'kvobs_slowest_rank_total{rank="0"}': first,
         'kvobs_slowest_rank_total{rank="1"}': second,
         'kvobs_rank_skew_seconds_sum{kind="load"}': skew,
         'kvobs_rank_skew_seconds_count{kind="load"}': count,
     }
+
+
+def saves_and_events(saves: str, stored: str) -> Series:
+    return {
+        'kvobs_saves_total{outcome="ok"}': saves,
+        'kvobs_kv_events_total{type="stored",medium="cpu"}': stored,
+        'kvobs_kv_events_total{type="removed",medium="cpu"}': "0+1x400",
+    }
+
+
+def of_eight(each: str) -> dict[str, str]:
+    return {f'kvobs_slowest_rank_total{{rank="{rank}"}}': each for rank in range(2, 8)}
 
 
 def scheduler_times(lookups: str, steps: str = "0+0.3x400", of_a_worker: str = "0+29x400") -> Series:
@@ -33,32 +48,33 @@ def scheduler_times(lookups: str, steps: str = "0+0.3x400", of_a_worker: str = "
     }
 
 
-def scheduler_share(healthy: str, bad: str, share: str, says: str, *quiet: Series) -> Scenes:
+def scheduler_share(healthy: str, bad: str, share: str, span: str, therefore: str, *quiet: Series) -> Scenes:
+    says = f"The scheduler spent {share} of the last {span} {IN_CALLS}{therefore}"
     return Scenes(
         healthy=scheduler_times(healthy),
-        fires=(
-            Fires(
-                scheduler_times(f"0{bad}x100"), "20m", f"The scheduler spent {share} of the last five minutes {says}"
-            ),
-        ),
+        fires=(Fires(scheduler_times(f"0{bad}x100"), "20m", says),),
         ended=scheduler_times(f"0{bad}x100 {int(bad[1:]) * 100}{healthy[1:]}"),
         idle=scheduler_times("400+0x400", "5+0x400", "5+0x400"),
-        restart=scheduler_times("0+0.3x100 _x4 0+0.3x300", "0+0.3x100 _x4 0+0.3x300", "0+0.3x100 _x4 0+0.3x300"),
         quiet=quiet,
     )
 
 
-def unfinished(kind: str, says: str, restart: str, *quiet: Series) -> Scenes:
-    """Return the scenes of what has been in progress for long, by the time at which the oldest began."""
+def unfinished(kind: str, says: str, *quiet: str, at: int = 2, what: str = "") -> Scenes:
+    """Return the scenes of what has been in progress for long, by its age; others in progress are quiet."""
     oldest = OLDEST.replace("save", kind)
+    says = f"The oldest {what or kind} of {OF_CHILD} {says}"
     return Scenes(
-        healthy={oldest: "0+30x400"},
-        fires=(Fires({oldest: "0+0x400"}, "20m", f"The oldest {kind} of {OF_CHILD} {says}", {"kind": kind}),),
-        ended={oldest: "1200+0x100 NaN+0x300"},
-        idle={oldest: "NaN+0x400"},
-        restart={oldest: restart},
-        quiet=quiet,
+        healthy={oldest: "5+0x400"},
+        fires=(Fires({oldest: "0+30x400"}, f"{at}m", says.format(f"{at}m 0s"), {"kind": kind}),),
+        ended={oldest: "0+30x100 0+0x300"},
+        idle={oldest: "0+0x400"},
+        # The last one: a pod that is gone without a mark.
+        quiet=(*({other: "0+30x400"} for other in quiet), {oldest: "0+0x40 20+15x2"}),
     )
+
+
+def not_resumed(age: str, steps: str, loaded: str = "0+0x400", running: str = "5+0x400") -> Series:
+    return {OLDEST_RESUME: age, STEPS: steps, LOADED: loaded, RUNNING: running}
 
 
 CALL = 'kvobs_call_in_progress_seconds{hook="wait_for_save",rank="1"}'
@@ -70,38 +86,55 @@ SCENES = {
         healthy={CALL: "5+0x400"},
         fires=(
             Fires(
-                {CALL: "0+30x100"},
-                "2m",
+                {CALL: "0+30x100"}, "2m",
                 f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
-                "all requests of this engine wait.",
-                {"hook": "wait_for_save", "rank": "1"},
+                "all requests of this engine wait.", {"hook": "wait_for_save", "rank": "1"},
             ),
         ),
-        ended={CALL: "_x40 0+30x58 stale _x300"},
-        idle={},
-        restart={CALL: "1+0x100 stale _x300"},
-        quiet=({'kvobs_call_in_progress_seconds{hook="other",rank="1"}': "0+30x400"},),
+        ended={CALL: "_x40 0+30x58 stale _x300"}, idle={},
+        quiet=(
+            {'kvobs_call_in_progress_seconds{hook="other",rank="1"}': "0+30x400"},
+            {CALL: "_x40 20+30x1"},  # over, without a mark that says so
+        ),
+    ),
+    "KvobsRequestsNotResumed": Scenes(
+        healthy=not_resumed("5+0x400", "0+20x400"),
+        fires=(
+            Fires(
+                not_resumed("0+30x400", "50+0x400"), "4m",
+                f"On {OF_ENGINE} no step computes anything, and a request whose load has finished (disk) has waited "
+                "for 4m 0s: nothing frees the blocks it needs.", {"connector": "disk", "kind": "resume"},
+            ),
+            Fires(
+                not_resumed("0+0x400", "50+0x400", "2+0x400", "0+0x400"), "4m",
+                f"On {OF_ENGINE} no step computes anything, and a request whose load has finished has waited for two "
+                "minutes, by vLLM's own numbers: nothing frees the blocks it needs.", {"host": "gpu-1"},
+            ),
+        ),
+        ended=not_resumed("0+30x100 0+0x300", "50+0x100 50+20x300"),
+        idle=not_resumed("0+0x400", "50+0x400", running="0+0x400"),
+        quiet=(
+            not_resumed("0+30x400", "0+20x400"),  # others run
+            not_resumed("0+0x400", "50+0x400", "2+0x400"),
+            not_resumed("0+0x400", "50+0x400", "0+0x40 2+0x2 0+0x350", "0+0x400"),
+            not_resumed("0+0x400", "50+0x400", "_x40 2+0x2 0+0x350", "_x40 0+0x360"),  # seen for a minute
+        ),
     ),
     "KvobsEngineEnded": Scenes(
         healthy={},
         fires=(
             Fires(
                 {ENDED: "_x40 1 stale _x300"},  # seen by one scrape only
-                "20m",
-                f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL.",
+                "20m", f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL.",
                 {"connector": "disk", "hook": "wait_for_save", "reason": "SIGKILL"},
                 until=("34m", f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL."),
             ),
             Fires(
-                {'kvobs_engine_ended{connector="",hook="",reason="exit 1"}': "_x40 1+0x1 stale _x300"},
-                "21m",
-                f"{ENDED_SAYS}, in no connector's call: exit 1.",
-                {"reason": "exit 1"},
+                {'kvobs_engine_ended{connector="",hook="",reason="exit 1"}': "_x40 1+0x1 stale _x300"}, "21m",
+                f"{ENDED_SAYS}, in no connector's call: exit 1.", {"reason": "exit 1"},
             ),
         ),
-        ended={ENDED: "_x80 1+0x18 stale _x300"},
-        idle={},
-        restart={},
+        ended={ENDED: "_x80 1+0x18 stale _x300"}, idle={},
     ),
     "KvobsStuckTransfers": Scenes(
         healthy={},
@@ -109,83 +142,76 @@ SCENES = {
             *_STUCK.fires,
             # For as long as it is unfinished, and no longer.
             Fires(
-                {STUCK: "_x40 1+0x400", OLDEST_LOAD: "_x30 900+0x400"},
-                "30m",
-                STUCK_SAYS.format("1"),
-                RANK_1,
+                {STUCK: "_x40 1+0x400", OLDEST_LOAD: "_x30 0+30x400"}, "30m", STUCK_SAYS.format("1"), RANK_1,
                 until=("110m", STUCK_SAYS.format("1")),
             ),
         ),
-        ended={STUCK: "_x40 1+0x400", OLDEST_LOAD: "_x30 900+0x70 NaN+0x300"},
-        idle={STUCK: "3+0x400", OLDEST_LOAD: "NaN+0x400"},
-        restart={STUCK: "3+0x100 _x4", OLDEST_LOAD: "NaN+0x100 _x4 NaN+0x300"},
+        ended={STUCK: "_x40 1+0x400", OLDEST_LOAD: "_x30 0+30x70 0+0x300"},
+        idle={STUCK: "3+0x400", OLDEST_LOAD: "0+0x400"},
         quiet=(
             *_STUCK.quiet,
-            {STUCK: "3+0x400", OLDEST_LOAD: "0+0x400"},  # something else is old
+            {STUCK: "3+0x400", OLDEST_LOAD: "0+30x400"},  # something else is old
+            # A rank of the last life, and then all ranks of this one, or a slow save.
+            {STUCK: "3+0x4 _x4", START: f"{OLD}x4 _x4 200+0x400", OLDEST_LOAD: "900+30x4 _x4 0+30x400"},
         ),
     ),
     "KvobsLoadUnfinished": unfinished(
-        "load",
-        "has been in progress for 20m 0s. Its request waits until all ranks have reported it.",
-        "0+0x6 NaN+0x2 _x4 420+30x300",
-        {OLDEST: "0+0x400"},
-        {OLDEST_LOOKUP: "0+0x400"},
+        "load", "has been in progress for {}. Its request waits until all ranks have reported it.", OLDEST,
+        OLDEST_LOOKUP,
     ),
     "KvobsConnectorBlocksEngine": scheduler_share(
-        "0+0.3x400",
-        "+18",
-        "61%",
-        f"{IN_CALLS}: all requests of this engine wait.",
-        scheduler_times("0+12x400"),
+        "0+0.3x400", "+18", "61%", "90 seconds", ": all requests of this engine wait.", scheduler_times("0+12x400"),
+        scheduler_times("0+0.3x40 12+18x1 48+0.3x300"),  # half a minute of it
     ),
     "KvobsConnectorBlocksScheduler": scheduler_share(
-        "0+0.3x400",
-        "+6",
-        "21%",
-        f"{IN_CALLS}.",
+        "0+0.3x400", "+6", "21%", "five minutes", ".",
         scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
         scheduler_times("0+0.3x400", of_a_worker="0+100x400"),
     ),
     "KvobsLookupUnanswered": unfinished(
-        "lookup",
-        "has been answered 'not yet' for 20m 0s. Its request waits for the answer.",
-        "0+0x4 NaN+0x4 _x4 420+30x300",
-        {OLDEST: "0+0x400"},
-        {OLDEST_LOAD: "1200+30x400"},
+        "lookup", "has been answered 'not yet' for {}. Its request waits for the answer.", OLDEST, OLDEST_LOAD
     ),
-    "KvobsSaveBacklog": Scenes(
-        healthy={OLDEST: "0+30x400"},
+    "KvobsSaveBacklog": unfinished(
+        "save", "has been in progress for {}. Other requests cannot use its blocks.", OLDEST_LOAD, at=20,
+        what="promised save",
+    ),
+    "KvobsKvEventsStopped": Scenes(
+        healthy=saves_and_events("0+2x400", "0+9x400"),
         fires=(
             Fires(
-                {OLDEST: "0+0x400"},
-                "20m",
-                f"The oldest promised save of {OF_CHILD} has been in progress for 20m 0s. Other requests cannot "
-                "use its blocks.",
-                {"kind": "save"},
+                saves_and_events("0+2x400", "0+9x40 360+0x360"), "50m",
+                f"{OF_CHILD} ended 60 saves in the last fifteen minutes, without an event for routers. Requests are no "
+                "longer sent to where their prefix is.",
             ),
         ),
-        ended={OLDEST: "1200+0x100 NaN+0x300"},
-        idle={OLDEST: "NaN+0x400"},
-        restart={OLDEST: "0+0x8 NaN+0x2 _x4 480+30x100"},
-        quiet=({OLDEST_LOAD: "0+0x400"},),
+        ended=saves_and_events("0+2x400", "0+0x99 0+9x300"), idle=saves_and_events("200+0x400", "900+0x400"),
+        quiet=(
+            saves_and_events("0+2x400", "_x400"),  # it never has events
+            saves_and_events("0+0.5x400", "0+9x40 360+0x360"),  # 15 saves
+        ),
     ),
     "KvobsSlowestRank": Scenes(
         healthy=ranks("0+10x400", "0+10x400", "0+4x400", "0+20x400"),
-        fires=(
+        fires=tuple(
             Fires(
-                ranks("0+1x400", "0+19x400", "0+4x400", "0+20x400"),
-                "60m",
-                f"Rank 1 took longest in 95% of loads and saves of {OF_CHILD} in the last fifteen minutes; all "
-                "other ranks waited for it.",
-                RANK_1,
-            ),
+                series, "60m",
+                f"Rank 1 took longest in {share} of loads and saves of {OF_CHILD} in the last fifteen minutes; all "
+                "other ranks waited for it.", RANK_1,
+            )
+            for series, share in (
+                (ranks("0+1x400", "0+19x400", "0+4x400", "0+20x400"), "95%"),
+                (ranks("0+1x400", "0+12x400", "0+4x400", "0+20x400") | of_eight("0+1x400"), "63.16%"),
+                (ranks("_x400", "0+20x400", "0+4x400", "0+20x400"), "100%"),  # the others never
+            )
         ),
         ended=ranks("0+1x100 100+10x300", "0+19x100 1900+10x300", "0+4x400", "0+20x400"),
         idle=ranks("10+0x400", "1000+0x400", "500+0x400", "1000+0x400"),
-        restart=ranks("0+10x60 0+10x300", "0+10x60 0+10x300", "0+4x60 0+4x300", "0+20x60 0+20x300"),
         quiet=(
             ranks("0+1x400", "0+19x400", "0+0.2x400", "0+20x400"),  # the others hardly wait
             ranks("0+0x400", "0+0.5x400", "0+4x400", "0+0.5x400"),  # 15 transfers
+            ranks("0+6x400", "0+14x400", "0+4x400", "0+20x400"),  # one of two in 70 %: by chance
+            ranks("0+7x400", "0+7x400", "0+4x400", "0+20x400") | of_eight("0+1x400"),  # one of eight in 35 %
+            ranks("_x400", "_x400", "0+10x400", "0+24x400") | of_eight("0+4x400"),  # six of eight in turn
         ),
     ),
-}
+}  # fmt: skip

@@ -9,18 +9,44 @@ SLOW_SAYS = (
 )
 
 
-def load_times(within_second: str, total: str, tokens: str) -> Series:
+def load_times(within_second: str, total: str, tokens: str) -> dict[str, str]:
     bounds = {"0.268435456": "0+0x400", "1.073741824": within_second, "4.294967296": total, "+Inf": total}
     buckets = {f'{LOAD_TIME}_bucket{{mode="async",le="{le}"}}': values for le, values in bounds.items()}
     loaded = {'kvobs_loads_total{mode="async",outcome="ok"}': total, "kvobs_load_tokens_total": tokens}
     return {**buckets, f'{LOAD_TIME}_count{{mode="async"}}': total, **loaded}
 
 
-def paying(slower: str, loads: str) -> Series:
+BLOCKED = {'kvobs_call_duration_seconds_sum{connector="cpu",hook="get_num_new_matched_tokens"}': "0+20x400"}
+"""Another connector takes two thirds of the scheduler's time, and makes this one late."""
+
+
+def paces(seconds: str, tokens: str = "0+100000x400", loads: str = "0+100x400") -> dict[str, str]:
     return {
-        "kvobs_loads_slower_than_computing_total": slower,
-        'kvobs_loads_total{mode="async",outcome="ok"}': loads,
+        f'{LOAD_TIME}_sum{{mode="async"}}': seconds,
+        f'{LOAD_TIME}_count{{mode="async"}}': loads,
+        "kvobs_load_tokens_total": tokens,
     }
+
+
+def over_link(
+    seconds: str,
+    moved: str = "0+10000000000x400",
+    at_once: str = "1+0x400",
+    loads: str = "0+10x400",
+    mode: str = "async",
+) -> dict[str, str]:
+    """Return loads of a GB, ten in 30 s, over a link of 400 Gbit/s."""
+    return {
+        "kvobs_link_bytes_per_second": "50000000000+0x400",
+        "kvobs_load_bytes_total": moved,
+        'kvobs_in_flight{kind="load"}': at_once,
+        f'{LOAD_TIME}_sum{{mode="{mode}"}}': seconds,
+        f'kvobs_loads_total{{mode="{mode}",outcome="ok"}}': loads,
+    }
+
+
+def paying(slower: str, loads: str) -> Series:
+    return {"kvobs_loads_slower_than_computing_total": slower, 'kvobs_loads_total{mode="async",outcome="ok"}': loads}
 
 
 def tokens(unused: str, offered: str, admitted: str = "0+1000x400") -> Series:
@@ -41,43 +67,75 @@ SCENES = {
         ),
         ended=load_times("0+98x100 9800+100x300", "0+100x100 10000+100x300", "0+100000x100 10000000+100000x300"),
         idle=load_times("100+0x400", "1000+0x400", "1000+0x400"),
-        restart=load_times("0+99.5x60 0+99.5x300", "0+100x60 0+100x300", "0+100000x60 0+100000x300"),
         quiet=(
             load_times("0+0x400", "0+1x400", "0+1000x400"),  # all slow, ten in five minutes
             load_times("0+0x400", "0+100x400", "0+12000000x400"),  # all, of 120 thousand tokens
+            load_times("0+98x400", "0+100x400", "0+100000x400") | BLOCKED,
+        ),
+    ),
+    "KvobsLoadsSlowed": Scenes(
+        healthy=paces("0+3x400"),
+        fires=(
+            Fires(
+                paces("0+90x400"),  # from 30 ms to 900 ms
+                "30m", f"Loads from {OF_CHILD} take 30 times as long as a day ago, for the same number of tokens.",
+            ),
+        ),
+        ended=paces("0+90x100 9000+3x300"), idle=paces("500+0x400", "500+0x400", "500+0x400"),
+        quiet=(
+            paces("0+12x400"),  # four times
+            paces("0+90x400", "0+3000000x400"),  # of more tokens
+            paces("0+0.9x400", loads="0+1x400"),  # few
+            paces("0+90x400", loads="0+1000x400", tokens="0+100000x400"),  # still short
+            paces("0+90x400") | BLOCKED,
+        ),
+        day_before={f"{LOAD_TIME}_sum": "0+3x399 _x2480", "kvobs_load_tokens_total": "0+100000x399 _x2480"},
+    ),
+    "KvobsLoadsBelowLink": Scenes(
+        healthy=over_link("0+0.3x400"),
+        fires=(
+            Fires(
+                over_link("0+10x400"), "60m",
+                f"While they were in progress, loads from {OF_CHILD} used at most 2% of its links (link_gbps) in the "
+                "last fifteen minutes. Check that they go by RDMA, not TCP.",
+            ),
+        ),
+        ended=over_link("0+10x100 1000+0.3x300"),
+        idle=over_link("1000+0x400", "1000000000000+0x400", "0+0x400", "1000+0x400"),
+        quiet=(
+            over_link("0+10x400", at_once="1+0x20 16+0x20 1+0x20 16+0x20 1+0x20 16+0x20 1+0x280"),  # they share it
+            over_link("0+10x400", "0+1000000000x400"),  # of 100 MB: they end when a step does
+            over_link("0+0.5x400", "0+500000000x400", loads="0+0.5x400"),  # 15 loads
+            over_link("0+10x400", mode="sync"),
+            {name: v for name, v in over_link("0+10x400").items() if "link" not in name},
+            over_link("0+10x400") | BLOCKED,
         ),
     ),
     "KvobsLoadsDontPay": Scenes(
         healthy=paying("0+10x400", "0+100x400"),
         fires=(
             Fires(
-                paying("0+75x400", "0+100x400"),
-                "50m",
+                paying("0+75x400", "0+100x400"), "50m",
                 f"For 75% of the loads from {OF_CHILD} requests waited longer than computing the same tokens would "
                 "have taken.",
             ),
         ),
-        ended=paying("0+75x100 7500+0x300", "0+100x400"),
-        idle=paying("75+0x400", "100+0x400"),
-        restart=paying("0+10x60 0+10x300", "0+100x60 0+100x300"),
+        ended=paying("0+75x100 7500+0x300", "0+100x400"), idle=paying("75+0x400", "100+0x400"),
         quiet=(paying("0+1x400", "0+1x400"),),  # few
     ),
     "KvobsUnusedHitTokens": Scenes(
         healthy=tokens("0+1000x400", "0+10000x400"),
         fires=(
             Fires(
-                tokens("0+5000x400", "0+10000x400"),
-                "50m",
+                tokens("0+5000x400", "0+10000x400"), "50m",
                 f"50% of the tokens offered by {OF_CHILD} were not loaded but computed, because a connector with fewer "
                 "tokens was chosen.",
             ),
         ),
-        ended=tokens("0+5000x100 500000+0x300", "0+10000x400"),
-        idle=tokens("9000+0x400", "10000+0x400", "1000+0x400"),
-        restart=tokens("0+1000x60 0+1000x300", "0+10000x60 0+10000x300"),
+        ended=tokens("0+5000x100 500000+0x300", "0+10000x400"), idle=tokens("9000+0x400", "10000+0x400", "1000+0x400"),
         quiet=(
             tokens("0+100x400", "0+100x400"),
             tokens("0+10000x400", "0+10000x400", "0+0x400"),  # isolated, with synchronous loads: never chosen
         ),
     ),
-}
+}  # fmt: skip
