@@ -1,5 +1,9 @@
-"""A connector with one fault, in the hook and on the rank that its options name, once the file ``trigger`` is there."""
+"""A connector that has a fault as soon as the file ``trigger`` orders it, on the rank of its options.
 
+The file has the hook, a space, and the name of the fault.
+"""
+
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ class FaultyChild(IdleChild):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         option = self._kv_transfer_config.get_from_extra_config
-        self._hook, self._fault, self._trigger = option("hook", ""), option("fault", ""), Path(option("trigger", ""))
+        self._trigger = Path(option("trigger", ""))
         self._is_here = vllm_config.parallel_config.rank == option("rank", 0)
 
     def _pass(self, hook: str) -> None:
-        if hook == self._hook and self._is_here and self._trigger.exists():
-            FAULTS[self._fault]()
+        with suppress(FileNotFoundError):
+            ordered, _, fault = self._trigger.read_text().partition(" ")
+            if self._is_here and hook == ordered:
+                self._trigger.unlink()
+                FAULTS[fault]()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._pass("get_num_new_matched_tokens")
