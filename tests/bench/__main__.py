@@ -1,6 +1,6 @@
 """``make bench``: what kvobs costs, against budgets; exit status 1 when one is missed by more than the noise.
 
-A run of all parts writes its table into ``docs/performance.md``.
+A run of all parts writes its table into ``docs/performance.md``, and draws the picture there.
 """
 
 import argparse
@@ -14,14 +14,15 @@ from docs import pages
 from tests.bench import (
     aggregating,
     calls,
-    cold,
     copying,
     endtoend,
     exporter,
     gain,
     growth,
     payload,
+    picture,
     policies,
+    reuse,
     steps,
     tracing,
 )
@@ -32,13 +33,13 @@ def main() -> int:
     logging.disable(logging.WARNING)
     console, progress = Console(width=120, highlight=False), Console(stderr=True, highlight=False, style="dim")
     measures: dict[str, Callable[[], Part]] = {
+        "step": steps.measure,
         "yardstick": calls.measure_machine,
         "calls": calls.measure,
-        "steps": steps.measure,
-        "cold": cold.measure,
         "growth": lambda: growth.measure(progress.print),
         "recording": calls.measure_timeline,
         "payload": payload.measure,
+        "reuse": reuse.measure,
         "aggregating": aggregating.measure,
         "copying": copying.measure,
         "tracing": tracing.measure,
@@ -71,7 +72,8 @@ def main() -> int:
             console.print(table(parts))
     if is_whole(options):
         pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
-        console.print("The table is in docs/performance.md, too.")
+        picture.draw()
+        console.print("The table is in docs/performance.md, too, and the picture shows it.")
     return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0
 
 

@@ -78,11 +78,9 @@ def timer(statement: str, call: Callable[..., object]) -> timeit.Timer:
     return timeit.Timer(statement, timer=time.thread_time_ns, globals={"call": call})
 
 
-def flush(rig: Rig) -> None:
-    """Count what was stamped, as a worker does every 100 ms."""
-    stalls = rig.workers[0]._side.stalls
-    stalls.close_step(has_forward=True, has_sync_loads=False)
-    stalls.flush()
+def close_step(rig: Rig) -> None:
+    """Count what was added up, as a worker does at the end of a step."""
+    rig.workers[0]._side.stalls.close_step(has_forward=True, has_sync_loads=False)
 
 
 def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = True) -> Callable[[], float]:
@@ -92,7 +90,7 @@ def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = Tru
     def measured() -> float:
         ns = call.timeit(CALLS) / CALLS
         if is_kvobs:
-            flush(rig)
+            close_step(rig)
         return ns
 
     return measured

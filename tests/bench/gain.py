@@ -46,6 +46,9 @@ LENGTHS = (200, 400, 600, 900, 1200, 1500, 1900)
 """Tokens of the prompts."""
 WARM_UP = 14
 """Rounds of prompts that are only computed, from which kvobs learns what that costs."""
+WARM_UP_ANSWER = 2
+"""Tokens of their answers: if it never decodes, an idle engine does not show how long its shortest step is, and nothing
+is announced of a load that leaves less than any prompt had."""
 REST_S = 0.12
 """After a prompt was computed: for its save."""
 OTHERS_PROMPT, OTHERS_ANSWER = 100, 600
@@ -114,10 +117,10 @@ class Engine:
     def prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(FIRST_BYTE, VOCAB) for _ in range(tokens)]
 
-    def first_token_ms(self, prompt: Sequence[int]) -> float:
+    def first_token_ms(self, prompt: Sequence[int], answer: int = 1) -> float:
         """Ask, and return the time to the first token."""
         begin = time.perf_counter()
-        request = self._add(prompt, 1)
+        request = self._add(prompt, answer)
         while request not in self._step():
             pass
         return (time.perf_counter() - begin) * 1e3
@@ -148,7 +151,8 @@ def pairs_of(engine: Engine, rounds: int) -> list[Pair]:
     order = random.Random(2)
     for _ in range(WARM_UP):
         for tokens in order.sample(LENGTHS, len(LENGTHS)):
-            engine.first_token_ms(engine.prompt(tokens + order.randrange(-40, 40)))
+            engine.first_token_ms(engine.prompt(tokens + order.randrange(-40, 40)), WARM_UP_ANSWER)
+            engine.run_for(REST_S)
     pairs: list[Pair] = []
     for _ in range(rounds):
         for tokens in order.sample(LENGTHS, len(LENGTHS)):

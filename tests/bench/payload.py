@@ -26,7 +26,7 @@ from tests.support.rig import child_config
 
 RANKS = 8
 ROUNDS = 200
-STEPS = 20  # of 5 ms, between two flushes
+STEPS = 200  # of 5 ms, between two flushes
 LAYERS = 80
 HOOKS = (
     "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
@@ -49,7 +49,7 @@ def recorded(seed: int) -> Recorder:
         for hook in HOOKS:
             calls = STEPS * (LAYERS if hook in ("wait_for_layer_load", "save_kv_layer") else 1)
             for _ in range(calls):
-                recorder.add_call(child, hook, int(rng.lognormvariate(9, 0.6)))  # 8 us, and 32 us at p99
+                recorder.add_call(child, hook, 0, int(rng.lognormvariate(9, 0.6)))  # 8 us, and 32 us at p99
     return recorder
 
 
@@ -74,7 +74,7 @@ def measure(rounds: int = ROUNDS) -> Part:
         parts[0].to_dict()
 
     return Part(
-        "Shipping 100 ms of numbers: 3 connectors x 12 hooks",
+        "Shipping a second of numbers: 3 connectors x 12 hooks",
         [
             Line("one worker's payload, pickled", "bytes", sizes, budget=Budget(1024)),
             _timed("taking it in a worker", rounds, lambda recorder: recorder.take(), lambda: recorded(1), None),

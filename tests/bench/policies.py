@@ -24,7 +24,7 @@ from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
 from tests.bench.endtoend import Say, ask, in_turn
 from tests.bench.report import Budget, Line, Part
-from tests.engine.serving import importing_tests, of_tests, total
+from tests.engine.serving import importing_tests, of_tests
 
 ROUNDS = 2
 POLICIES = ("first", "longest", "fastest")
@@ -35,8 +35,6 @@ REFERENCE_TOKENS = 1800
 BLOCK = 32
 PROMPTS = 8
 """Prompts of a workload; each is asked many times, and vLLM's own cache is emptied before."""
-NOISE = 1.05
-"""How much worse than the better one of the others counts as no worse."""
 
 
 class Steady(NamedTuple):
@@ -113,16 +111,9 @@ def measure(rounds: int, say: Say) -> Part:
                         numbers = [f"{what} {1000 * of(taken):.0f} ms" for what, of in STATISTICS.items()]
                         say(f"{choice}: {', '.join(numbers)}")
             slow_until = turn_slow(server, reference_s)
-            decided = decisions(server)
     pages.write(pages.FOLDER / "policies.md", "run", "policies", table(seconds))
-    say("decisions: " + ", ".join(f"{reason} {count:.0f}" for reason, count in decided.items()))
-    return Part(
-        "Load policies on a real server, time to first token; baseline: the better of first and longest",
-        [
-            *lines(seconds),
-            Line("requests until a connector that turned slow is left", "", [slow_until], (), Budget(20)),
-        ],
-    )
+    left = Line("requests until a connector that turned slow is left", "", [slow_until], (), Budget(20))
+    return Part("Load policies on a real server", [left])
 
 
 def config() -> dict[str, Any]:
@@ -185,11 +176,6 @@ def turn_slow(server: Server, reference_s: float) -> float:
     return float(next((n for n in slow if n + 1 not in slow and n + 2 not in slow), 0))
 
 
-def decisions(server: Server) -> dict[str, float]:
-    reasons = ("predicted_fastest", "explored", "unknown", "computing_is_faster")
-    return {reason: total(server, "kvobs_load_decisions_total", reason=reason) for reason in reasons}
-
-
 def first_token(server: Server, text: str, orders: Orders, policy: str = "fastest") -> float:
     """Have a prompt completed by one token; return the seconds to it."""
     return ask(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy})
@@ -204,18 +190,6 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def lines(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> list[Line]:
-    """Compare, workload by workload, with the better of the other policies and with the best fixed choice."""
-    compared = []
-    for name in WORKLOADS:
-        for title, of in STATISTICS.items():
-            values = {policy: [1000 * of(times) for times in seconds[name, policy]] for policy in POLICIES}
-            better = [min(pair) for pair in zip(values["first"], values["longest"], strict=True)]
-            compared.append(Line(f"{title}, {name}", "ms", values["fastest"], better, Budget(NOISE)))
-        compared.append(_regret(name, seconds))
-    return compared
-
-
 def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
     """Return the table of the page: the median of the rounds of each p50, p95 and mean, in ms."""
     choices = list(dict.fromkeys(choice for _, choice in seconds))
@@ -225,11 +199,3 @@ def table(seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> str:
             values = [1000 * statistics.median(map(of, seconds[name, choice])) for choice in choices]
             rows.append([name, what, *(f"{value:.0f}" for value in values)])
     return pages.table(["workload", "ms", *(TITLES.get(choice, choice) for choice in choices)], rows)
-
-
-def _regret(name: str, seconds: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> Line:
-    """Compare the mean with that of the best fixed choice of each round, in hindsight."""
-    mine = [1000 * statistics.mean(taken) for taken in seconds[name, "fastest"]]
-    fixed = {choice: [1000 * statistics.mean(taken) for taken in seconds[name, choice]] for choice in ("first", *FIXED)}
-    best = min(fixed, key=lambda choice: statistics.median(fixed[choice]))
-    return Line(f"mean, {name}; baseline: {best}", "ms", mine, fixed[best])

@@ -1,85 +1,257 @@
-"""What recording adds to a worker's step of about 5 ms: 80 layers, each with a wait, some work and a save, and a flush.
+"""All that a router adds to a decode step of 5 ms: the mean, the 95th and the 99th percentile.
 
-CPU time of the thread, so that neighbours are not measured; kvobs and vLLM's own MultiConnector in turns, the
-difference in per cent of the step.
+vLLM's real scheduler, its ranks, and what passes between them, without a model: 8 requests decode, with 80 layers and 3
+connectors of which no hook is empty. kvobs, kvobs with the exporter, and vLLM's own MultiConnector in turns, step by
+step. CPU time of the process, so that neighbours are not measured, and the exporter's thread is; of the ranks, which in
+truth run side by side, the slowest one's. The floor is vLLM's own router, which reads the clock before and after each
+call into a connector and keeps nothing.
+
+A flush comes once a second. With cold caches other things fill them before each part of a step, and between two layers,
+as a model's Python and its data do. That is not counted.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import random
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.bench.calls import CHILDREN, BusyChild, rig_of, slowness
+from kvobs.children.collector import EVERY_NS, FlushRule
+from kvobs.children.layer_calls import ARGUMENTS
+from kvobs.demo.server import claim_port
+from kvobs.testing import BLOCK, Rig
+from kvobs.vllm_api.hooks import HOOKS
+from tests.bench.calls import CHILDREN, BusyChild, entries, slowness
+from tests.bench.growth import Stepping
 from tests.bench.report import Budget, Line, Part
-from tests.engine.children_stats import IdleChild
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
 
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(80)]
 STEP_NS = 5_000_000
-STEPS_PER_FLUSH = 20  # one in 100 ms
-ROUNDS = 45
+LASTS_NS = STEP_NS + 700_000
+"""A step, with what is around its forward."""
+FLUSH_EVERY = math.ceil(EVERY_NS / LASTS_NS)
+REQUESTS = 8
+WARM_UP = 18
+LOOK_EVERY = 18
+"""Steps between two looks at the speed of the machine."""
+FLOOR = "the clock read around each call"
 
-# What a layer's own Python does between the hooks: enough to push the hooks' code and data out of the nearest cache.
-DOCUMENT = json.dumps([{f"k{i}": [i, str(i), {"x": i * 1.5}]} for i in range(40)])
-
-MIXES = {
-    "3 connectors": ((BusyChild,) * CHILDREN, 1.0),
-    "3 connectors, the hooks of 2 are empty": ((BusyChild, IdleChild, IdleChild), 0.4),
+ROUTERS: dict[str, tuple[str, bool]] = {
+    "stock": ("stock", False),
+    "kvobs": ("kvobs", False),
+    "kvobs, exporter": ("kvobs", True),
+    FLOOR: ("stock", False),
 }
+"""Title -> router, and whether the exporter runs."""
+
+DOCUMENT = json.dumps([{f"k{i}": [i, str(i), {"x": i * 1.5}]} for i in range(40)])
+OTHER_THINGS = json.dumps([{f"key {i} {j}": [i, j / 3, str(j)] for j in range(12)} for i in range(700)])
 
 
-class Worker:
-    """One worker's connector, and how far it is from the next flush."""
+class Step(NamedTuple):
+    """The CPU time of one step in ns: of EngineCore, and of the slowest rank."""
 
-    def __init__(self, router: str, children: tuple[type[IdleChild], ...]) -> None:
-        self.rig = rig_of(router, *children)
-        self.connector = self.rig.workers[0]
-        self.meta = self.rig.scheduler.schedule().kv_connector_metadata
-        self.steps = 0
+    core: int
+    worker: int
+    has_flush: bool
 
-    def step_ns(self) -> int:
-        """Run one step; return its CPU time."""
+
+class OfTheEngine(FlushRule):
+    """Flushes by the engine's time, however soon the next step comes."""
+
+    steps = 0
+
+    def decide(self, now_ns: int, *, has_forward: bool, has_finished: bool) -> bool:
         self.steps += 1
-        connector, meta = self.connector, self.meta
-        if hasattr(meta, "flush"):
-            meta = dataclasses.replace(meta, flush=self.steps % STEPS_PER_FLUSH == 0)
-        connector.bind_connector_metadata(meta)
-        begin = time.thread_time_ns()
+        return super().decide(self.steps * LASTS_NS, has_forward=has_forward, has_finished=has_finished)
+
+
+def flush_by_its_time(engine: Rig) -> None:
+    """Let an engine flush as if each of its steps took as long as it would with a model."""
+    engine.connector._side.flush_rule = OfTheEngine(engine.connector._side.flush_rule.journal)
+
+
+class Engine(Rig):
+    """An engine, and how much CPU time its steps take."""
+
+    is_cold = False
+
+    def __init__(self, router: str, **more: Any) -> None:
+        super().__init__(router, **more)
+        if router == "kvobs":
+            flush_by_its_time(self)
+        self.worked: list[int] = []
+        self.excluded = 0
+
+    def read_clock(self) -> None:
+        """Read the clock before and after each call that vLLM's own router makes into a connector."""
+        for router in (self.connector, *self.workers):
+            for connector, hook in product(router._connectors, HOOKS.keys() - ARGUMENTS.keys()):
+                if hook in vars(Stepping) or hook in vars(BusyChild):
+                    setattr(connector, hook, between_readings(getattr(connector, hook)))
+        for worker in self.workers:
+            for hook, names in ARGUMENTS.items():
+                scope: dict[str, Any] = {f"c{i}": getattr(c, hook) for i, c in enumerate(worker._connectors)}
+                calls = "".join(f"    {name}({names})\n    clock()\n" for name in scope)
+                exec(f"def fan_out({names}):\n    clock()\n{calls}", scope | {"clock": time.perf_counter}, scope)
+                setattr(worker, hook, scope["fan_out"])
+
+    def step_ns(self) -> Step:
+        """Run one step."""
+        self.worked = []
+        self._fill_caches(OTHER_THINGS)
+        begin = self._now()
+        self.step()
+        worker = max(self.worked)
+        output = self.output
+        assert output is not None
+        return Step(self._now() - begin - sum(self.worked), worker, output.kv_connector_stats is not None)
+
+    def _now(self) -> int:
+        return time.process_time_ns() - self.excluded
+
+    def _fill_caches(self, document: str) -> None:
+        """Fill the caches with something else, if they are to be cold."""
+        if self.is_cold:
+            begin = time.process_time_ns()
+            json.loads(document)
+            self.excluded += time.process_time_ns() - begin
+
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> ModelRunnerOutput:
+        self._fill_caches(OTHER_THINGS)
+        begin = self._now()
+        output = super()._work(worker, scheduled, samples)
+        self.worked.append(self._now() - begin)
+        return output
+
+    def _forward(self, worker: Any, scheduled: Any) -> None:
+        worker.start_load_kv(None)
         for layer in LAYERS:
-            connector.wait_for_layer_load(layer)
-            json.loads(DOCUMENT)
-            connector.save_kv_layer(layer, None, None)
-        connector.get_kv_connector_stats()
-        spent = time.thread_time_ns() - begin
-        connector.clear_connector_metadata()
-        return spent
+            worker.wait_for_layer_load(layer)
+            self._fill_caches(DOCUMENT)
+            worker.save_kv_layer(layer, None, None)
+        worker.wait_for_save()
 
 
-def measure(rounds: int = ROUNDS) -> Part:
-    lines = [_measure(title, *mix, rounds) for title, mix in MIXES.items()]
-    return Part("A worker's step of 5 ms, 80 layers, as on the reference machine", lines)
+def between_readings(call: Callable[..., Any]) -> Callable[..., Any]:
+    clock = time.perf_counter_ns
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        clock()
+        answer = call(*args, **kwargs)
+        clock()
+        return answer
+
+    return timed
 
 
-def _measure(title: str, children: Any, budget: float, rounds: int) -> Line:
-    workers = {router: Worker(router, children) for router in ("stock", "kvobs")}
-    for worker in workers.values():
-        worker.step_ns()
-    shares: list[float] = []
-    for _ in range(rounds):
-        plain: list[float] = []
-        flushing = 0.0
-        for _ in range(STEPS_PER_FLUSH):
-            spent = {router: workers[router].step_ns() for router in random.sample(sorted(workers), len(workers))}
-            added = (spent["kvobs"] - spent["stock"]) / slowness()
-            if workers["kvobs"].steps % STEPS_PER_FLUSH:
-                plain.append(added)
-            else:
-                flushing = added
-        # Step by step, and the median of those: a neighbour that comes in between is in one of them only.
-        usual = statistics.median(plain)
-        shares.append(100 * (usual + (flushing - usual) / STEPS_PER_FLUSH) / STEP_NS)
-    added_us = statistics.median(shares) / 100 * STEP_NS / 1e3
-    return Line(f"added: {title} ({added_us:+.1f} us)", "% of 5 ms", shares, budget=Budget(budget))
+class Case(NamedTuple):
+    """An engine to be measured; ``steps`` of a round."""
+
+    title: str
+    ranks: int
+    is_cold: bool
+    rounds: int
+    steps: int
+
+
+CASES = (
+    Case("cold, 1 rank", 1, True, 6, 2 * FLUSH_EVERY),
+    Case("cold, 8 ranks", 8, True, 3, FLUSH_EVERY),
+    Case("warm, 1 rank", 1, False, 8, 4 * FLUSH_EVERY),
+)
+FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "p95": lambda values: percentile(values, 95),
+    "p99": lambda values: percentile(values, 99),
+}
+BUDGETS = {"mean": 1.01, "p99": 1.03}
+ADDED = {True: (40, None, None, None, 45, 100), False: (8, *[None] * 5)}
+"""Whether the caches are cold -> the budgets of what is added by hooks and flushes of EngineCore and a rank, in us."""
+
+
+def measure() -> Part:
+    lines = [line for case in CASES for line in _measure(case)]
+    return Part(f"A decode step of 5 ms, {len(LAYERS)} layers, {CHILDREN} connectors; baseline: vLLM's own", lines)
+
+
+def _measure(case: Case) -> list[Line]:
+    rounds = [_round(case) for _ in range(case.rounds)]
+    lines = []
+    for router in list(ROUTERS)[1:]:
+        is_first = router == "kvobs" and case.title == CASES[0].title
+        for figure, of in FIGURES.items():
+            times = {name: [of(_whole_ms(steps[name], slow)) for steps, slow in rounds] for name in ("stock", router)}
+            budget = Budget(BUDGETS[figure]) if is_first and figure in BUDGETS else None
+            lines.append(Line(f"{case.title}, {figure}, {router}", "ms", times[router], times["stock"], budget))
+    added = [_added_us(*each) for each in rounds] if case.ranks == 1 else []
+    if added:
+        names = ["EngineCore's hooks", "a rank's hooks", f"EngineCore: {FLOOR}", f"a rank: {FLOOR}"]
+        names += ["EngineCore's flush", "a rank's flush"]
+        for name, values, limit in zip(names, zip(*added, strict=True), ADDED[case.is_cold], strict=True):
+            budget = Budget(limit) if limit is not None else None
+            lines.append(Line(f"{case.title}, added by {name}", "us", values, budget=budget))
+    return lines
+
+
+def _round(case: Case) -> tuple[dict[str, list[Step]], float]:
+    """Return the steps of each router, and how much slower than the reference the machine was."""
+    engines = {name: _started(case, *router, is_floor=name == FLOOR) for name, router in ROUTERS.items()}
+    steps: dict[str, list[Step]] = {name: [] for name in engines}
+    slow = []
+    for number in range(WARM_UP + case.steps):
+        for name in random.sample(list(engines), len(engines)):
+            step = engines[name].step_ns()
+            if number >= WARM_UP:
+                steps[name].append(step)
+        if not number % LOOK_EVERY:
+            slow.append(slowness())
+    for name, engine in engines.items():
+        flushes = sum(step.has_flush for step in steps[name])
+        if ROUTERS[name][0] == "kvobs" and flushes != case.steps // FLUSH_EVERY:
+            raise RuntimeError(f"{name}: {flushes} of {case.steps} steps had a flush")
+        engine.connector.shutdown()
+    return steps, statistics.median(slow)
+
+
+def _started(case: Case, router: str, has_exporter: bool, *, is_floor: bool) -> Engine:
+    """Return an engine whose requests are past their prompts."""
+    options = {"exporter": {"port": claim_port(0)}} if has_exporter else None
+    blocks = REQUESTS * (2 + (WARM_UP + case.steps) // BLOCK + 2)
+    engine = Engine(router, connectors=entries([Stepping] * CHILDREN), ranks=case.ranks, kvobs=options, blocks=blocks)
+    engine.is_cold = case.is_cold
+    if is_floor:
+        engine.read_clock()
+    for i in range(REQUESTS):
+        engine.add(f"r{i}", tokens=BLOCK, max_tokens=WARM_UP + case.steps + 10)
+    engine.run(3)
+    return engine
+
+
+def _whole_ms(steps: Sequence[Step], slow: float) -> list[float]:
+    return [(STEP_NS + (step.core + step.worker) / slow) / 1e6 for step in steps]
+
+
+def _added_us(steps: dict[str, list[Step]], slow: float) -> tuple[float, ...]:
+    """Return what is added to a usual step by EngineCore and by a rank, by readings of the clock alone, and by a flush.
+
+    Some of a flush is left to two steps after it: it counts as the one of the three that takes longest.
+    """
+    first = next(i for i, step in enumerate(steps["kvobs"]) if step.has_flush)
+    after = [steps["kvobs"][(first + i) % FLUSH_EVERY :: FLUSH_EVERY] for i in range(FLUSH_EVERY)]
+    groups = steps["stock"], [step for alike in after[3:] for step in alike], steps[FLOOR], *after[:3]
+    cores, workers = ([statistics.median(step[i] for step in group) / 1e3 / slow for group in groups] for i in (0, 1))
+    usual = (cores[1] - cores[0], workers[1] - workers[0], cores[2] - cores[0], workers[2] - workers[0])
+    return *usual, max(cores[3:]) - cores[1], max(workers[3:]) - workers[1]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

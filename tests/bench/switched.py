@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvobs.routing.policies import Fastest, First, LoadPolicy, Longest
+from kvobs.routing.policies import Fastest, LoadPolicy, Longest
 from kvobs.state.transfers import Load
 from tests.engine.children import SteeredChild
 
 _KEPT = 3000
 """Blocks; those of all prompts that are asked again are less than that."""
 
-_OTHERS: dict[str, LoadPolicy] = {"first": First(), "longest": Longest()}
+_OTHERS: dict[str, LoadPolicy] = {"first": LoadPolicy(), "longest": Longest()}
 
 _choose, _admitted, _load_ended = Fastest.choose, Fastest.admitted, Fastest.load_ended
 _of_others: set[str] = set()

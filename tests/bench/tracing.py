@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvobs.children.collector import FlushRule
 from kvobs.export.span_export import SpanCutter
 from kvobs.schema import signals, spans
 from kvobs.state.transfers import Load, Report, ReportKind
@@ -37,7 +36,7 @@ from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import BusyChild, entries, scaled
 from tests.bench.report import Budget, Line, Part
-from tests.bench.steps import LAYERS, STEP_NS
+from tests.bench.steps import LASTS_NS, LAYERS, STEP_NS, flush_by_its_time, percentile
 from tests.support.contexts import no_otel_variables
 
 if TYPE_CHECKING:
@@ -46,10 +45,6 @@ if TYPE_CHECKING:
 
 ROUNDS = 15
 STEPS = 400
-LASTS_NS = STEP_NS + 700_000
-"""A step, with what is around its forward: so every 18th flushes, and the 95th percentile is one of those. Were it
-every 20th, that would be now one of those, now none."""
-
 RANKS = 2
 LOAD_EVERY_NS = 20_000_000
 SPANS_PER_LOAD = 2 + RANKS  # the lookup, the load, and each rank's part of it
@@ -102,16 +97,6 @@ CHILDREN = (Loader, BusyChild, BusyChild)
 NAMES = ("near", "far", "farther")
 
 
-class OfTheEngine(FlushRule):
-    """Flushes by the engine's time, however soon the next step comes."""
-
-    steps = 0
-
-    def decide(self, now_ns: int, *, has_forward: bool, has_finished: bool) -> bool:
-        self.steps += 1
-        return super().decide(self.steps * LASTS_NS, has_forward=has_forward, has_finished=has_finished)
-
-
 class Engine(Rig):
     """An engine with kvobs, its clients, and how much CPU time its steps take."""
 
@@ -121,7 +106,7 @@ class Engine(Rig):
             no_otel_variables(patch, **endpoint)
             options = {"names": list(NAMES), "tracing": {"level": level}}
             super().__init__("kvobs", connectors=entries(CHILDREN), kvobs=options, ranks=RANKS)
-        self.connector._side._flush_rule = OfTheEngine()
+        flush_by_its_time(self)
         for worker in self.workers:
             worker.wait_for_layer_load = forward(worker)
         self.worked: list[int] = []
@@ -238,10 +223,6 @@ def compared(
     """Compare a percentile of the steps, round by round: the forward's 5 ms, and what was measured around it."""
     ours, theirs = ([(STEP_NS + percentile(spent, percent)) / 1e6 for spent in rounds] for rounds in (steps, baseline))
     return Line(name, "ms", ours, theirs, budget)
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 # --- spans
