@@ -4,20 +4,16 @@ A step calls the hooks in the order of vLLM's V1 or V2 model runner: a synchrono
 else after its launch.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvobs.testing import Rig, Script
 from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, cache_config
 from tests.connectors.plug import Plug, entries
 from tests.support.rig import child_config
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class Engine(Rig):
@@ -148,11 +144,8 @@ class Beside(Rig):
 
     def left_in(self, owner: Any, *books: str) -> list[str]:
         """Return what is left in an idle engine: requests, blocks, and entries of these books."""
-        return (
-            entries(owner, *books)
-            + list(self.scheduler.requests)
-            + ([f"{self.held_blocks} blocks"] if self.held_blocks else [])
-        )
+        held = [f"{self.held_blocks} blocks"] if self.held_blocks else []
+        return entries(owner, *books) + list(self.scheduler.requests) + held
 
 
 def children_of(connector: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """vLLM's OffloadingConnector, both specs, all real but for CUDA's copies, which may be made late."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +24,7 @@ from tests.connectors.plug import Plug, entries
 class LateWorker(HostWorker):
     """Copies when a job is due, or when it is waited for: until then the engine may overwrite what it must not."""
 
-    def __init__(self, plug: Offloading, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
+    def __init__(self, plug: "Offloading", kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
         super().__init__(kv_caches, blocks_per_chunk, chunks)
         self.plug = plug
         self.jobs: dict[int, tuple[int, Any, Any, bool]] = {}  # job -> (due, engine's blocks, host's blocks, store)

@@ -6,8 +6,6 @@ nothing in the environment of vLLM. Run me to fetch them all::
     python -m tests.connectors.packages [NAME ...]
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -39,6 +37,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ray": ("ray==2.60.0", "msgpack==1.2.4"),
     "redhare": ("redhare==0.6.0",),
     "spoolcache": ("spoolcache==0.3.0",),
+    "triton": ("triton==3.9.0",),  # for its interpreter, a gigabyte; in .venv vLLM would find it
 }
 """Per folder, what is installed in it; everything else that these import is in vLLM's own environment."""
 

@@ -1,7 +1,5 @@
 """vLLM's SimpleCPUOffloadConnector, all real but for CUDA: its streams, events and batched copies."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +105,7 @@ class Copies:
         self.pending.append(event)
         events_list.append((event_idx, event))
 
-    def run(self, event: _Event) -> None:
+    def run(self, event: "_Event") -> None:
         if event not in self.pending:
             return
         self.pending.remove(event)

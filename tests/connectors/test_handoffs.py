@@ -4,8 +4,6 @@ The stand-in gets what the real worker gets, the step's metadata; it copies bloc
 the decode engine's when they are due, and reports as the real one does.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -24,7 +22,7 @@ from tests.connectors.plug import Plug, Wire, entries
 class Handoff(Plug):
     """One side of a pair; ``peer`` is the other."""
 
-    peer: Handoff
+    peer: "Handoff"
 
     def __init__(self, connector: str, name: str, *, is_prefill: bool, seed: int = 0) -> None:
         super().__init__(name, seed)

@@ -4,8 +4,6 @@ Its scheduler side is real, and of its workers' the lock files and the reports. 
 the copy of the hidden states on a CUDA stream.
 """
 
-from __future__ import annotations
-
 import copy
 import fcntl
 from pathlib import Path
@@ -94,9 +92,7 @@ def test_one_rank_reports_and_blocks_are_free_after_all_savers(
 
 
 @pytest.mark.parametrize(("router", "status"), [("stock", HELD), ("kvobs", "gone")])
-def test_stock_waits_for_the_other_rank_for_ever(
-    router: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_waits_for_ever(router: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = _install(monkeypatch)
     engine = _build(router, tmp_path, Script("sibling"), is_first=True, ranks=2)
     engine.add("r", max_tokens=1)

@@ -1,7 +1,5 @@
 """Ray on this machine, with two places for ranks: a cluster of one node, started for a test and ended with it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -18,8 +16,7 @@ from kvobs.demo.processes import end_group
 from kvobs.demo.server import claim_port, environment
 from kvobs.vllm_api.proc import stat
 from tests.connectors.packages import importing
-from tests.connectors.servers.stores import listens
-from tests.engine.serving import eventually, importing_tests
+from tests.engine.serving import eventually, importing_tests, listens
 
 NODE = "127.0.0.2"
 """Not 127.0.0.1, which Ray takes for the machine's outward address: vLLM then waits for a place there, for ever."""

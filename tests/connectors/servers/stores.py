@@ -1,11 +1,8 @@
 """The servers of real stores, as child processes: started, killed, started again at the same address, held still."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +17,7 @@ from kvobs.demo.processes import end_group, kill_group
 from kvobs.demo.run import child
 from kvobs.demo.server import HOST, claim_port, parse_metrics
 from tests.connectors.packages import importing
-from tests.engine.serving import THE_CORE, eventually
+from tests.engine.serving import THE_CORE, eventually, listens
 from tests.support.affinity import keeping_off
 
 CHUNK = 32
@@ -95,13 +92,6 @@ class Store:
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-
-
-def listens(port: int, host: str = HOST) -> bool:
-    """Say whether something accepts connections at a port of this machine."""
-    with socket.socket() as probe:
-        probe.settimeout(2)
-        return probe.connect_ex((host, port)) == 0
 
 
 @contextmanager

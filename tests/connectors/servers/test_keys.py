@@ -4,8 +4,6 @@ A master that was started again is empty by nature. So here it lives on, and the
 is reset in one lookup, or the master does not answer for a while.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,9 +61,7 @@ def test_one_connection_error_removes_nothing(engine: Served, folder: Path, keys
     assert engine.total("kvobs_call_errors_total", error_type="ConnectionError") == 1
 
 
-def test_a_master_that_does_not_answer_for_a_while_keeps_its_keys(
-    engine: Served, keys: float, expected: Answers
-) -> None:
+def test_a_master_that_is_silent_for_a_while_keeps_its_keys(engine: Served, keys: float, expected: Answers) -> None:
     before = len(engine.backoffs())
     with traffic.asking(engine.server) as load:
         time.sleep(2)

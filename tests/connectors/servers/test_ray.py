@@ -1,7 +1,5 @@
 """A real engine of two ranks under Ray, with each of vLLM's executors for it: kvobs counts and traces as ever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +12,7 @@ from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, Cluster, cluster
 from tests.connectors.servers.served import blocks_are_free
-from tests.engine.metered import (
-    ASYNC,
-    ask,
-    ask_in_turn,
-    assert_counted_in_turn,
-    assert_nothing_in_flight,
-    configuration,
-    counting_child,
-)
+from tests.engine import metered
 from tests.engine.readings import Growth, assert_every_call_is_counted
 from tests.engine.serving import SPAWNING, TOKENS, eventually, hang_up, prompt, serve
 
@@ -45,13 +35,13 @@ class Engine:
 @pytest.fixture(scope="module", params=EXECUTORS)
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
-    config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector, cluster(**EXECUTORS[request.param], **collector.env) as ranks:
         args = (*ON_RAY, "--otlp-traces-endpoint", collector.endpoint)
         with serve(
             model, folder, config, *args, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S, launch=SPAWNING
         ) as server:
-            ask(server, prompt("warm"))
+            metered.ask(server, prompt("warm"))
             yield Engine(server, ranks, collector, folder)
 
 
@@ -61,8 +51,8 @@ def test_the_ranks_are_workers_of_the_cluster(engine: Engine) -> None:
 
 def test_every_call_load_and_save_is_counted(engine: Engine) -> None:
     with Growth(engine.server, connector="steered") as grown:
-        ask_in_turn(engine.server, 40)
-    assert_counted_in_turn(grown, 40)
+        metered.ask_in_turn(engine.server, 40)
+    metered.assert_counted_in_turn(grown, 40)
     assert_every_call_is_counted(engine.server, engine.folder / "counts", "steered", ranks=RANKS)
 
 
@@ -83,7 +73,7 @@ def test_blocks_come_back_as_they_were_computed(engine: Engine) -> None:
 
 def test_a_load_lasts_until_its_slowest_rank_has_it(engine: Engine) -> None:
     with Growth(engine.server, connector="steered") as grown:
-        ask(engine.server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 300}})
+        metered.ask(engine.server, prompt("async"), {**metered.ASYNC, "load_ms": {"0": 5, "1": 300}})
     assert grown("kvobs_loads_total", mode="async", outcome="ok") == grown("kvobs_loads_total") == 1
     assert grown("kvobs_slowest_rank_total", rank="1") == grown("kvobs_slowest_rank_total") == 1
     assert grown("kvobs_rank_skew_seconds_sum", kind="load") > 0.2
@@ -94,7 +84,7 @@ def test_what_a_load_did_not_bring_on_one_rank_is_computed(fail: str, engine: En
     text = prompt("fails", fail)
     expected = engine.server.complete(text, TOKENS).tokens
     engine.server.reset_prefix_cache()
-    plan = {"steer": {"steered": {**ASYNC, "fail": fail, "fail_ranks": [1]}}}
+    plan = {"steer": {"steered": {**metered.ASYNC, "fail": fail, "fail_ranks": [1]}}}
     with Growth(engine.server, connector="steered") as grown:
         assert engine.server.complete(text, TOKENS, kv_transfer_params=plan).tokens == expected
     assert grown("kvobs_loads_total", outcome="failed") == grown("kvobs_loads_total") == 1
@@ -102,7 +92,7 @@ def test_what_a_load_did_not_bring_on_one_rank_is_computed(fail: str, engine: En
 
 
 def test_a_request_aborted_while_it_loads_leaves_nothing(engine: Engine) -> None:
-    plan = {**ASYNC, "load_ms": {"0": 1000, "1": 8000}, "promise": True}
+    plan = {**metered.ASYNC, "load_ms": {"0": 1000, "1": 8000}, "promise": True}
 
     def is_loading() -> bool:
         samples = engine.server.metrics()
@@ -113,11 +103,11 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(engine: Engine) -> None
         assert eventually(lambda: not is_loading())
         assert blocks_are_free(engine.server)
     assert grown("kvobs_loads_total", outcome="aborted") == grown("kvobs_loads_total") == 1
-    assert_nothing_in_flight(engine.server)
+    metered.assert_nothing_in_flight(engine.server)
 
 
 def test_spans_of_the_scheduler_and_of_both_ranks_reach_the_collector(engine: Engine) -> None:
-    plan = {"steer": {"steered": {**ASYNC, "load_ms": 20}}}
+    plan = {"steer": {"steered": {**metered.ASYNC, "load_ms": 20}}}
     headers = {"traceparent": f"00-{TRACE}-{'cd' * 8}-01"}
     engine.server.complete(prompt("traced"), TOKENS, headers=headers, kv_transfer_params=plan)
 

@@ -3,8 +3,6 @@
 In a module of its own: two clusters at one address get in each other's way.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -15,12 +13,10 @@ import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, cluster
-from tests.engine.endings import LONG, SHORT, WARM_S, Clients, _wait
+from tests.engine.endings import LOADS, LONG, SHORT, UNDER_WAY_S, WARM_S, Clients, _wait
 from tests.engine.serving import SPAWNING, eventually, of_tests, prompt, serve, stock
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
-
-UNDER_WAY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,7 @@ class Ending:
 
 def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
     """Kill one rank's process under load; ``router`` is "kvobs" or "stock"."""
-    plan = {"offer": 64, "async": True, "load_ms": 20}
-    config = multi_connector(of_tests("SteeredChild", plan=plan), host_memory(), names=["steered", "cpu"])
+    config = multi_connector(of_tests("SteeredChild", plan=LOADS), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
     with (
         cluster(**EXECUTORS[executor]) as ranks,

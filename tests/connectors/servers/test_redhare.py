@@ -1,7 +1,5 @@
 """Redhare with a real redis behind it: alone, in vLLM's MultiConnector and in kvobs; redis killed in the middle."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time
@@ -63,9 +61,7 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
     return {router: run(router, model, tmp_path_factory.mktemp(router)) for router in ROUTERS}
 
 
-def test_answers_are_right_before_and_after_redis_is_killed_and_no_block_is_held(
-    runs: dict[str, Run], expected: Answers
-) -> None:
+def test_answers_are_right_with_redis_and_without_and_no_block_is_held(runs: dict[str, Run], expected: Answers) -> None:
     for router, run in runs.items():
         assert traffic.wrong(run.answers, expected) == [], router
         assert (run.is_over, run.wrong) == (True, []), router

@@ -3,8 +3,6 @@
 When an entry that it has offered can't be read it ends its worker, on purpose, wherever it runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +107,7 @@ def test_kvobs_counts_what_spoolcache_counts(lives: dict[str, Spooled]) -> None:
     assert run.total("kvobs_lookups_total", connector=STORE) == run.total("spoolcache_lookup_total")
 
 
-def test_it_ends_its_worker_when_it_can_not_read_what_it_has_offered(
-    lives: dict[str, Spooled], expected: Answers
-) -> None:
+def test_it_ends_its_worker_when_it_can_not_read_what_it_offered(lives: dict[str, Spooled], expected: Answers) -> None:
     """Second after host memory it is not asked to."""
     alone, first, second = (lives[router] for router in ROUTERS)
     assert alone.last.error

@@ -1,13 +1,13 @@
 """A connector from PyPI on real engines: alone, and beside host memory in vLLM's own MultiConnector and in kvobs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prometheus_client.samples import Sample
 
 from kvobs.demo.run import SETTLE_S, host_memory, multi_connector
 from kvobs.demo.server import Server
@@ -15,9 +15,6 @@ from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE, blocks_are_free, with_packages
 from tests.connectors.servers.traffic import LONG, SMALL_CACHE, Asked
 from tests.engine.serving import eventually, serve, stock, total
-
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
 
 ROUTERS = ("alone", "stock", "stock-second", "kvobs", "kvobs-second")
 """What calls the connector, which comes second after host memory or first."""

@@ -1,9 +1,6 @@
 """Requests to an engine with a store: few documents asked about again and again, some hung up on; and their times."""
 
-from __future__ import annotations
-
 import itertools
-import json
 import math
 import random
 import threading
@@ -13,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from typing import Any
 
-from kvobs.demo.model import NAME
-from kvobs.demo.server import HOST, Server, ServerError
-from tests.engine.serving import prompt
+from kvobs.demo.server import Server, ServerError
+from tests.engine.serving import hang_up, prompt
 
 CLIENTS = 4
 TOKENS = 8
@@ -97,12 +93,8 @@ def ask_and_abort(
 
 def leave(server: Server, text: str, after_s: float, **more: Any) -> None:
     """Ask for a long answer, and close the connection so many seconds later."""
-    connection = HTTPConnection(HOST, server.port, timeout=30)
-    asked = {"model": NAME, "prompt": text, "max_tokens": 400, "temperature": 0, "ignore_eos": True, **more}
     with suppress(OSError, HTTPException):
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-        time.sleep(after_s)
-    connection.close()
+        hang_up(server, after_s, text, max_tokens=400, **more)
 
 
 @dataclass
