@@ -6,8 +6,6 @@ They are not in kvobs's source, where an operator would change one place: each i
 connectors would break by, however kvobs is written.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
@@ -39,10 +37,6 @@ def _hiding(field: str, empty: Any) -> Any:
             return plain(scheduled)
 
     return build
-
-
-def _copied(ask: Any, request: Any, *more: Any) -> Any:
-    return ask(copy.copy(request), *more)
 
 
 def _forgotten(ask: Any, *arguments: Any) -> list[Any]:
@@ -88,7 +82,9 @@ def _backwards(connector: Any, handle: Any, metadata: Any) -> None:
 
 
 ROUTING_FAULTS = {
-    "children get a copy of the request": Mutation(SCHEDULER, "get_num_new_matched_tokens", _copied, EVERY),
+    "children get a copy of the request": Mutation(
+        SCHEDULER, "get_num_new_matched_tokens", lambda ask, request, *more: ask(copy.copy(request), *more), EVERY
+    ),
     "the scheduler's output changes between two children": Mutation(
         SCHEDULER, "build_connector_meta", _hiding("num_scheduled_tokens", {}), LATER
     ),

@@ -1,7 +1,5 @@
 """The driver of the mutation tests: which faults it makes, which tests it runs, and what it says of them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -89,6 +87,17 @@ def test_faults_are_in_what_a_test_can_check_whether_decorated_or_not(tree: Path
     some = list(faults_of(tree, MODULE, 1, {line}))
     assert {fault.line for fault in some} == {line}
     assert {fault.after for fault in some} >= {"return self.most <= 5", "return self.most < 6"}
+
+
+def test_what_no_test_should_repeat_is_left(tree: Path) -> None:
+    (tree / MODULE).write_text(
+        'def f(a, b):\n    if len(("x", "y")) > a:\n        return list(enumerate(zip(a, b, strict=True)))\n'
+        '    c = False\n    return Thread(daemon=c, name="kvobs-c")\n'
+    )
+    made = {fault.after for fault in faults_of(tree, MODULE, 1)}
+    assert {"c = True", "return list(enumerate(zip(a, strict=True)))"} <= made
+    parts = ("X", "Y", "c = None", "zip(a, b, )", "strict=False", "strict=None", "name=None", "daemon=c, )")
+    assert [after for after in made if any(part in after for part in parts)] == []
 
 
 def test_modules_have_equally_many_faults_and_the_same_ones_whatever_else_is_drawn(tree: Path) -> None:

@@ -1,14 +1,13 @@
 """The soak in one process: lives of engines of several shapes, one after the other, checked while they run."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from random import Random
 from threading import Event
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from vllm.v1.request import RequestStatus
 
@@ -20,9 +19,6 @@ from tests.soak.report import Result
 from tests.support.observed import BYTES_PER_TOKEN
 from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.traced import NOT_SAMPLED, SAMPLED, Traced
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
 
 EVERY = 2_000
 """Requests after which the engine goes idle, the metrics are compared, and memory is looked at."""
@@ -51,7 +47,7 @@ BY_LEDGER = {
     *("kvobs_stray_reports_total", "kvobs_in_flight", "scripted_things_total", "kvobs_call_duration_seconds_count"),
 }
 PER_REQUEST = {
-    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups"),
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups")
 }
 
 

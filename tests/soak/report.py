@@ -1,20 +1,15 @@
 """What a soak found, as one result of each part and as tables."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from docs import pages
+from tests.soak.ledger import Ledger
 from tests.soak.memory import MIB, Sample, growth, warm
-
-if TYPE_CHECKING:
-    from tests.soak.ledger import Ledger
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The soak on a real server: two ranks, a steered child beside vLLM's own, and a collector that comes and goes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -14,20 +12,10 @@ from typing import Any
 from kvobs.demo.model import make_model
 from kvobs.demo.run import HOST_MEMORY, host_memory
 from kvobs.demo.server import Server
+from tests.engine import serving
 from tests.engine.exported import Exported, with_exporter
 from tests.engine.metered import configuration
 from tests.engine.readings import IDLE_S
-from tests.engine.serving import (
-    BOTH_RANKS_ON_ONE_CORE,
-    SPAWNING,
-    eventually,
-    hang_up,
-    of_tests,
-    prompt,
-    resident,
-    serve,
-    total,
-)
 from tests.soak.memory import Sample
 from tests.soak.orders import COUNTED, NEVER, Order, draw, expected
 from tests.soak.report import Result
@@ -66,10 +54,10 @@ class Client:
     def _carry_out(self, number: int, order: Order) -> Order:
         random = Random(f"{self.seed} {number}")
         about = ("repeated", number % REPEATED) if order.is_repeated else ("soak", self.seed, number)
-        text, tokens = prompt(*about)[:100], 4 if order.is_repeated else random.randint(1, 6)
+        text, tokens = serving.prompt(*about)[:100], 4 if order.is_repeated else random.randint(1, 6)
         params = {"steer": {STEERED: order.delayed(random)}}
         if order.hangs_up_after_s is not None:
-            hang_up(self.server, order.hangs_up_after_s, text, kv_transfer_params=params)
+            serving.hang_up(self.server, order.hangs_up_after_s, text, kv_transfer_params=params)
             return order
         answer = self.server.complete(text, tokens, kv_transfer_params=params).tokens
         assert len(answer) == tokens, f"order {number} ({order.name}): {len(answer)} tokens instead of {tokens}"
@@ -91,13 +79,13 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
         budgets={part: 5 + mib for part, mib in own.items()},
     )
     folder = Path("build/soak").absolute()  # where the server's log is
-    forgetful = {**of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.children"}
+    forgetful = {**serving.of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.children"}
     config = configuration(forgetful, host_memory(2 * HOST_MEMORY), names=[STEERED, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"stuck_after_s": STUCK_AFTER_S, "lookup_timeout_ms": 60_000.0}
     port = with_exporter(config)[1] if has_exporter else None
     with GrpcCollector() as collector:
         env = {
-            **BOTH_RANKS_ON_ONE_CORE,
+            **serving.BOTH_RANKS_ON_ONE_CORE,
             **collector.env,
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "OTEL_EXPORTER_OTLP_TIMEOUT": "2",
@@ -105,9 +93,9 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
             "OTEL_TRACES_SAMPLER_ARG": "0.1",
         }
         collector.stop()  # its port is known now
-        with serve(
+        with serving.serve(
             make_model(folder / "model"), folder, config, "--num-gpu-blocks-override", str(BLOCKS), env=env,
-            tensor_parallel=2, timeout=360, launch=SPAWNING,
+            tensor_parallel=2, timeout=360, launch=serving.SPAWNING,
         ) as plain:  # fmt: skip
             server: Any = Exported(plain, port) if port is not None else plain
             if port is not None:
@@ -133,7 +121,7 @@ def _soak(client: Client, collector: GrpcCollector, requests: int, result: Resul
         rate = (last - first) / (time.monotonic() - begin)
         server.reset_prefix_cache()  # only when no block is held for anybody; later repeats are loaded
         for part, name in PARTS.items():
-            result.memory.setdefault(part, []).append(Sample(last, resident(server, name)))
+            result.memory.setdefault(part, []).append(Sample(last, serving.resident(server, name)))
         if isinstance(server, Exported):
             result.memory.setdefault("exporter", []).append(Sample(last, server.resident()))
         held = ", ".join(f"{part} {samples[-1].resident >> 20} MiB" for part, samples in result.memory.items())
@@ -153,7 +141,7 @@ def _never(client: Client, server: Server) -> None:
     """Let a rank be silent about some loads and saves, until they are noticed."""
     client.send(enumerate([order for order in NEVER for _ in range(NEVER_REPORTED)], start=-2 * NEVER_REPORTED))
     stuck = 2 * NEVER_REPORTED
-    eventually(lambda: total(server, "kvobs_stuck_transfers_total") >= stuck, 3 * STUCK_AFTER_S)
+    serving.eventually(lambda: serving.total(server, "kvobs_stuck_transfers_total") >= stuck, 3 * STUCK_AFTER_S)
 
 
 def _compare(client: Client, server: Server, result: Result) -> None:
@@ -169,20 +157,22 @@ def _compare(client: Client, server: Server, result: Result) -> None:
     result.series = len(wanted)
     left = sum(n for order, n in client.made.items() if order.hangs_up_after_s is not None)
     result.ends["left by the client"] = left
-    result.ends["length"] = ended = int(total(server, "vllm:request_success_total", finished_reason="length"))
+    result.ends["length"] = ended = int(serving.total(server, "vllm:request_success_total", finished_reason="length"))
     if ended != sum(client.made.values()) - left:
         wrong.append(f"requests that ended: {ended} and {left} of {sum(client.made.values())}")
-    ours = total(server, "kvobs_load_bytes_total", connector="cpu")
-    theirs = total(server, "vllm:kv_offload_load_bytes_total", connector="cpu")
+    ours = serving.total(server, "kvobs_load_bytes_total", connector="cpu")
+    theirs = serving.total(server, "vllm:kv_offload_load_bytes_total", connector="cpu")
     if ours != theirs:
         wrong.append(f"bytes loaded by the child 'cpu': {ours:.0f}, and {theirs:.0f} by its own count")
-    result.faults["loads from host memory"] = int(total(server, "kvobs_loads_total", connector="cpu", outcome="ok"))
-    if faults := total(server, "kvobs_internal_errors_total"):
+    result.faults["loads from host memory"] = int(
+        serving.total(server, "kvobs_loads_total", connector="cpu", outcome="ok")
+    )
+    if faults := serving.total(server, "kvobs_internal_errors_total"):
         wrong.append(f"{faults:.0f} faults of kvobs's own")
     for order, n in client.made.items():
         result.faults.update(dict.fromkeys(order.faults, n))
     for place in ("rate", "queue", "export"):
-        result.faults[f"spans lost: {place}"] = int(total(server, "kvobs_spans_dropped_total", where=place))
+        result.faults[f"spans lost: {place}"] = int(serving.total(server, "kvobs_spans_dropped_total", where=place))
     result.wrong += wrong
 
 

@@ -3,8 +3,6 @@
 A hook that a child calls on itself (vLLM's base class does that) is not noted: no router makes that call.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass, field
@@ -16,9 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from tests.transparency.behaviour import Books, Half, SchedulerHalf, WorkerHalf
 from tests.transparency.life import FULL, LEAN, PLAIN, Life
 from tests.transparency.record import Run
-
-STAGES: dict[str, Stage] = {}
-"""By the tag that is in a child's extra config: what its parts share."""
 
 
 class ChildError(Exception):
@@ -35,6 +30,10 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.books = Books(self.life, self.run)
+
+
+STAGES: dict[str, Stage] = {}
+"""By the tag that is in a child's extra config: what its parts share."""
 
 
 class Answers(KVConnectorBase_V1):

@@ -3,8 +3,6 @@
 The loop is EngineCore's: schedule, run the workers, read their output; one step ahead with the async scheduler.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -105,9 +103,8 @@ class Engine(Rig):
 
     def _configure(self, config: Any) -> None:
         life, parallel, scheduler = self._life, config.parallel_config, config.scheduler_config
-        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = (
-            (1, life.ranks) if life.pipeline else (life.ranks, 1)
-        )
+        sizes = (1, life.ranks) if life.pipeline else (life.ranks, 1)
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = sizes
         scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens = life.budget, None
         scheduler.max_num_seqs, scheduler.enable_chunked_prefill = 4, True
         scheduler.policy = "priority" if life.by_priority else "fcfs"

@@ -1,7 +1,5 @@
 """What the halves of a recording child send each other, and what its workers report besides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +39,7 @@ class Note(KVConnectorWorkerMetadata):
 
     steps: dict[int, int]
 
-    def aggregate(self, other: Any) -> Note:
+    def aggregate(self, other: Any) -> "Note":
         return Note({**self.steps, **other.steps})
 
 
@@ -52,5 +50,5 @@ class Count(Stats):
     """Stats that add up, by the child that counted."""
 
     @classmethod
-    def of(cls, who: str) -> Count:
+    def of(cls, who: str) -> "Count":
         return cls(data={COUNTED + who: 1})
