@@ -118,11 +118,11 @@ def measures() -> Iterator[Measure]:
     yield Measure(
         "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 13_500
     )
-    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 49_000)
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 50_000)
     yield Measure("rooms", len(graph), 20)
     yield Measure("floors", floors(graph), 8)
     yield Measure("arrows", sum(map(len, graph.values())), 65)
-    yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 20)
+    yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 23)
     yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 17_500)
 
 

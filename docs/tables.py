@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import ceil
 from typing import get_args
 
 from pydantic import BaseModel
 
-from dashboards.alerts import alerts
+from dashboards.alerts import ALL_FAILED, SLOW_ENOUGH_S, alerts
 from dashboards.site import Site, thresholds
 from dashboards.telemetry_alerts import PREFIX
 from docs.deviations import DEVIATIONS
@@ -17,6 +18,7 @@ from docs.pages import ROOT, table
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
+from kvobs.schema.verdicts import STATES
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
 
 SIDES = {
@@ -43,6 +45,9 @@ COMBINED = {
 CONDITIONS: dict[str, Callable[[Site], str]] = {
     "EngineEnded": lambda _: "an engine ended without having been asked to; names the call that it died in, if any",
     "CallHangs": lambda site: f"an engine has been in one call into a connector for more than {site.call_age_s} s",
+    "RequestsNotResumed": lambda site: (
+        f"a request whose load has finished has waited for more than {site.load_age_s} s, and no step computes anything"
+    ),
     "EnginesFailingRequests": lambda site: (
         f"on more than {_percent(site.failing_engines)} of a cluster's engines that load from a connector, and on at "
         f"least {site.few_failing_engines}, more than {_percent(site.failed_share)} of these loads fail, and their "
@@ -50,7 +55,8 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "RequestsFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
-        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes"
+        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes, or all of at least {ALL_FAILED} "
+        "in 6 hours"
     ),
     "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
     "StuckTransfers": lambda _: (
@@ -60,12 +66,13 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     "EnginesFailing": lambda _: "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
     "ConnectorFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
+        f", or all of at least {ALL_FAILED} in 6 hours"
     ),
     "ConnectorBlocksEngine": lambda site: (
-        f"the scheduler spends more than {_percent(site.blocked_share)} of its time in calls into a connector"
+        f"the scheduler spent more than {_percent(site.blocked_share)} of the last 90 s in calls into a connector"
     ),
     "ConnectorBlocksScheduler": lambda site: (
-        f"as `KvobsConnectorBlocksEngine`, with more than {_percent(site.scheduler_share)}"
+        f"the scheduler spends more than {_percent(site.scheduler_share)} of its time in calls into a connector"
     ),
     "LookupUnanswered": lambda site: (
         f"a connector has answered a lookup 'not yet' for more than {site.lookup_age_s} s, and its request waits"
@@ -78,10 +85,22 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         f"1 load in 100 takes more than {site.slow_load_s:.2f} s, and {site.slow_load_s_per_1k_tokens:g} s per 1000 "
         f"tokens of an average load, of at least {site.few_loads} in 5 minutes"
     ),
+    "LoadsSlowed": lambda site: (
+        f"loads take more than {site.slowed_times:g} times as long as a day ago, for the same number of tokens, and "
+        f"more than {SLOW_ENOUGH_S:g} s on average"
+    ),
+    "LoadsBelowLink": lambda site: (
+        f"loads use at most {_percent(site.link_share)} of a connector's links (`link_gbps`) while they are in "
+        f"progress, at least {site.few_transfers} in 15 minutes, so large that this matters"
+    ),
     "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
+    "KvEventsStopped": lambda site: (
+        f"a connector that had events for routers has none of stored blocks in 15 minutes, with {site.few_transfers} "
+        "saves"
+    ),
     "SlowestRank": lambda site: (
-        f"one rank is the slowest in more than {_percent(site.rank_share)} of the transfers, by more than "
-        f"{site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
+        f"one rank is the slowest in its fair share of the transfers and more than {_percent(site.rank_lead)} of all, "
+        f"by more than {site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
     ),
     "LoadsDontPay": lambda site: (
         f"requests wait longer than computing would take, for more than {_percent(site.slower_share)} of a connector's "
@@ -97,6 +116,9 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     "ScrapedTwice": lambda _: "an engine's metrics are scraped by more than one job: boards count twice",
     "TelemetryMissing": lambda site: (
         f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engine is gone"
+    ),
+    "TelemetryStale": lambda _: (
+        "an exporter has had no new numbers for 10 minutes, or can't be scraped, while vLLM generates tokens"
     ),
     "InternalErrors": lambda _: "an internal error of kvobs's telemetry",
     "TelemetryDropping": lambda site: f"more than {site.spans_dropped:g} spans a second are lost",
@@ -164,14 +186,19 @@ def deviations() -> str:
     return table(["what differs", "why"], [[each.differs, each.why] for each in DEVIATIONS])
 
 
+def states() -> str:
+    return table(["state", "condition"], [[s.name, s.condition.format(**s.limits)] for s in STATES])
+
+
 def alert_rules() -> str:
     """Return the alerts, each with a link to its section of the runbook."""
     rows = []
     for alert in alerts(Site()):
         condition = CONDITIONS[alert.name.removeprefix(PREFIX)](Site())
         link = f"[`{alert.name}`](../dashboards/runbook.md#{alert.name.lower()})"
-        rows.append([link, str(alert.severity), condition, alert.hold.replace("m", " min")])
-    return table(["alert", "severity", "condition", "lasting"], rows)
+        lasting, kept = (time.replace("m", " min") for time in (alert.hold, alert.keep))
+        rows.append([link, str(alert.severity), condition, lasting, kept])
+    return table(["alert", "severity", "condition", "lasting", "goes on for"], rows)
 
 
 def site_thresholds() -> str:
@@ -194,6 +221,18 @@ def versions() -> str:
     return table(["vLLM", "loads in the demo"], rows)
 
 
+def incidents() -> str:
+    """Return what was seen of each incident, where, and after how many seconds."""
+    results = json.loads((ROOT / "tests/incidents/results.json").read_text())
+    places = {"log": "log", "top": "`kvobs top`", "check": "`kvobs check --server`", "overview": "Overview"}
+    rows = []
+    for title, seen in results.items():
+        shown = [f"{text} ({ceil(s)} s)" if text else "-" for text, s in (seen["at"].get(p, ("", 0)) for p in places)]
+        alerts = ", ".join(f"`{name}` ({seconds} s)" for name, seconds in seen["alerts"]) or "-"
+        rows.append([title, *shown, alerts, seen["vllm"]])
+    return table(["incident", *places.values(), "alerts", "vLLM's own metrics"], rows)
+
+
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
@@ -211,8 +250,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "attributes": attributes,
     "hooks": hooks,
     "deviations": deviations,
+    "states": states,
     "alerts": alert_rules,
     "thresholds": site_thresholds,
     "versions": versions,
+    "incidents": incidents,
     "packages": packages,
 }

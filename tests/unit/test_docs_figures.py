@@ -1,7 +1,5 @@
 """Figures in pages are the code's or a published run's: alerts' times, what a part of kvobs costs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -41,7 +39,7 @@ def in_rule(alert: Alert) -> set[float]:
     expr = alert.expr
     for _ in RECORDED:  # a recording may ask for another one
         expr = re.sub("|".join(map(re.escape, RECORDED)), lambda name: f"({RECORDED[name[0]]})", expr)
-    ranges = re.findall(r"\[(\d+)([smhd])\]", expr) + re.findall(r"^(\d+)([smhd])$", alert.hold)
+    ranges = re.findall(r"(?:\[|offset )(\d+)([smhd])\b", expr) + re.findall(r"^(\d+)([smhd])$", alert.hold)
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     thresholds = re.findall(r"> (\d+)\b", expr)
     return {float(n) * seconds[unit] for n, unit in ranges} | {float(n) for n in thresholds}
@@ -62,9 +60,7 @@ BESIDE = {
 
 
 def test_times_are_read() -> None:
-    text = (
-        "for half an hour, more than a minute, within the last day, 60 s by default, at most 60 seconds, five minutes"
-    )
+    text = "for half an hour, more than a minute, in the last day, 60 s by default, at most 60 seconds, five minutes"
     assert times(text) == {1800, 60, 86400, 300}
     assert sum(bool(times(meaning)) for meaning in MEANINGS.values()) > 12
     assert in_rule(ALERTS["KvobsSlowestRank"]) >= {600, 900}
@@ -92,8 +88,8 @@ NUMBER = r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?"
 MEASURED = re.compile(
     rf"({NUMBER})(?: to ({NUMBER}))? ?(%|(?:ns|us|ms|MiB|KiB|tok/s|spans/s|bytes)\b)|({NUMBER})(?<=\.\d\d)"
 )
-GIVEN = {("5", "ms"), ("1", "%"), ("3.11", "")}
-"""A step of the benchmark, a budget that the README names beside a figure, Python's version."""
+GIVEN = {("5", "ms"), ("1", "%"), ("3", "%"), ("3.11", "")}
+"""A step of the benchmark, its budgets, Python's version."""
 
 
 def figures(text: str) -> set[tuple[str, str]]:
@@ -122,8 +118,8 @@ QUOTED = [(page, figure) for page, text in quoted() for figure in sorted(figures
 
 
 def test_figures_are_found() -> None:
-    assert {"README.md", PERFORMANCE, "docs/exporter.md", "docs/timeline.md"} <= {page for page, _ in QUOTED}
-    assert is_published("48.3", "MiB")
+    assert {PERFORMANCE, "docs/exporter.md", "docs/timeline.md"} <= {page for page, _ in QUOTED}
+    assert is_published("51.1", "MiB")
     assert not is_published("1.01", "%"), "an older run's"
 
 
@@ -142,5 +138,5 @@ def test_what_missed_its_budget_is_named_in_a_sentence() -> None:
 
 def test_a_title_of_the_published_run_is_the_benchmarks() -> None:
     titles = re.findall(r"^\*\*(.*)\*\*$", RUN, re.MULTILINE)
-    assert len(titles) > 10
+    assert len(titles) >= 10
     assert [title for title in titles if not is_written(title, "tests/bench")] == []

@@ -1,7 +1,5 @@
 """What pages and docstrings name exists: files, modules, commands, metrics, headings, boards and their panels."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -27,17 +25,8 @@ DOCSTRINGS = {name: docstring for name, text in SOURCES.items() if (docstring :=
 ALL_PROSE = {**DOCSTRINGS, **ALL_TEXTS}
 CODE = {name: text for name, text in SOURCES.items() if name.startswith("kvobs/")}
 FILES = {*SOURCES, *ALL_TEXTS}
-UPSTREAM = SOURCES["tests/upstream/expected.py"]
-"""Names vLLM's own tests, as the page about them does."""
 
 # --- files and modules
-
-
-def is_there(name: str, page: str) -> bool:
-    """Return whether a file of this name, or at the end of whose path it is, is in the repository."""
-    return any(f"/{path}".endswith(f"/{name}") for path in FILES) or (
-        page == "docs/upstream-tests.md" and name.rpartition("/")[2] in UPSTREAM
-    )
 
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -49,7 +38,7 @@ IN_PROSE = [*every(r"([\w/]+\.py)\b", OUTSIDE_FENCES), *every(r"([\w./-]*\w\.(?:
 
 @pytest.mark.parametrize("file", IN_PROSE, ids=str)
 def test_a_file_in_a_page_or_a_docstring_exists(file: Mention) -> None:
-    assert is_there(file.what, file.page)
+    assert any(f"/{path}".endswith(f"/{file.what}") for path in FILES)
 
 
 @pytest.mark.parametrize("module", every(r"python -m ((?:kvobs|tests|docs|dashboards)[\w.]*)", ALL_PROSE), ids=str)
