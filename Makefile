@@ -20,7 +20,7 @@ SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-slow test-connectors test-ray test-upstream test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-engines test-slow incidents test-connectors test-ray test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults of connectors, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
+
+incidents: $(INSTALLED) packages promtool ## Let connectors hang, end and slow real engines, and write what is seen of it into docs/incidents.md
+	KVOBS_INCIDENTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests/incidents
+	$(BIN)/python -m docs
 
 test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
@@ -84,11 +88,7 @@ docs: $(INSTALLED) ## Write the tables of README and docs/ anew from the tables 
 hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
 	$(BIN)/python tests/contract/hosts.py
 
-test-upstream: $(INSTALLED) ## Run vLLM's own tests with kvobs in place: make test-upstream VLLM_TESTS=/path/to/vllm/tests
-	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is the folder tests of vLLM's source: docs/upstream-tests.md"; false; }
-	$(BIN)/python -m tests.upstream $(VLLM_TESTS)
-
-packages: $(INSTALLED) ## Fetch LMCache, Mooncake, Redhare, SpoolCache and Ray, for the tests with them only
+packages: $(INSTALLED) ## Fetch LMCache, Mooncake, Redhare, SpoolCache, Ray and Triton, for the tests with them only
 	$(BIN)/python -m tests.connectors.packages
 
 # Mooncake's library is linked against them, with and without such a network.
@@ -102,9 +102,10 @@ redis: ## Install Redis's server, in which Redhare keeps its keys, where it is m
 	@command -v redis-server >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends redis-server; } \
 		|| { echo "Redhare needs redis-server: install it, and have it on the PATH"; false; }
 
-promtool: ## Install Prometheus's tool that checks metrics, where it is missing
-	@command -v promtool >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus; } \
-		|| { echo "The tests need promtool, of Prometheus: install it, and have it on the PATH"; false; }
+promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics and rules, where they are missing
+	@command -v promtool victoria-metrics >/dev/null && command -v victoria-metrics >/dev/null \
+		|| { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus victoria-metrics; } \
+		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
 
 clean: ## Remove what make made
 	rm -rf .venv .hosts build

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvobs.testing import Script
 
 # They assert for several tests.
-pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings")
+pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings", "tests.support.rig")
 settings.register_profile("kvobs", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvobs")
 

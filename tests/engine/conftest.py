@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvobs.demo.model import make_model
+from tests.engine.exported import PORT
+from tests.engine.serving import eventually, listens
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _default_port() -> Iterator[None]:
-    """Keep tests whose exporters start by themselves apart: these have one port."""
+    """Keep tests whose exporters start by themselves apart: they have one port, and outlive their engines."""
     with (Path(tempfile.gettempdir()) / "kvobs-default-port.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+        assert eventually(lambda: not any(map(listens, (PORT, PORT + 1))), 30)

@@ -5,8 +5,6 @@
 runs the cases whose names begin so with both, prints what became of each, and fails where they differ.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import ServerProcess, group_members
+from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, parse_metrics
 from kvobs.vllm_api.proc import stat
@@ -236,7 +234,7 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     )
 
 
-def _wait(process: ServerProcess) -> int | None:
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
     try:
         return process.wait(GONE_S)
     except subprocess.TimeoutExpired:

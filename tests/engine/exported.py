@@ -1,22 +1,20 @@
 """A server whose kvobs metrics come from its exporters, in the form in which tests read those of an API server."""
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
+from prometheus_client.samples import Sample
 
 from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
-from kvobs.export import http_server
 from kvobs.schema.options import ExporterOptions
 from tests.engine.serving import eventually
-
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
+from tests.support.affinity import set_affinity
 
 PORT = ExporterOptions().port or 0
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
@@ -72,23 +70,19 @@ class Exported:
             found = json.loads(error.read())
         return found
 
-    def pid(self) -> int:
-        """Return the process of the first exporter."""
-        listening = http_server._listening(self.ports[0])
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with suppress(OSError):
-                    is_one = b"kvobs.export" in (entry / "cmdline").read_bytes().split(b"\0")
-                    if is_one and listening & {os.readlink(link) for link in (entry / "fd").iterdir()}:
-                        return int(entry.name)
-        raise AssertionError(f"no exporter has port {self.ports[0]}")
+    def pid(self, port: int | None = None) -> int:
+        """Return the process of an exporter; of the first one by default."""
+        at = port or self.ports[0]
+        listeners = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == at]
+        (pid,) = (c.pid for c in listeners if "kvobs.export" in psutil.Process(c.pid).cmdline())
+        return int(pid)
 
     def resident(self) -> int:
         """Return the memory of the first exporter, in bytes."""
         return int(Path(f"/proc/{self.pid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def until_up(self) -> None:
-        """Wait until all exporters answer."""
+        """Wait until all exporters answer, and let them run on all cores: see ``tests.support.affinity``."""
 
         def answers() -> bool:
             with suppress(OSError):
@@ -96,3 +90,5 @@ class Exported:
             return False
 
         assert eventually(answers, 60)
+        for port in self.ports:
+            set_affinity(self.pid(port), set(range(os.cpu_count() or 1)))

@@ -4,8 +4,6 @@ vLLM's imports take six seconds of a start, in each process of a server anew whe
 test is not about processes that start or end.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import json
@@ -19,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import IO
+from typing import IO, Any
 
 from kvobs.demo.server import Server, ServerError, environment
 from kvobs.demo.vllm_serve import PARENT
@@ -116,6 +114,6 @@ class ForkedServer(Server):
     module: str = "tests.engine.forking_serve"
     imported_with: Mapping[str, str] = field(default_factory=dict)
 
-    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
+    def launched(self, log: IO[bytes], env: Mapping[str, str]) -> Any:
         """Return a process that serves what the module serves."""
         return template(self.module, *self.imported_with.items()).fork(self.command()[len(self.launch) :], env, log)

@@ -1,6 +1,4 @@
-"""A real Prometheus for a test: it scrapes what its configuration says, and answers queries."""
-
-from __future__ import annotations
+"""A real Prometheus or VictoriaMetrics for a test: it scrapes what its configuration says, and answers queries."""
 
 import json
 import shutil
@@ -44,19 +42,47 @@ class Prometheus:
 @contextmanager
 def scraping(folder: Path, configuration: str, *arguments: str) -> Iterator[Prometheus]:
     """Run Prometheus with this configuration, a scrape each second."""
-    binary = shutil.which("prometheus")
-    assert binary, "prometheus is missing: install it (Debian's package of that name), or run `make promtool`"
     config, prometheus = folder / "prometheus.yml", Prometheus(claim_port(0))
     config.write_text(f"global:\n  scrape_interval: 1s\n{configuration}")
-    command = [
-        binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
+    flags = (
+        f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address={HOST}:{prometheus.port}", "--log.level=warn", *arguments,
-    ]  # fmt: skip
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    )  # fmt: skip
+    with _running(folder, "prometheus", *flags) as log:
+        assert eventually(prometheus.is_ready), log.read_text()
+        yield prometheus
+
+
+@contextmanager
+def victoria(folder: Path, jobs: str, rules: Path) -> Iterator[Prometheus]:
+    """Run VictoriaMetrics with these scrape jobs, and vmalert with the rules in a folder; a scrape each second."""
+    config, metrics = folder / "victoria.yml", Prometheus(claim_port(0))
+    config.write_text(f"global:\n  scrape_interval: 1s\n{jobs}")
+    url = f"http://{HOST}:{metrics.port}"
+    flags = (
+        f"-promscrape.config={config}", f"-storageDataPath={folder / 'victoria'}",
+        f"-httpListenAddr={HOST}:{metrics.port}", "-search.latencyOffset=1s", "-search.disableCache",
+    )  # fmt: skip
+    with _running(folder, "victoria-metrics", *flags) as log:
+        assert eventually(metrics.is_ready), log.read_text()
+        alerting = (
+            f"-rule={rules}/*.yml", f"-datasource.url={url}", f"-remoteWrite.url={url}", "-notifier.url=http://127.0.0.1:9",
+            f"-httpListenAddr={HOST}:{claim_port(0)}", "-evaluationInterval=1s", "-loggerLevel=ERROR",
+        )  # fmt: skip
+        with _running(folder, "vmalert", *alerting):
+            yield metrics
+
+
+@contextmanager
+def _running(folder: Path, program: str, *flags: str) -> Iterator[Path]:
+    """Run a program, and return its log."""
+    binary, log = shutil.which(program), folder / f"{program}.log"
+    assert binary, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
+    with log.open("wb") as output:
+        process = subprocess.Popen([binary, *flags], stdout=output, stderr=output)
         try:
-            assert eventually(prometheus.is_ready), (folder / "prometheus.log").read_text()
-            yield prometheus
+            yield log
+            assert process.poll() is None, log.read_text()
         finally:
             process.terminate()
             process.wait(20)

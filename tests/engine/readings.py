@@ -1,19 +1,16 @@
 """Readings of a server's /metrics, and what a child that counts for itself says about the same calls."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+from prometheus_client.samples import Sample
 
 from kvobs.demo.server import Server
 from kvobs.schema.signals import hook_label
 from tests.engine.children_counting import EXPORTED, calls_counted
 from tests.engine.serving import eventually, prompt
-
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
 
 IDLE_S = 1.0
 """Time for the last step's numbers to reach /metrics, and for the children's counts to reach their files."""

@@ -1,15 +1,14 @@
 """What the tests on real servers share: servers that can import the tests' connectors, prompts, and readings."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
@@ -81,10 +80,8 @@ def states(server: Server) -> list[str]:
 def stock(config: dict[str, Any]) -> dict[str, Any]:
     """Return the same configuration for vLLM's own MultiConnector."""
     extra = {key: value for key, value in config["kv_connector_extra_config"].items() if key != "kvobs"}
-    return {
-        **{key: value for key, value in config.items() if key != "kv_connector_module_path"},
-        "kv_connector_extra_config": extra,
-    }
+    rest = {key: value for key, value in config.items() if key != "kv_connector_module_path"}
+    return rest | {"kv_connector_extra_config": extra}
 
 
 def of_tests(cls: str, module: str = "children", **extra: Any) -> dict[str, Any]:
@@ -94,6 +91,13 @@ def of_tests(cls: str, module: str = "children", **extra: Any) -> dict[str, Any]
 def total(server: Server, metric: str, **labels: str) -> float:
     """Add up the samples that carry these labels."""
     return sum(s.value for s in server.metrics() if s.name == metric and labels.items() <= s.labels.items())
+
+
+def listens(port: int, host: str = HOST) -> bool:
+    """Return whether something accepts connections at a port of this machine."""
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        return probe.connect_ex((host, port)) == 0
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
@@ -147,11 +151,10 @@ def resident(server: Server, part: str = "") -> int:
 
 def hang_up(server: Server, when: float | Callable[[], bool], text: str, **body: Any) -> None:
     """Ask for a long answer, and close the connection before it can be there: after so many seconds, or when it is."""
-    connection = HTTPConnection(HOST, server.port, timeout=30)
     asked = {"model": NAME, "prompt": text, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, **body}
-    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-    if callable(when):
-        assert eventually(when)
-    else:
-        time.sleep(when)
-    connection.close()
+    with closing(HTTPConnection(HOST, server.port, timeout=30)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        if callable(when):
+            assert eventually(when)
+        else:
+            time.sleep(when)

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from kvobs.demo.report import PROMPT_TOKENS
+from kvobs.demo.scrapes import Numbers
 from kvobs.demo.server import parse_metrics
 from kvobs.schema import signals
-from kvobs.telemetry.payload.scrapes import Numbers
 from tests.engine.serving import eventually
 
 pytestmark = pytest.mark.engine

@@ -3,8 +3,6 @@
 The other cases, and both side by side: ``python -m tests.engine.endings``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ from tests.engine.endings import CASES, run
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_a_killed_server_ends_as_stock_does_and_leaves_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_it_ends_as_stock_leaving_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With vLLM 0.32 and its own MultiConnector requests in flight get HTTP 500; the server's exit status is 0."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
     ending = run(CASES["kill -9 of EngineCore"], "kvobs", model, tmp_path)

@@ -1,7 +1,5 @@
 """Best-effort children that fail in each of their hooks in turn, under load: every answer is there, and the same."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -125,12 +123,9 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
     assert "ConnectionError" in errors
     assert errors <= {"ConnectionError", "KeyError", "AssertionError"}, "of its own, once it has missed something"
     assert total(server, "kvobs_internal_errors_total") == 0
+    assert_promtool_finds_no_fault(server)
 
 
 def changes(log: Path, name: str) -> list[str]:
     """Return the log's words for each begin and each end of a child's isolation."""
     return re.findall(rf"connector '{name}' .*(in quarantine|has recovered)", log.read_text())
-
-
-def test_promtool_finds_no_fault(server: Server) -> None:
-    assert_promtool_finds_no_fault(server)

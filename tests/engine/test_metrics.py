@@ -1,7 +1,5 @@
 """Metrics of a real server with two ranks, against the orders given, a child's own counts and vLLM's own metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -13,22 +11,9 @@ import pytest
 import kvobs
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
-from tests.engine.metered import (
-    ASYNC,
-    BYTES_PER_TOKEN,
-    SERIES_AT_MOST,
-    SYNC,
-    ask,
-    ask_in_turn,
-    assert_counted_in_turn,
-    assert_nothing_in_flight,
-    assert_promtool_finds_no_fault,
-    configuration,
-    counting_child,
-)
+from tests.engine import metered, serving
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
 from tests.engine.serving import (
-    BOTH_RANKS_ON_ONE_CORE,
     TOKENS,
     ask_all,
     eventually,
@@ -44,15 +29,15 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
-    config = configuration(counting_child(folder), host_memory(), names=["steered", "cpu"])
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
-        ask(server, prompt("warm"))
+    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
+    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=serving.BOTH_RANKS_ON_ONE_CORE) as server:
+        metered.ask(server, prompt("warm"))
         yield server
 
 
 def test_an_async_load_lasts_until_its_slowest_rank_has_it(server: Server) -> None:
     with Growth(server, connector="steered") as grown:
-        ask(server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 300}})
+        metered.ask(server, prompt("async"), {**metered.ASYNC, "load_ms": {"0": 5, "1": 300}})
     assert grown("kvobs_loads_total", mode="async", outcome="ok") == grown("kvobs_loads_total") == 1
     assert grown("kvobs_load_duration_seconds_count", mode="async") == 1
     assert 0.3 <= grown("kvobs_load_duration_seconds_sum", mode="async") < 2
@@ -61,19 +46,21 @@ def test_an_async_load_lasts_until_its_slowest_rank_has_it(server: Server) -> No
     assert grown("kvobs_slowest_rank_total", rank="1") == grown("kvobs_slowest_rank_total") == 1
     assert grown("kvobs_offered_tokens_total") == grown("kvobs_admitted_tokens_total") == 64
     assert grown("kvobs_load_tokens_total") == 64
-    assert grown("kvobs_load_bytes_total") == 64 * BYTES_PER_TOKEN
+    assert grown("kvobs_load_bytes_total") == 64 * metered.BYTES_PER_TOKEN
     assert grown("vllm:external_prefix_cache_hits_total") == 64
 
 
 def test_a_sync_load_stalls_its_step(server: Server) -> None:
     with Growth(server, connector="steered") as grown:
-        ask(server, prompt("sync"), {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 300}}, tokens=1)
+        metered.ask(
+            server, prompt("sync"), {**metered.SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 300}}, tokens=1
+        )
     assert grown("kvobs_loads_total", mode="sync", outcome="ok") == grown("kvobs_loads_total") == 1
     assert grown("kvobs_load_duration_seconds_count", mode="sync") == 1
     assert 0.3 <= grown("kvobs_load_duration_seconds_sum", mode="sync") < 2
     assert grown("kvobs_load_stall_seconds_count") > 0
     assert 0.3 <= grown("kvobs_load_stall_seconds_sum") < 2
-    assert grown("kvobs_load_bytes_total") == 64 * BYTES_PER_TOKEN
+    assert grown("kvobs_load_bytes_total") == 64 * metered.BYTES_PER_TOKEN
 
 
 def test_loads_of_a_real_child_are_those_it_counts_itself(server: Server) -> None:
@@ -86,18 +73,18 @@ def test_loads_of_a_real_child_are_those_it_counts_itself(server: Server) -> Non
     assert grown("kvobs_lookups_total", outcome="hit") == grown("kvobs_loads_total", outcome="ok") == len(texts)
     assert grown("kvobs_load_tokens_total") == grown("vllm:external_prefix_cache_hits_total") == stored
     own = grown("vllm:kv_offload_load_bytes_total", connector="cpu")
-    assert grown("kvobs_load_bytes_total") == own == stored * BYTES_PER_TOKEN
+    assert grown("kvobs_load_bytes_total") == own == stored * metered.BYTES_PER_TOKEN
 
 
 def test_nothing_of_a_burst_is_missing(server: Server) -> None:
     prompted = sum(len(prompt("in turn", "0", i)) for i in range(200))
     with Growth(server, connector="steered") as grown:
-        ask_in_turn(server, 200)
-    assert_counted_in_turn(grown, 200)
+        metered.ask_in_turn(server, 200)
+    metered.assert_counted_in_turn(grown, 200)
     assert grown("vllm:external_prefix_cache_hits_total") == 100 * 64
     assert grown("vllm:prompt_tokens_total") == prompted
     assert grown("vllm:request_success_total") == 200
-    assert_nothing_in_flight(server)
+    metered.assert_nothing_in_flight(server)
 
 
 def test_every_call_is_counted(server: Server, folder: Path) -> None:
@@ -111,10 +98,8 @@ def test_every_call_is_counted(server: Server, folder: Path) -> None:
 
 def test_what_is_configured_and_what_runs_is_a_metric(server: Server) -> None:
     infos = {s.labels["connector"]: s for s in kvobs_samples(server) if s.name == "kvobs_connector_info"}
-    noted = {
-        name: [s.labels[k] for k in ("index", "class", "role", "load_policy", "failure_policy")]
-        for name, s in infos.items()
-    }
+    about = ("index", "class", "role", "load_policy", "failure_policy")
+    noted = {name: [s.labels[k] for k in about] for name, s in infos.items()}
     assert noted == {
         "steered": ["0", "CountingChild", "kv_both", "first", "recompute"],
         "cpu": ["1", "OffloadingConnector", "kv_both", "first", "recompute"],
@@ -129,23 +114,18 @@ def test_what_is_configured_and_what_runs_is_a_metric(server: Server) -> None:
 
 def test_no_label_holds_an_id_and_there_are_not_too_many_series(server: Server, folder: Path) -> None:
     samples = kvobs_samples(server)
-    assert 0 < len(samples) <= SERIES_AT_MOST
+    assert 0 < len(samples) <= metered.SERIES_AT_MOST
     ids = {json.loads(line)["request"] for line in (folder / "journal").read_text().splitlines()}
     assert len(ids) > 200
     values = {value for s in samples for value in s.labels.values()}
     assert not [value for value in values if any(part in value for part in ids)]
-
-
-def test_promtool_finds_no_fault(server: Server) -> None:
-    assert_promtool_finds_no_fault(server)
+    metered.assert_promtool_finds_no_fault(server)
 
 
 HALF_REPORTED = 60
 
 
-def test_requests_that_a_rank_never_reports_are_named_and_take_no_memory_but_their_blocks(
-    server: Server, folder: Path
-) -> None:
+def test_what_a_rank_never_reports_is_named_and_takes_no_memory_but_its_blocks(server: Server, folder: Path) -> None:
     """Must be the last: vLLM holds the blocks of these for ever."""
     never = {"0": 5}
     text = prompt("beside the stuck")
@@ -159,10 +139,10 @@ def test_requests_that_a_rank_never_reports_are_named_and_take_no_memory_but_the
 
     def get_stuck(first: int, last: int) -> None:
         for i in range(first, last):
-            orders = {**ASYNC, "load_ms": never}
+            orders = {**metered.ASYNC, "load_ms": never}
             has_begun = partial(began_after, allocations())
             hang_up(server, has_begun, prompt("stuck load", i), kv_transfer_params={"steer": {"steered": orders}})
-            ask(server, prompt("stuck save", i)[:32], {"promise": True, "save_ms": never}, tokens=1)
+            metered.ask(server, prompt("stuck save", i)[:32], {"promise": True, "save_ms": never}, tokens=1)
 
     def held() -> list[float]:
         return [total(server, "kvobs_in_flight", connector="steered", kind=kind) for kind in ("load", "save")]

@@ -1,24 +1,13 @@
 """Metrics of servers with several API servers or engines or without stat logging, and loads that change no answer."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
 from kvobs.demo.run import files, host_memory, multi_connector
+from tests.engine import metered
 from tests.engine.exported import PORT, by_itself
-from tests.engine.metered import (
-    BYTES_PER_TOKEN,
-    SERIES_AT_MOST,
-    ask_in_turn,
-    assert_counted_in_turn,
-    assert_nothing_in_flight,
-    assert_promtool_finds_no_fault,
-    configuration,
-    counting_child,
-)
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hit, prompt, serve
 
@@ -27,15 +16,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
 def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path: Path) -> None:
     """It starts by itself: each payload would go to one of them."""
-    config = configuration(
-        counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
+    config = metered.configuration(
+        metered.counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
     texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
     with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as plain:
         server = by_itself(plain)
         with Growth(server, connector="steered") as grown:
-            ask_in_turn(server, 60)
-        assert_counted_in_turn(grown, 60)
+            metered.ask_in_turn(server, 60)
+        metered.assert_counted_in_turn(grown, 60)
         computed = ask_all(server, texts)
         for loads, external in (("cpu", False), ("disk", True)):
             server.reset_prefix_cache(external=external)
@@ -44,33 +33,34 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
             assert grown("kvobs_loads_total", outcome="ok", connector=loads) == grown("kvobs_loads_total") == 10
             tokens = grown("kvobs_load_tokens_total", connector=loads)
             assert tokens == grown("vllm:external_prefix_cache_hits_total") > 10 * 64
-            assert grown("kvobs_load_bytes_total", connector=loads) == tokens * BYTES_PER_TOKEN
+            assert grown("kvobs_load_bytes_total", connector=loads) == tokens * metered.BYTES_PER_TOKEN
         assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1)
 
-        assert_nothing_in_flight(server)
+        metered.assert_nothing_in_flight(server)
         samples = kvobs_samples(server)
         assert not [s for s in samples if "pid" in s.labels]
         assert len(samples) == len({(s.name, *sorted(s.labels.items())) for s in samples})
         assert not [s for s in samples if s.name.startswith(("kvobs_rank_skew", "kvobs_slowest"))], "there is one rank"
-        assert_promtool_finds_no_fault(server)
+        metered.assert_promtool_finds_no_fault(server)
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path, api_servers: int) -> None:
     """By default there are as many API servers as engines, and each engine has an exporter that starts by itself."""
-    config = configuration(counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
     args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
     with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
         server = plain if api_servers == 1 else by_itself(plain, engines=2)
         for engine, requests in (("0", 24), ("1", 40)):
             with Growth(server, connector="steered", engine=engine) as grown:
-                ask_in_turn(server, requests, engine)
-            assert_counted_in_turn(grown, requests)
+                metered.ask_in_turn(server, requests, engine)
+            metered.assert_counted_in_turn(grown, requests)
         for engine in ("0", "1"):
             assert hit(server, engine) >= 3 * 32
             assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1, engine=engine)
-            assert 0 < len([s for s in kvobs_samples(server) if s.labels.get("engine") == engine]) <= SERIES_AT_MOST
-        assert_nothing_in_flight(server)
+            series = [s for s in kvobs_samples(server) if s.labels.get("engine") == engine]
+            assert 0 < len(series) <= metered.SERIES_AT_MOST
+        metered.assert_nothing_in_flight(server)
         up = {s.labels["engine"]: s.value for s in server.metrics() if s.name == "kvobs_engine_up"}
         assert up == ({} if api_servers == 1 else {"0": 1, "1": 1})
 

@@ -1,7 +1,5 @@
 """vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, which starts by itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.request
@@ -15,12 +13,10 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import PORT, Exported, by_itself, with_exporter
-from tests.engine.serving import ROOT, eventually, prompt, serve
+from tests.engine.serving import ROOT, eventually, prompt, serve, total
 from tests.versions.engines import RUST_VERSION, overlay, rust_front_end
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]  # the front end is fetched within it
-
-REQUESTS = 6
 
 
 def ask(server: Server, text: str, **headers: str) -> list[int]:
@@ -44,48 +40,24 @@ def rust() -> dict[str, Any]:
     return {"env": env, "imported_with": env, "timeout": 400}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_exporter_has_the_numbers(model: Path, tmp_path: Path, rust: dict[str, Any], ranks: int) -> None:
-    config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
-    with serve(model, tmp_path, config, **rust, tensor_parallel=ranks) as plain:
-        server: Any = Exported(plain, port)
-        server.until_up()
-        texts = [prompt("rust", i) for i in range(REQUESTS)]
-        answers = [ask(plain, text) for text in texts]
-        plain.reset_prefix_cache()
-        assert [ask(plain, text) for text in texts] == answers, "loaded, they answer the same"
-
-        def counted() -> dict[tuple[str, str], float]:
-            names = ("kvobs_lookups_total", "kvobs_loads_total")
-            return {(s.name, s.labels["outcome"]): s.value for s in server.metrics() if s.name in names}
-
-        expected = {
-            ("kvobs_lookups_total", "miss"): REQUESTS,
-            ("kvobs_lookups_total", "hit"): REQUESTS,
-            ("kvobs_loads_total", "ok"): REQUESTS,
-        }
-        assert eventually(lambda: counted() == expected, 10), counted()
-        tokens = {
-            s.name: s.value for s in server.metrics() if s.name.endswith(("load_tokens_total", "cache_hits_total"))
-        }
-        assert tokens["kvobs_load_tokens_total"] == tokens["vllm:external_prefix_cache_hits_total"] > 0
-
-
-def test_each_engine_of_a_data_parallel_group_has_its_exporter(
-    model: Path, tmp_path: Path, rust: dict[str, Any]
+@pytest.mark.parametrize(("ranks", "requests"), [(1, {"0": 6}), (2, {"0": 6}), (1, {"0": 2, "1": 5})], ids=repr)
+def test_each_engine_has_an_exporter_with_its_numbers(
+    model: Path, tmp_path: Path, rust: dict[str, Any], ranks: int, requests: dict[str, int]
 ) -> None:
     config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
-    # vLLM 0.33 wants a memory node of its own for each engine of a group.
-    rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
-    with serve(model, tmp_path, config, "--data-parallel-size", "2", **rust) as plain:
-        server: Any = Exported(plain, port, port + 1)
+    is_group = len(requests) > 1
+    if is_group:  # vLLM 0.33 needs one memory node for each engine of a group
+        rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+    args = ("--data-parallel-size", str(len(requests))) if is_group else ()
+    with serve(model, tmp_path, config, *args, **rust, tensor_parallel=ranks) as plain:
+        server: Any = Exported(plain, *range(port, port + len(requests)))
         server.until_up()
-        requests = {"0": 2, "1": 5}
         for engine, count in requests.items():
+            headers = {"X-data-parallel-rank": engine} if is_group else {}
             texts = [prompt("rust", engine, i) for i in range(count)]
-            answers = [ask(plain, text, **{"X-data-parallel-rank": engine}) for text in texts]
+            answers = [ask(plain, text, **headers) for text in texts]
             plain.reset_prefix_cache()
-            assert [ask(plain, text, **{"X-data-parallel-rank": engine}) for text in texts] == answers
+            assert [ask(plain, text, **headers) for text in texts] == answers, "loaded, they answer the same"
 
         def counted() -> dict[tuple[str, str, str], float]:
             return {
@@ -100,6 +72,9 @@ def test_each_engine_of_a_data_parallel_group_has_its_exporter(
             for metric, outcome in (("lookups", "miss"), ("lookups", "hit"), ("loads", "ok"))
         }
         assert eventually(lambda: counted() == expected, 10), counted()
+        if not is_group:
+            hits = total(server, "vllm:external_prefix_cache_hits_total")
+            assert total(server, "kvobs_load_tokens_total") == hits > 0
 
 
 @pytest.mark.usefixtures("_default_port")

@@ -1,7 +1,5 @@
 """Real vLLM servers on the CPU: kvobs answers what stock answers, in every shape, and survives what ends stock."""
 
-from __future__ import annotations
-
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +122,7 @@ def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path,
         for i in range(5):
             assert ask(text, saver=one_rank) == expected, i
         assert eventually(idle), "blocks are held for a save that rank 0 has reported"
-        assert total(server, "kvobs_saves_total", connector="saver", outcome="ok") == 5
+        assert eventually(lambda: total(server, "kvobs_saves_total", connector="saver", outcome="ok") == 5)
 
         for order in ({"load_ms": 300, "save": 600}, {"load_ms": 600, "save": 300}):
             saver = {"promise": True, "save_ms": {"0": order["save"]}}
@@ -140,10 +138,10 @@ def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path,
         first = ask(stored)
         assert eventually(idle)
         assert ask(stored, loader=slow_rank) == first
-        assert total(server, "kvobs_loads_total", connector="loader", outcome="ok") == 1
+        assert eventually(lambda: total(server, "kvobs_loads_total", connector="loader", outcome="ok") == 1)
         lies = {"stray": "load", "stray_ms": 0}
         assert ask(prompt("lie"), saver=lies, loader={"offer": 0})
-        assert total(server, "kvobs_stray_reports_total", connector="saver", kind="load") > 0
+        assert eventually(lambda: total(server, "kvobs_stray_reports_total", connector="saver", kind="load") > 0)
         assert ask(text) == expected
 
 

@@ -1,7 +1,5 @@
 """A server that hangs in a child and is killed: the files of its processes say what each of them did last."""
 
-from __future__ import annotations
-
 import json
 import re
 import stat
@@ -24,9 +22,7 @@ LOADS = {"offer": 64, "async": True, "load_ms": {"0": 20, "1": 60}, "promise": T
 HANGS = {"sleep_in": "wait_for_save", "sleep_ms": {"1": 600_000}}  # on rank 1
 
 
-def test_a_killed_server_leaves_the_last_calls_of_each_process(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_server_leaves_the_last_calls(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
     folder, out = tmp_path / "timeline", tmp_path / "timeline.json"
     config = multi_connector(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])

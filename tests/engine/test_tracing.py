@@ -1,7 +1,5 @@
 """Spans of real servers, as a real collector receives them, by both protocols."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict
@@ -16,13 +14,13 @@ import pytest
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
+from tests.engine import serving
 from tests.engine.children import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
 from tests.engine.serving import (
     BOTH_RANKS_ON_ONE_CORE,
-    ROOT,
     TOKENS,
     ask_all,
     eventually,
@@ -138,7 +136,7 @@ def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Ser
 
 
 def test_prometheus_keeps_it_with_the_jobs_of_the_page(server: Server, collector: Collector, tmp_path: Path) -> None:
-    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
+    (jobs,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (serving.ROOT / "docs/metrics.md").read_text(), re.DOTALL)
     jobs = jobs.replace("localhost:8000", f"{HOST}:{server.port}")
     with scraping(tmp_path, jobs, "--enable-feature=exemplar-storage") as prometheus:
         headers = traceparent()

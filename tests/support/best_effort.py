@@ -1,15 +1,12 @@
 """A real scheduler and two ranks whose first child is isolated; time is the test's."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import pytest
 
 from kvobs.testing import Script
 from tests.support.observed import KV, SYNC, Clocked, S
 from tests.support.rig import child_config
-
-if TYPE_CHECKING:
-    import pytest
 
 __all__ = ["KV", "SYNC", "Isolating", "S", "named"]
 

@@ -1,7 +1,5 @@
 """Configurations, and what vLLM builds of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +8,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvobs.cli.check.check import Checked
+from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import PATH
 from kvobs.testing import Script, cache_config, engine_config
@@ -50,6 +48,13 @@ def starts(config: Mapping[str, Any]) -> bool:
 
 def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
     return child_config(Script(cls), cls, **more)
+
+
+def check(config: Mapping[str, Any], *flags: Flags) -> Checked:
+    """Check a configuration's text, and the classes of its connectors."""
+    checked = check_text(config, *flags)
+    check_classes(checked)
+    return checked
 
 
 def paths(checked: Checked) -> list[str]:

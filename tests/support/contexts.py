@@ -1,21 +1,17 @@
 """What the tests of tracing share: what a client may send, a sampler that says what a test wants, and records."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
 from kvobs.telemetry.payload.wire import Group
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.requests.trace_context import TraceContext
-
-if TYPE_CHECKING:
-    import pytest
 
 SAMPLED = TraceContext("a" * 31 + "1", "b" * 15 + "1", True)
 UNSAMPLED = TraceContext("c" * 31 + "1", "d" * 15 + "1", False)

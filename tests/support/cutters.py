@@ -1,18 +1,14 @@
 """What makes spans of records, with a clock and a memory of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvobs.export.span_export import SpanCutter
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
 
 MODEL = {"gen_ai.request.model": "tiny"}
 

@@ -1,20 +1,20 @@
 """A real scheduler and aggregator whose time is the test's, and whose metrics end where Prometheus reads them."""
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import pytest
 
 from kvobs import routing
+from kvobs.children import collector
+from kvobs.export import totals
+from kvobs.routing import outcomes
+from kvobs.telemetry.payload import wire
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.front import Front
 from tests.support.rig import child_config
-
-if TYPE_CHECKING:
-    import pytest
 
 S = 10**9
 STEP_S = 0.2
@@ -36,6 +36,10 @@ class Clocked:
         ):
             if hasattr(module, "wall_ns"):
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
+        patch.setattr(outcomes, "WALL_OFFSET", 0)
+        patch.setattr(collector, "EVERY_NS", STEP_S * S)  # each step flushes
+        for ages in (wire, totals):
+            patch.setattr(ages, "perf_counter_ns", lambda: self.now_ns)
         self.rig = Rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
 
     @property

@@ -1,17 +1,16 @@
 """What the tests of `kvobs timeline` share: processes made of records, and the command."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
 from kvobs.cli.timeline.recordings import Process
+from kvobs.cli.timeline.snapshot import read
 from kvobs.telemetry.timeline import open_table
 from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, layer_words
 from kvobs.telemetry.timeline.open_table import OpenTable
-from kvobs.telemetry.timeline.ring import Ring, read
+from kvobs.telemetry.timeline.ring import Ring
 
 CHILDREN = ["one", "two"]
 

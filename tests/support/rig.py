@@ -1,7 +1,5 @@
 """What kvobs's own tests need beside ``kvobs.testing``: other scripted connectors, counts, kvobs's own state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvobs.schema import signals
@@ -51,14 +49,21 @@ def _place(child: int, metric: str, *labels: str) -> int:
     return signals.place(child, signals._BY_VALUES[(metric, *labels)].first)
 
 
+def assert_gone_after(rig: Rig, script: Script, steps: int, rank: int = 0, **said: str) -> None:
+    """Let a child say something on a rank: some steps later vLLM must be done with the request "r"."""
+    script.say(rank, **said)
+    rig.run(steps)
+    assert rig.status("r") == "gone"
+
+
 def assert_nothing_is_left(rig: Rig) -> None:
     """Let the engine go idle: every block must be free, and no book of kvobs's may hold anything."""
     rig.run(3)
     assert rig.scheduler.requests == {}
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
-    assert (len(side.ledger), len(side.offers), side.next_orders.made) == (0, 0, None)
-    assert len(side.open_lookups) == 0
+    assert (len(side.ledger._entries), len(side.offers._asked), side.next_orders.made) == (0, 0, None)
+    assert side.open_lookups._open == {}
     assert not any(visibility or visibility._over for visibility in side.visibility)
     assert all(asked == {} for asked in side.isolation._asked.values())
     assert not isinstance(side.traces, Traces) or len(side.traces) == 0

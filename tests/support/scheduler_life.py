@@ -1,7 +1,5 @@
 """A scheduler's side under random requests, reports and aborts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -62,7 +60,7 @@ class Life:
         """Let every child report all it owes, on every rank, until the engine is idle."""
         for _ in range(12):
             for request_id in list(self.rig.scheduler.requests):
-                owner = self.rig.connector._side.ledger.owner(request_id)
+                owner = self.rig.connector._side.ledger.arrive(request_id).owner
                 for i, script in enumerate(self.scripts):
                     script.offers[request_id] = (0, False)
                     for rank in range(RANKS):

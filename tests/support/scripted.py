@@ -1,7 +1,5 @@
 """Scripted connectors with more than authors need: of other kinds, with stats, metrics, handshakes and events."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -116,7 +114,7 @@ class Tally(KVConnectorWorkerMetadata):
     def __init__(self, n: int) -> None:
         self.n = n
 
-    def aggregate(self, other: Any) -> Tally:
+    def aggregate(self, other: Any) -> "Tally":
         return Tally(self.n + other.n)
 
 
@@ -125,7 +123,7 @@ class Stats(KVConnectorStats):
 
     data: dict[str, Any]
 
-    def aggregate(self, other: KVConnectorStats) -> Stats:
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
         self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 

@@ -1,17 +1,13 @@
 """The same engine with its spans in memory, and what is asked of them."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvobs.testing import Script
 from tests.support.observed import Observed
-
-if TYPE_CHECKING:
-    import pytest
-    from opentelemetry.sdk.trace import ReadableSpan
 
 CLIENT_TRACE, CLIENT_SPAN = "ab" * 16, "cd" * 8
 SAMPLED = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}

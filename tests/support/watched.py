@@ -1,11 +1,11 @@
 """A process that has a black box, and whose connector 'remote' hangs, raises, or ends it in a call."""
 
-from __future__ import annotations
-
 import ctypes
+import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +29,18 @@ def config(engine: str) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
 
 
+class _Slow:
+    def __del__(self) -> None:
+        ctypes.PyDLL(None).sleep(2)  # with the GIL held, as in all of a collection
+
+
+def _collect() -> None:
+    cycle: list[Any] = [_Slow()]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+
 def _hold_the_gil() -> None:
     ctypes.PyDLL(None).sleep(600)
 
@@ -40,6 +52,7 @@ def _raise() -> None:
 FAULTS = {
     "hangs": lambda: time.sleep(600),
     "holds the GIL": _hold_the_gil,
+    "collects": _collect,
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raises": _raise,
     "exits": lambda: os._exit(3),
@@ -118,4 +131,5 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
         recorded(*arguments)
         time.sleep(600 if fault == "stays after it" else 0)
     finally:
-        box.ended_by(lambda: None)()
+        if not isinstance(sys.exception(), Exception):
+            box.close()

@@ -1,7 +1,5 @@
 """What workers report in a step, and an aggregator for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector import utils as stock
@@ -28,7 +26,7 @@ class Meta(KVConnectorWorkerMetadata):
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Meta:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Meta":
         return Meta(*self.ranks, *other.ranks)
 
 

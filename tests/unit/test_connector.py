@@ -1,8 +1,8 @@
 """The class that vLLM sees: its identity, its roles, and what a newer vLLM's hooks do."""
 
-from __future__ import annotations
-
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvobs
+from kvobs.routing.scheduler import SchedulerSide
+from kvobs.telemetry.requests.request_log import RequestLog
+from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS
 from tests.support.rig import child_config
@@ -160,3 +163,28 @@ def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
     cls = KVConnectorFactory.get_connector_class(transfer)
     worker: Any = cls(engine_config(transfer, 2, rank), KVConnectorRole.WORKER, cache_config())
     assert worker._side.rank == own
+
+
+@pytest.mark.parametrize(("error", "is_well"), [(None, True), (SystemExit, True), (RuntimeError, False)])
+def test_what_records_the_connectors_ends_after_them(
+    error: type[BaseException] | None, is_well: bool, a: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls the hook after SIGTERM, and while an error ends the engine; the next start needs the page then."""
+    ended: list[Any] = []
+    rig = Rig("kvobs", a, kvobs={"request_log": str(tmp_path / "log")})
+    monkeypatch.setattr(rig.connector, "_feed", SimpleNamespace(close=lambda **how: ended.append(how)))
+    for cls, name in ((RequestLog, "close"), (SchedulerSide, "feed_last"), (BlackBox, "close")):
+        monkeypatch.setattr(cls, name, lambda *_, cls=cls: ended.append(cls))
+    a.raises = {"shutdown": TimeoutError()}
+
+    def end() -> None:
+        try:
+            if error is not None:
+                raise error
+        finally:
+            rig.connector.shutdown()
+
+    with pytest.raises(TimeoutError):
+        end()
+    assert a.called("shutdown")
+    assert ended == [RequestLog, SchedulerSide, {"is_well": is_well}, *([BlackBox] if is_well else [])]

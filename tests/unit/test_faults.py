@@ -24,8 +24,17 @@ def test_it_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogCapt
         fail(where)
     assert [record.args for record in caplog.records] == [("record",), ("apply",)]
     assert all(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
+    assert faults.are_waiting()
     assert faults.take() == {"record": 2, "apply": 1}
-    assert faults.take() == {}
+    assert (faults.are_waiting(), faults.take()) == (False, {})
+    assert faults.contained("record")(fail).__name__ == "fail"
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_filter_of_the_log_that_raises_is_suppressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "once", lambda *_, **__: 1 / 0)
+    fail("record")
+    assert faults.take() == {"record": 1}
 
 
 def test_under_pytest_it_is_raised_on() -> None:

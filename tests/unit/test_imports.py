@@ -18,7 +18,7 @@ PURE = ("prediction", "state", "telemetry.recording", "telemetry.requests", "tel
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
-    *("telemetry.payload.wire", "telemetry.payload.scrapes"),
+    *("telemetry.payload.wire", "demo.scrapes"),
     *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
 )
 

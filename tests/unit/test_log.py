@@ -10,7 +10,8 @@ from kvobs import log
 def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert log.once("k", logging.WARNING, "said %d", 1) is True
     assert log.once("k", logging.WARNING, "said %d", 2) is False
-    assert [record.getMessage() for record in caplog.records] == ["said 1"]
+    assert [(record.getMessage(), bool(record.exc_info)) for record in caplog.records] == [("said 1", False)]
+    assert log.line("x" * 200) == "x" * 120 + "..."
 
 
 def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,19 +4,21 @@ vLLM's real scheduler and aggregator, two ranks, every hop pickled or packed, kv
 test's: every step lasts 200 ms, so that every step flushes.
 """
 
-from __future__ import annotations
-
-import math
+import gc
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
+from kvobs.children.specs import STATED_BYTES
 from kvobs.schema.signals import SIGNALS, Scope, Signal
-from kvobs.testing import BLOCK, Script
+from kvobs.telemetry.recording.pauses import OF_PROCESS
+from kvobs.testing import BLOCK, Script, entry_of
 from tests.support.observed import KV, NAMES, STEP_S, Observed
 from tests.support.rig import child_config
 
@@ -81,13 +83,13 @@ def test_lookups(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     b.offers["r"] = KV
     engine = Observed(monkeypatch, a, b, lookup_timeout_ms=100_000)
     engine.rig.add("r")
-    engine.step(2)
+    engine.step()
     assert engine.value("kvobs_in_flight", kind="lookup") == 1
-    began = engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup")
-    assert began == pytest.approx(engine.now - STEP_S)
+    engine.step()
+    assert engine.value("kvobs_oldest_in_flight_seconds", kind="lookup") == pytest.approx(STEP_S)
     engine.step()
     assert engine.value("kvobs_in_flight", kind="lookup") == 0
-    assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="lookup"))
+    assert engine.value("kvobs_oldest_in_flight_seconds", kind="lookup") == 0
     outcomes = {outcome: engine.value("kvobs_lookups_total", outcome=outcome) for outcome in ("pending", "miss")}
     assert outcomes == {"pending": 1, "miss": 1}, "a request counts once, however often it is looked up"
     assert engine.value("kvobs_lookups_total", "two", outcome="hit") == 1
@@ -119,10 +121,11 @@ def test_a_promised_save(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) 
     b.promises.add("r")
     engine = Observed(monkeypatch, a, b)
     engine.rig.add("r", max_tokens=1)
-    engine.step(2)
-    promised = engine.now - STEP_S
+    engine.step()
+    promised = engine.now
     assert engine.value("kvobs_in_flight", "two", kind="save") == 1
-    assert engine.value("kvobs_oldest_in_flight_timestamp_seconds", "two", kind="save") == pytest.approx(promised)
+    engine.step()
+    assert engine.value("kvobs_oldest_in_flight_seconds", "two", kind="save") == pytest.approx(STEP_S)
     assert engine.value("kvobs_held_tokens", "two", kind="save") == 4 * BLOCK + 1
     b.say(0, saved="r")
     engine.step()
@@ -238,10 +241,44 @@ def test_lines_of_the_request_log_that_do_not_fit(monkeypatch: pytest.MonkeyPatc
     assert 4 <= engine.value("kvobs_request_log_dropped_total", None) <= 6, "two may be in the write that fails"
 
 
-def test_what_is_running_and_configured(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_reuse(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    monkeypatch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": True})
+    connectors = [child_config(a), entry_of(b, kv_connector_extra_config={"tag": b.tag, "bytes": 1_024_000})]
+    engine = Observed(monkeypatch, a, b, ranks=1, connectors=connectors)
+    for request in ("r", "r2"):
+        engine.rig.add(request, tokens=3 * BLOCK, prompt_of="r")
+        engine.step(3)
+    buckets = engine.series("kvobs_reuse_distance_tokens_bucket")
+    assert (buckets[("1024.0",)], buckets[("+Inf",)]) == (2 * BLOCK, 4 * BLOCK), "the last token is always computed"
+    assert engine.value("kvobs_prompt_tail_tokens_total", None) == 2 * BLOCK
+    assert engine.value("kvobs_local_cache_tokens", None) == 64 * BLOCK
+    assert engine.series("kvobs_capacity_tokens") == {("two",): 1000}
+
+
+def test_kv_events(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     engine = Observed(monkeypatch, a, b, ranks=1)
+    a.answers["take_events"] = [BlockRemoved([1], "CPU")]
+    engine.rig.add("r")
+    engine.step()
+    engine.step()
+    assert engine.value("kvobs_kv_events_total", "one", type="removed", medium="cpu") >= 1
+
+
+def test_pauses_of_the_garbage_collector(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Observed(monkeypatch, a, b, ranks=1)
+    while OF_PROCESS.collects not in gc.callbacks:
+        time.sleep(0.01)
+    gc.collect()
+    engine.rig.add("r")
+    engine.step(2)
+    assert sum(engine.series("kvobs_gc_pause_seconds_total").values()) > 0
+
+
+def test_what_is_running_and_configured(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    engine = Observed(monkeypatch, a, b, ranks=1, link_gbps={"two": 400})
     assert list(engine.series("kvobs_build_info").values()) == [1]
     assert list(engine.series("kvobs_connector_info").values()) == [1, 1]
+    assert engine.series("kvobs_link_bytes_per_second") == {("two",): 50e9}
 
 
 @pytest.mark.parametrize("signal", SIGNALS, ids=[signal.name for signal in SIGNALS])

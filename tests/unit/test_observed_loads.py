@@ -1,14 +1,11 @@
 """What loads count, from the event that causes it to the number that Prometheus reads: see ``test_observed``."""
 
-from __future__ import annotations
-
-import math
 from typing import Any
 
 import pytest
 
 from kvobs.testing import BLOCK, Script
-from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed
+from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed, S
 
 
 def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -20,9 +17,10 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     engine = Observed(monkeypatch, a, b)
     engine.rig.add("r")
     engine.step()
-    started = engine.now
     assert engine.value("kvobs_in_flight", kind="load") == 1
-    assert engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load") == pytest.approx(started)
+    engine.now_ns += S  # no step runs
+    assert engine.value("kvobs_oldest_in_flight_seconds", kind="load") == pytest.approx(1)
+    engine.now_ns -= S
     assert engine.value("kvobs_held_tokens", kind="load") == 2 * BLOCK
     a.say(0, received="r")
     engine.step(2)
@@ -41,10 +39,43 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     assert engine.series("kvobs_slowest_rank_total") == {("one", "1"): 1}
     assert engine.value("kvobs_in_flight", kind="load") == 0
     assert engine.value("kvobs_held_tokens", kind="load") == 0
-    assert math.isnan(engine.value("kvobs_oldest_in_flight_timestamp_seconds", kind="load"))
+    assert engine.value("kvobs_oldest_in_flight_seconds", kind="load") == 0
     assert engine.value("kvobs_load_resume_delay_seconds_count") == 1
     assert engine.value("kvobs_load_resume_delay_seconds_sum") == pytest.approx(STEP_S)
     assert {child for child, *_ in engine.series("kvobs_load_duration_seconds_count")} == {"one"}
+
+
+GAUGES = ("in_flight", "oldest_in_flight_seconds", "held_tokens")
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_load_that_is_in_and_not_resumed(
+    is_aborted: bool, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine waits, and each of its empty steps may send the gauges."""
+    a.offers["r"] = KV
+    engine = Observed(monkeypatch, a, b, ranks=1, stuck_after_s=1)
+    engine.rig.add("r")
+    engine.step()
+    tokens = engine.rig.scheduler.max_num_scheduled_tokens
+    engine.rig.scheduler.max_num_scheduled_tokens = 0
+    a.say(0, received="r")
+    engine.step(2)
+    assert engine.value("kvobs_in_flight", kind="resume") == 1
+    engine.step(9)
+    gauges = {
+        kind: tuple(engine.value(f"kvobs_{name}", kind=kind) for name in GAUGES) for kind in ("load", "resume", "save")
+    }
+    assert gauges == {"load": (0, 0, 0), "resume": (1, pytest.approx(10 * STEP_S), 2 * BLOCK), "save": (0, 0, 0)}
+    if is_aborted:
+        engine.rig.abort("r")
+    else:
+        engine.rig.scheduler.max_num_scheduled_tokens = tokens
+    engine.step(2)
+    assert [engine.value(f"kvobs_{name}", kind="resume") for name in GAUGES] == [0, 0, 0]
+    assert [record.getMessage() for record in caplog.records if "in progress" in record.message] == [
+        "connector 'one': resume of 1 request (r) in progress for 1 s, with 32 tokens: waits for vLLM's scheduler"
+    ]
 
 
 def test_a_sync_load_takes_what_the_slowest_rank_took(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

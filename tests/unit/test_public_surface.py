@@ -1,7 +1,5 @@
 """The public names are those of ``__all__``: each exists and is described, and none is public by accident."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -18,7 +16,7 @@ from kvobs import testing
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
-        *("Series", "slot", "find", "locate", "place", "of_child"),  # places in the payload
+        *("slot", "find", "locate", "place", "of_child"),  # places in the payload
         "labelnames",  # of what the exporter serves
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },

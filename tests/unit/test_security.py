@@ -1,7 +1,5 @@
 """Nothing is unpickled, imported or run at a peer's word; what clients send is bounded; nothing secret gets out."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys
@@ -18,7 +16,6 @@ import kvobs
 import tests.support.scripted
 from kvobs.schema.signals import OPEN, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES
-from kvobs.telemetry.payload import stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
 from kvobs.telemetry.payload.wire import VERSION
@@ -68,30 +65,29 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     talking = {name for name, imported in found if imported in TALKS}
     assert talking == {
         "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
-        "check.py",  # the command kvobs check, which looks whether the exporter's port is free
         "live.py",  # the same with --server and --prometheus, which reads what it is given
         "feed.py",  # starts the exporter, over a socket without address
         *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
     }
-    # A configuration in YAML, for the command kvobs check; it makes no objects.
-    assert [one for one in found if one[1] in UNPICKLES] == [("source.py", "yaml")]
-    of_yaml = [ast.unparse(node) for name, node in in_production() if name == "source.py" and called(node)]
-    assert [call for call in of_yaml if call.startswith("yaml.")] == ["yaml.safe_load(text)"]
+    # A configuration in YAML, for the command kvobs check; it makes no objects. The exporter's is msgspec's.
+    assert {one for one in found if one[1] in UNPICKLES} == {("source.py", "yaml")}
+    of_yaml = {ast.unparse(node) for _, node in in_production() if called(node)}
+    safe = {"yaml.safe_load_all(text)"}
+    assert {call for call in of_yaml if call.startswith("yaml.")} == safe
     importers = {name for name, imported in found if imported == "importlib"}
-    # Commands, which ask whether vLLM and a connector's library are there, and in which package a child is.
-    of_check = {"classes.py", "vllm_source.py", "known.py"}
-    assert importers == {"commands.py", *of_check}
+    # Commands, which ask whether vLLM and a connector's library are there.
+    assert importers == {"commands.py", "vllm_source.py", "known.py"}
     loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
         ("topology.py", "json.loads(path.read_bytes())"),  # a model's config.json, for the command kvobs topology
-        ("source.py", "json.loads(text)"),  # the configuration, for the command kvobs check
+        ("source.py", "json.loads(text, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
         ("source.py", "json.loads(value or '')"),
         ("source.py", "json.loads(json.dumps(config, default=str))"),
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
-        ("process.py", "json.loads(error.read(READ))"),  # /healthz of an exporter that has the port
-        ("ring.py", "json.loads(bytes(memory[_HEAD.size:_HEAD.size + length]))"),  # for the command kvobs timeline
+        ("snapshot.py", "json.loads(bytes(memory[HEAD.size:HEAD.size + length]))"),  # for the command kvobs timeline
         ("black_box.py", "json.loads(about)"),  # the description of an engine's process, of this user
+        ("engine_watch.py", "json.loads(text)"),  # its end, likewise
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
     }
 
@@ -107,12 +103,14 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     found = [one for one in found if ast.unparse(one[1]) not in spans]
     of_timeline = {
         "process.py": 1,  # /dev/null in the place of the engine's stderr
+        "web_config.py": 1,  # to read the exporter's certificates
         "black_box.py": 1,  # to read the page of an engine's process
-        "ring_files.py": 4,  # the folder and files of kvobs.timeline.dir; to look whether one is still written
+        # The folder and files of kvobs.timeline.dir, the end of an engine; to look whether a file is still written.
+        "ring_files.py": 8,
         "recordings.py": 2,  # to read them
         "chrome_trace.py": 2,  # what the command kvobs timeline writes
     }
-    of_log = {"request_log.py": 2}  # the file of kvobs.request_log, or the engine's stderr
+    of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
         "command.py": 1,  # kvobs check: /dev/null, for the output of vLLM's import
@@ -179,7 +177,6 @@ def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeyp
         tests.support, "scripted", tests.support.scripted
     )  # importing it again sets it, beside the entry there
     monkeypatch.delitem(sys.modules, "tests.support.scripted")
-    monkeypatch.setattr(stats, "_found", {})
     assert _class_at(path) is None
     Front(child_config(Script("a"), "MeteredConnector"))
     assert class_path(_class_at(path)) == path
