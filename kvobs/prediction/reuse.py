@@ -78,8 +78,11 @@ class ReuseDistances:
             if place < lowest:
                 distance += weight if place == lowest - 1 else int(self._weights[place:lowest].sum())
                 lowest = place
-                if distance > limit:
-                    size = bisect_left(self._sizes, distance, size)
+                while distance > limit:  # the run's first blocks are nearer than its last
+                    nearer = max(0, weight - (distance - limit))
+                    counted[size] += nearer
+                    weight -= nearer
+                    size += 1
                     limit = self._sizes[size]
             counted[size] += weight
             seen = end

@@ -66,6 +66,12 @@ def rag(draw: random.Random) -> Iterator[Prompt]:
         yield prompt(*parts, (("question", i), draw.randrange(2, 40)))
 
 
+def one_system_prompt(draw: random.Random) -> Iterator[Prompt]:
+    """Yield questions behind one system prompt: all reuse has nearly one distance."""
+    for i in range(400):
+        yield prompt(("system", 1500), (i, draw.randrange(1, 100)))
+
+
 def nothing(draw: random.Random) -> Iterator[Prompt]:
     for i in range(600):
         yield prompt((i, draw.randrange(50, 300)))
@@ -100,7 +106,7 @@ def estimated(prompts: Iterable[Prompt], sizes: Sequence[int]) -> list[int]:
     return list(accumulate(counted))
 
 
-@pytest.mark.parametrize("trace", [zipf, chats, rag, nothing, scan])
+@pytest.mark.parametrize("trace", [zipf, chats, rag, one_system_prompt, nothing, scan])
 def test_the_share_of_a_cache_of_any_size_is_within_two_points_of_that_of_a_real_one(
     trace: Callable[[random.Random], Iterator[Prompt]],
 ) -> None:
