@@ -116,12 +116,12 @@ class EngineWatch:
         """Show and log an end, and leave it for the next life."""
         self._end = end
         log.error("the engine has ended%s", _described(end))
-        with ring_files.reported("end", "an engine's end is not kept for its next life: %s"):
+        with ring_files.reported("an engine's end is not kept for its next life: %s"):
             ring_files.write(folder(), self._file, json.dumps(end).encode())
 
     def _read_previous(self) -> End | None:
         """Return and log the end that the previous life has left, if it is new."""
-        with ring_files.reported("end", "the last end of the engine can't be read: %s"), suppress(FileNotFoundError):
+        with ring_files.reported("the last end of the engine can't be read: %s"), suppress(FileNotFoundError):
             text, at_s = ring_files.take(folder(), self._file, _BYTES)
             match json.loads(text):
                 case [str(connector), str(hook), None | int() as rank, str(reason)] if hook in ("", *HOOKS):

@@ -45,6 +45,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = tuple(
         ("kvobs/prediction/reuse.py", "ReuseDistances.observe",
          "weight = run if place >= thinned else run * self._scales.item(place)", ">=", ">",
          "from there on all scales are 1"),
+        ("kvobs/export/totals.py", "Exposition.forget", 'self._last = -FRESH_S, "", b""', 'b""', 'b"XXXX"',
+         "a text of no type is never served"),
         *(("kvobs/telemetry/requests/sampling.py", "Verdicts.__init__",
            "self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler",
            "shutdown_on_exit=False", other, "it has no processor that could be shut down")

@@ -197,7 +197,7 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
     Where there can't be one the reason is logged: then nobody sees this process's calls.
     """
     memory = remove = None
-    with ring_files.reported("black box:off", "calls in progress can't be shown: %s. Serving is not affected"):
+    with ring_files.reported("calls in progress can't be shown: %s. Serving is not affected"):
         place = f"{Identity.of(vllm_config).pages()}-{file_place_of(rank)}"
         memory, remove = ring_files.create_temporary(folder(), place, _size(_about(names, rank), names), SUFFIX)
     box = BlackBox(names, rank, contained, memory, remove)

@@ -293,7 +293,7 @@ def begin(
     if options.dir is None:
         return None
     message = "the timeline is not recorded: %s. Serving is not affected. kvobs.timeline.dir is %s"
-    with ring_files.reported("timeline:off", message, line(options.dir)):
+    with ring_files.reported(message, line(options.dir)):
         identity = Identity.of(vllm_config)
         about = {
             "run": identity.digest(b"run").hex(),

@@ -23,12 +23,12 @@ NEW_NS = 10 * 10**9
 
 
 @contextmanager
-def reported(key: str, message: str, *args: object) -> Iterator[None]:
+def reported(message: str, *args: object) -> Iterator[None]:
     """Log once why a file can't be had, the first argument of ``message``; contain any other error."""
     try:
         yield
     except (OSError, ValueError) as error:
-        once(key, logging.WARNING, message, line(error, 400), *args)
+        once(message, logging.WARNING, message, line(error, 400), *args)
     except Exception:
         faults.contain("record")
 

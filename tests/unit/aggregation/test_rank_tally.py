@@ -15,6 +15,15 @@ def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
     assert Round(RoundStart(0, 4, 3), 0b010).missing == ()
 
 
+def test_the_next_stuck_round_is_the_oldest_that_was_not_found_yet() -> None:
+    rounds = Rounds()
+    for request, now in (("a", 5), ("b", 8)):
+        rounds.count(request, 1, RoundStart(now, 2, 2))
+    for before, due in ((4, 15), (5, 18), (8, None)):
+        rounds.find_stuck(before)
+        assert rounds.next_stuck(10) == due
+
+
 def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:
     tally = Tally()
     tally.count([(1, {"r"})], RoundStart(0, 2, 3))

@@ -87,6 +87,17 @@ def test_a_hang_is_logged_once(
     assert caplog.text.count("connector 'remote' has been in start_load_kv on rank 1 for ") == 1
 
 
+@pytest.mark.parametrize(("age_s", "is_logged"), [(9, False), (11, True)])
+def test_a_call_hangs_after_ten_seconds(
+    age_s: int, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
+    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, time.perf_counter_ns() - age_s * 10**9)
+    monkeypatch.setattr(watch, "calls", lambda: [call])
+    watch._log_hanging()
+    assert (f"has been in wait_for_save on rank 0 for {age_s} s" in caplog.text) is is_logged
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"), [("exits", "exit 3"), ("is killed", "SIGKILL"), ("raises", "RuntimeError")]
 )

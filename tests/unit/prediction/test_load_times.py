@@ -98,6 +98,13 @@ def test_a_prediction_for_the_last_sizes_is_among_those_seen(loads: list[tuple[i
     assert expected(times, tokens) == pytest.approx(0.2, rel=0.5 + 1e-9)
 
 
+def test_two_loads_of_different_sizes_have_a_slope_from_the_stated_ratio_on() -> None:
+    for tokens, line in ((1249, None), (1250, (1.0, 0.004))):
+        times = LoadTimes()
+        times._loads.extend([(1000, 5.0), (tokens, 6.0)])
+        assert times._through_pairs() == (line and pytest.approx(line))
+
+
 def test_an_outlier_counts_for_little() -> None:
     """Sizes below those that were seen are guessed from the line, which it may bend there."""
     errors = []

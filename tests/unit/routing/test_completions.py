@@ -21,7 +21,7 @@ from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, with_own_stats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, child_config, counted, started
@@ -383,6 +383,7 @@ def test_what_a_child_changes_of_its_own_stats_counts() -> None:
     shown.watchers[2].change = assign(kv_connector_stats=None)
     shown.show()
     assert stats_of(shown.output) == {"0": {"n": 5}, "1": {"n": 6}}
+    assert with_own_stats(shown.output.kv_connector_stats, "2", None, {}) is shown.output.kv_connector_stats
 
 
 def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:

@@ -150,6 +150,8 @@ def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
     scheduling = SimpleNamespace(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
     assert step_limits(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
     assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)
+    del scheduling.long_prefill_token_threshold  # as in other versions
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (2048, 1)
 
 
 # --- the work of a step

@@ -173,6 +173,22 @@ def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script
     assert_nothing_is_left(engine.rig)
 
 
+def test_a_slow_child_keeps_nothing_of_a_request_whose_blocks_it_had(
+    engine: Isolating, a: Script, b: Script, slow: dict[str, float]
+) -> None:
+    """Preempted while it is out, the request gets other blocks: not even its end is shown where some save the rest."""
+    engine.rig.add("r", max_tokens=50)
+    engine.step(2)
+    slow["update_connector_output"] = 3
+    engine.step()
+    assert engine.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step(2)
+    assert a.called("get_num_new_matched_tokens") == ["r"]
+    engine.rig.abort("r")
+    engine.step(2)
+    assert "r" not in frozenset().union(*(shown.finished for shown in a.called("build_connector_meta")))
+
+
 def test_a_timed_out_lookup_is_not_repeated(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
     """It raises after seconds, and has been asked about several requests before."""
     for request in ("r", "s", "t"):

@@ -93,6 +93,13 @@ def test_without_a_block_size_nothing_is_done() -> None:
     assert not recorder._counts
 
 
+def test_the_tokens_of_a_prompt_that_were_used_before_are_returned_once() -> None:
+    reuse, hashes = PromptReuse(Recorder(0), 8, 0), [b"first hash", b"second hash"]
+    for request, tokens, seen in (("r", 17, 0), ("s", 17, 16), ("t", 16, 8)):
+        live: Any = SimpleNamespace(request_id=request, num_prompt_tokens=tokens, block_hashes=hashes)
+        assert [reuse.allocated(live) for _ in range(2)] == [seen, None]
+
+
 def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blocks() -> None:
     layout = CacheLayout((48, 32))
     assert hash_block_size(SimpleNamespace(hash_block_size=8), layout) == 8
@@ -101,6 +108,7 @@ def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blo
     for stated, tokens in ((5000, 5000), (None, 100 * 32 // 2)):
         config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=stated))
         assert cache_tokens(config, SimpleNamespace(num_blocks=100), layout) == tokens
+    assert cache_tokens(config, SimpleNamespace(num_blocks=100), CacheLayout(())) == 0
 
 
 OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}

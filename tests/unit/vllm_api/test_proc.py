@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvobs.vllm_api import proc
 from kvobs.vllm_api.proc import cores_of_parent, start_time, stat
 
 
@@ -44,6 +45,14 @@ def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how()
     assert (stat(process.pid)[1][0], start_time(process.pid)) == ("Z", None)
     process.communicate()
     assert start_time(process.pid) is None
+
+
+@pytest.mark.parametrize(("state", "is_stopped"), [("T", True), ("t", True), ("S", False)])
+def test_a_process_is_stopped_by_a_signal_or_a_debugger(
+    state: str, is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "stat", lambda _: ("name", [state]))
+    assert proc.is_stopped(1) is is_stopped
 
 
 def test_the_cores_are_those_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import re
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,6 +275,11 @@ def test_the_files_hold_no_content_and_no_ids(folder: Path, a: Script, b: Script
     request = next(one.request for one in by_name(folder)["scheduler"].transfers)
     assert request.to_bytes(8, "little", signed=True) in held
     assert len({one.request for process in by_name(folder).values() for one in process.transfers}) == 1
+
+
+def test_any_text_may_be_an_id() -> None:
+    flight: Any = SimpleNamespace(_key=b"key")
+    assert Flight._hashed(flight, "\ud800") != Flight._hashed(flight, "\ud801")
 
 
 def test_without_the_option_it_is_off(tmp_path: Path, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
