@@ -21,7 +21,7 @@ import pytest
 
 FORK = multiprocessing.get_context("fork")
 _OURS = ("kvobs", "tests", "dashboards", "docs", "conftest")
-_OPTIONS = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+_OPTIONS = ["-x", "-q", "-rfE", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
 _OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins: this process has imported them
 _MARKS = "not engine and not contract and not connectors and not slow and not ray"
 PER_TEST_S = 120
