@@ -34,8 +34,9 @@ class Site:
     failing_engines: float = threshold(0.2, "share of a cluster's loading engines whose loads fail at the same time")
     few_failing_engines: int = threshold(3, "engines whose loads fail; fewer raise only the alerts of each engine")
     load_age_s: int = threshold(60, "age of the oldest unfinished load, or loaded request that waits, in seconds")
-    # It must be a bucket bound: only there is a histogram exact.
-    slow_load_s: float = threshold(signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds")
+    slow_load_s: float = threshold(
+        signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds; a bound of the histogram's buckets"
+    )
     slow_load_s_per_1k_tokens: float = threshold(
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvobs.schema import signals
+
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
 CHECKOUT = PACKAGE.parent / "dashboards"
@@ -62,6 +64,8 @@ def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> 
 
 # The settings of a site
 
+_BOUNDS = signals.LOAD_DURATION.buckets[:-1]
+"""Where a quantile of loads is exact; none is above the last bound."""
 _CHANGED = "\n\nThis site has other thresholds than the sections name:\n\n"
 _FIRST_SECTION = "\n\n## "
 _LABEL_NAME = r"[A-Za-z_]\w*"
@@ -154,18 +158,23 @@ def _lines(text: str, name: str, lines: Sequence[str]) -> str:
 
 
 def _thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return all thresholds; ValueError for one with which an alert would never fire, or always."""
     values = {name: str(threshold["value"]) for name, threshold in known.items()}
     for text in chosen:
         name, _, value = text.partition("=")
         if name not in known:
             raise ValueError(f"--threshold {name} is unknown; use one of: {', '.join(known)}")
-        meaning = known[name]["meaning"]
-        pattern, allowed = r"\d+(\.\d+)?", "NUMBER"
-        if "share" in meaning:
-            pattern, allowed = r"0?\.\d*[1-9]\d*|1(\.0+)?", "a number above 0 and at most 1"
-        elif isinstance(known[name]["value"], int):
-            pattern, allowed = r"\d+", "a whole number"
-        if not re.fullmatch(pattern, value):
+        meaning, is_whole = known[name]["meaning"], isinstance(known[name]["value"], int)
+        number = float(value) if re.fullmatch(r"[0-9]+" if is_whole else r"[0-9]*\.?[0-9]+", value) else -1
+        is_right, allowed = number >= 0, "NUMBER"
+        if name == "slow_load_s":
+            is_right, allowed = number in _BOUNDS, f"one of {', '.join(map(str, _BOUNDS))}"
+        elif "share" in meaning:
+            is_right, allowed = 0 < number < 1, "a number above 0 and below 1"
+        elif is_whole:
+            least = 2 if name == "slowed_times" else 1
+            is_right, allowed = number >= least, f"a whole number of at least {least}"
+        if not is_right:
             raise ValueError(f"--threshold {text} is not valid; use {name}={allowed} ({meaning})")
         values[name] = value
     return values
