@@ -42,7 +42,7 @@ class TpKVTopology:
         """Check the known sizes."""
         _check_whole("total_num_kv_heads", self.total_num_kv_heads)
         _check_whole(f"block size of engine {self.engine_id}", self.block_size)
-        heads_of(self.tp_rank, self.tp_size, self._heads)
+        heads_of(self.tp_rank, self.tp_size, self._heads, f"engine {self.engine_id}")
         dims, known = len(self.tensor_shape or ()), len(self._shape)
         # A hybrid model's tensors are shared by attention and state: their shape is not the attention backend's.
         if self.tensor_shape is not None and not self.is_mamba and dims not in (known, known + 1):
@@ -87,34 +87,38 @@ class TpKVTopology:
         """Return the number of tokens of a local block."""
         return _known(self.remote_block_size, self.engine_id, "block size")
 
-    def tp_ratio(self, remote_tp_size: int) -> int:
-        """Return how many local ranks share a remote rank, or, negative, how many remote ranks a local rank reads."""
-        heads_of(0, remote_tp_size, self._heads)
+    def tp_ratio(self, remote_tp_size: int, remote: str = "the remote engine") -> int:
+        """Return how many local ranks share a remote rank, or, negative, how many remote ranks a local rank reads.
+
+        ``remote`` names the other engine in errors.
+        """
+        heads_of(0, remote_tp_size, self._heads, remote)
         large, small = max(self.tp_size, remote_tp_size), min(self.tp_size, remote_tp_size)
         if large % small:
             raise ValueError(
-                f"TP size {self.tp_size} of engine {self.engine_id} and {remote_tp_size} of the remote engine: "
+                f"TP size {self.tp_size} of engine {self.engine_id} and {remote_tp_size} of {remote}: "
                 "one must be a multiple of the other"
             )
         return large // small if self.tp_size == large else -(large // small)
 
-    def block_size_ratio(self, remote_block_size: int) -> int:
-        """Return how many remote blocks fill a local one."""
-        _check_whole("remote block size", remote_block_size)
+    def block_size_ratio(self, remote_block_size: int, remote: str = "the remote engine") -> int:
+        """Return how many remote blocks fill a local one; ``remote`` names the other engine in errors."""
+        _check_whole(f"block size of {remote}", remote_block_size)
         if self.block_size % remote_block_size:
             raise ValueError(
-                f"block size {self.block_size} of engine {self.engine_id} and {remote_block_size} of the remote "
-                "engine: the first must be a multiple of the second"
+                f"block size {self.block_size} of engine {self.engine_id} and {remote_block_size} of {remote}: "
+                "the first must be a multiple of the second"
             )
         return self.block_size // remote_block_size
 
     def tp_ratio_from_engine_id(self, remote_engine_id: str) -> int:
         """Return ``tp_ratio`` of an engine that is known."""
-        return self.tp_ratio(_known(self.remote_tp_size, remote_engine_id, "TP size"))
+        return self.tp_ratio(_known(self.remote_tp_size, remote_engine_id, "TP size"), f"engine {remote_engine_id}")
 
     def block_size_ratio_from_engine_id(self, remote_engine_id: str) -> int:
         """Return ``block_size_ratio`` of an engine that is known."""
-        return self.block_size_ratio(_known(self.remote_block_size, remote_engine_id, "block size"))
+        size = _known(self.remote_block_size, remote_engine_id, "block size")
+        return self.block_size_ratio(size, f"engine {remote_engine_id}")
 
     def is_kv_replicated(self, engine_id: str) -> bool:
         """Return whether an engine has more ranks than the model has KV heads, so that ranks hold copies.
@@ -123,21 +127,22 @@ class TpKVTopology:
         request 38179.
         """
         tp_size = _known(self.remote_tp_size, engine_id, "TP size")
-        heads_of(0, tp_size, self._heads)
+        heads_of(0, tp_size, self._heads, f"engine {engine_id}")
         return tp_size > self.total_num_kv_heads
 
     def replicates_kv_cache(self, remote_engine_id: str) -> bool:
         """Return whether an engine's ranks hold copies; with MLA they always do."""
         return self.is_kv_replicated(remote_engine_id) or self.is_mla
 
-    def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
+    def get_target_remote_ranks(self, remote_tp_size: int, remote: str = "the remote engine") -> list[int]:
         """Return the remote ranks with data for this rank, including copies (see ``who_reads``)."""
-        ratio = self.tp_ratio(remote_tp_size)
+        ratio = self.tp_ratio(remote_tp_size, remote)
         return [self.tp_rank // ratio] if ratio > 0 else [self.tp_rank * -ratio + i for i in range(-ratio)]
 
     def get_target_remote_ranks_from_engine_id(self, remote_engine_id: str) -> list[int]:
         """Return ``get_target_remote_ranks`` of an engine that is known."""
-        return self.get_target_remote_ranks(_known(self.remote_tp_size, remote_engine_id, "TP size"))
+        tp_size = _known(self.remote_tp_size, remote_engine_id, "TP size")
+        return self.get_target_remote_ranks(tp_size, f"engine {remote_engine_id}")
 
     def get_transfer_cache_regions(self, cache: Any, layer_spec: Any) -> Any:
         """Return the tensors of a layer's cache that are registered as regions of their own, to be iterated over.
@@ -200,14 +205,14 @@ def who_reads(prefill: Engine, decode: Engine, kv_heads: int, *, is_mla: bool = 
     return reads
 
 
-def heads_of(tp_rank: int, tp_size: int, kv_heads: int) -> range:
-    """Return the KV heads that a rank holds."""
-    _check_whole("TP size", tp_size)
+def heads_of(tp_rank: int, tp_size: int, kv_heads: int, engine: str = "the engine") -> range:
+    """Return the KV heads that a rank holds; ``engine`` names its engine in errors."""
+    _check_whole(f"TP size of {engine}", tp_size)
     _check_whole("number of KV heads", kv_heads)
     if type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
         raise ValueError(f"TP rank {tp_rank!r} with TP size {tp_size}: ranks are 0 to {tp_size - 1}")
     if kv_heads % tp_size and tp_size % kv_heads:
-        raise ValueError(f"TP size {tp_size} with {kv_heads} KV heads: one must be a multiple of the other")
+        raise ValueError(f"TP size {tp_size} of {engine} with {kv_heads} KV heads: one must be a multiple of the other")
     first = tp_rank * kv_heads // tp_size
     return range(first, first + max(1, kv_heads // tp_size))
 

@@ -124,8 +124,10 @@ def topology(
     from kvobs.cli import topology
     from kvobs.topology import Engine
 
-    if (model is None) == (kv_heads is None and not mla):
-        raise typer.BadParameter("give --model, or --kv-heads and/or --mla", param_hint="--kv-heads, --mla, --model")
+    if model is None and kv_heads is None and not mla:
+        raise typer.BadParameter("give --kv-heads, --mla or --model", param_hint="--kv-heads, --mla, --model")
+    if model is not None and (kv_heads is not None or mla):
+        raise typer.BadParameter("give it without --kv-heads and --mla: its config.json has both", param_hint="--model")
     try:
         heads, is_mla = topology.read_model(model) if model else (kv_heads or 1, mla)
         pair = topology.Pair(

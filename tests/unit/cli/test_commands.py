@@ -100,17 +100,17 @@ def test_topology_takes_the_numbers_from_a_model(tmp_path: Path, config: dict[st
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 3}')
     code, output = kvobs("topology", *PAIR, "--model", str(tmp_path))
     assert code == 1
-    assert output.startswith("TP size 2 with 3 KV heads: one must")
+    assert output.startswith("--prefill-tp 4 with 3 KV heads")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("3 --decode-tp 4 --kv-heads 8", "TP size 3 with 8 KV heads: one"),
-        ("4 --decode-tp 3 --kv-heads 8", "TP size 3 with 8 KV heads: one must"),
-        ("4 --decode-tp 3 --kv-heads 12", "TP size 3 .* 4 .*: one must"),
-        ("4 --decode-tp 3 --mla", "TP size 3 .* 4 .*: one must"),
-        ("4 --decode-tp 4 --kv-heads 8 --prefill-block-size 32", "block size 16 .* and 32 of the remote engine: "),
+        ("3 --decode-tp 4 --kv-heads 8", r"--prefill-tp 3 with 8 KV heads \(--kv-heads or --model\): one must be"),
+        ("4 --decode-tp 3 --kv-heads 8", "--decode-tp 3 with 8 KV heads .*: one must"),
+        ("4 --decode-tp 3 --kv-heads 12", "--prefill-tp 4 with --decode-tp 3: one must"),
+        ("4 --decode-tp 3 --mla", "--prefill-tp 4 with --decode-tp 3: one must"),
+        ("4 --decode-tp 4 --mla --prefill-block-size 32", "--decode-block-size 16 with .* 32: the first"),
         ("4 --decode-tp 4 --model /nowhere", "/nowhere/config.json: No such file.*; give the folder"),
     ],
 )
@@ -125,8 +125,8 @@ def test_topology_says_which_numbers_do_not_fit(arguments: str, says: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        *((f"4 --decode-tp 2 {more}", "--kv-heads, --mla, --model")
-          for more in ("", "--model . --mla", "--model . --kv-heads 8")),
+        ("4 --decode-tp 2", "--kv-heads, --mla, --model: give"),
+        *((f"4 --decode-tp 2 --model . {more}", "--model: give it without") for more in ("--mla", "--kv-heads 8")),
         ("4 --decode-tp 2 --kv-heads 0", "--kv-heads"), ("4 --decode-tp 0 --mla", "--decode-tp"),
         ("1025 --decode-tp 1 --mla", "--prefill-tp"), ("4 --mla", "--decode-tp"),
     ],

@@ -109,7 +109,7 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
 def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> None:
     assert facts(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
     for made in (lay_out, as_dict):
-        with pytest.raises(ValueError, match="TP size 3 with 8 KV heads"):
+        with pytest.raises(ValueError, match="--prefill-tp 3 with 8 KV heads"):
             made(Pair(Engine(3, 16), Engine(1, 16), 8))
 
 
