@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import check
-from kvobs.cli.output import examples, fail
+from kvobs.cli.output import count, examples, fail
 from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
 from kvobs.cli.timeline.command import timeline
 from kvobs.cli.web import CaCert, Cert, Key, pair_of, use_certificates
@@ -231,7 +231,7 @@ def export_dashboards(
         raise fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
     for path in written:
         typer.echo(folder / path)
-    typer.echo(f"{len(written)} files written, {len(files) - len(written)} unchanged")
+    typer.echo(f"{count(len(written), 'file')} written, {len(files) - len(written)} unchanged")
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
