@@ -70,8 +70,8 @@ class Watch:
         """Return the server's row."""
         if reading.error is not None:
             seconds = time.monotonic() - reading.error_since_s
-            again = f", for {seconds:.0f} s" if seconds >= 1 else ""
-            return Server(self.address, error=f"{reading.error}{again}")
+            since = f"for {seconds:.0f} s: " if seconds >= 1 else ""
+            return Server(self.address, error=f"{since}{reading.error}")
         if reading.since_start is None:
             return Server(self.address, error=NOT_YET)
         return reading.since_start if since_start else reading.lately or Server(self.address, error=ONLY_ONE)

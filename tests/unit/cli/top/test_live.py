@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,8 @@ def test_a_watched_server_may_go_and_come_back() -> None:
     assert (row.error, row.connectors) == ("no answer: Connection refused", ())
     scrape_all([watch])
     assert watch.reading.error_since_s == since
+    old = replace(watch.reading, error_since_s=since - 60)
+    assert str(watch.row(old, since_start=True).error).startswith("for 60 s: no answer: ")
     with serving(engines) as address:
         watch.url = url_of(address)
         scrape_all([watch])

@@ -146,10 +146,10 @@ def test_a_state_is_told_with_its_age_where_something_hangs(row: ConnectorRow, s
 
 
 def test_of_several_servers_each_has_a_number() -> None:
-    down = Server("localhost:8001", error="no answer: Connection refused, for 12 s")
+    down = Server("localhost:8001", error="for 12 s: no answer: Connection refused")
     two = replace(SERVER, address="localhost:8002", connectors=(replace(CPU, engine="0"), replace(CPU, engine="1")))
     lines = shown([SERVER, down, two], 80).splitlines()
-    assert lines[4] == " 2 localhost:8001  no answer: Connection refused, for 12 s"
+    assert lines[4] == " 2 localhost:8001  for 12 s: no answer: Connection refused"
     assert [line.split()[:3] for line in lines if re.match(r" \d +\d ", line)] == [
         ["1", "0", "cpu"], ["1", "0", "disk"], ["3", "0", "cpu"], ["3", "1", "cpu"]
     ]  # fmt: skip
