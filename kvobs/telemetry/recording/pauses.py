@@ -33,10 +33,11 @@ class Pauses:
         end_ns = begin_ns + spent_ns
         if 0 < self._looked_ns < end_ns - LOOK_NS - LATE_NS:
             sleep(0.01)  # it may have been stopped until just now: the thread has to note that first
-        for begin, end in reversed(self._last):
+        for begin, end in reversed(self._last):  # some overlap: two engines' threads note the same stop
             if end <= begin_ns:
                 break
             spent_ns -= max(0, min(end_ns, end) - max(begin_ns, begin))
+            end_ns = min(end_ns, begin)
         return max(0, spent_ns)
 
     @contained("record")
