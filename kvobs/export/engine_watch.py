@@ -25,7 +25,7 @@ from kvobs.telemetry.payload.wire import EngineInfo
 from kvobs.telemetry.timeline import ring_files
 from kvobs.telemetry.timeline.black_box import STEPS, UNKNOWN, Call, Page, folder, pages, place_of
 from kvobs.vllm_api.hooks import HOOKS
-from kvobs.vllm_api.proc import exit_status, is_stopped
+from kvobs.vllm_api.proc import exit_status, is_ending, is_stopped
 
 SHOWN_NS = 10**9
 """Shorter calls are not shown: they come and go between scrapes."""
@@ -195,7 +195,7 @@ class EngineWatch:
 
     def _are_all_killed(self) -> bool:
         time.sleep(AT_ONCE_S)
-        return not any(page.is_alive for page in tuple(self._pages.values()))
+        return not any(page.is_alive and not is_ending(page.pid) for page in tuple(self._pages.values()))
 
     def _raised(self) -> End | None:
         """Return the exception that ends the engine, the first of those of several ranks."""

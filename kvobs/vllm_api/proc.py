@@ -4,11 +4,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+_EXITING = 0x4  # of the kernel's flags of a process
+
 
 def stat(pid: int) -> tuple[str, list[str]]:
     """Return a process's name and its /proc fields from the state on; OSError if it has ended."""
-    # The name, in parentheses, may hold anything: the fields begin after the last one.
-    name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    # The name, in parentheses, may hold anything: the fields begin after the last one. It is cut within a character.
+    name, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
     return name, fields.split()
 
 
@@ -28,6 +30,12 @@ def start_time(pid: int) -> str | None:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by a signal or a debugger."""
     return _fields(pid)[0] in ("T", "t")
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process runs no more: with much memory the kernel takes seconds to free it."""
+    state, *fields = _fields(pid)
+    return state in ("Z", "X") or bool(int(fields[5]) & _EXITING)
 
 
 def exit_status(pid: int) -> int | None:

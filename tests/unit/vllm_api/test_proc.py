@@ -18,13 +18,13 @@ def test_this_process_has_a_state_and_its_parent() -> None:
 
 
 def test_a_name_may_look_like_the_fields() -> None:
-    name = ") S 1 (x) y"
-    code = f"open('/proc/self/comm', 'w').write({name!r}); print(flush=True); input()"
+    name = b") S 1 (x) \xe6\x8e"  # cut by the kernel within a character
+    code = f"open('/proc/self/comm', 'wb').write({name!r}); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         found, (_, parent, *_) = stat(process.pid)
-        assert (found, int(parent)) == (name, os.getpid())
+        assert (found, int(parent)) == (name.decode(errors="replace"), os.getpid())
         process.communicate(b"\n")
 
 
@@ -45,6 +45,16 @@ def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how()
     assert (stat(process.pid)[1][0], start_time(process.pid)) == ("Z", None)
     process.communicate()
     assert start_time(process.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "is_ending"), [("S", "4194304", False), ("R", "4194564", True), ("Z", "0", True)]
+)
+def test_a_process_whose_memory_is_being_freed_runs_no_more(
+    state: str, flags: str, is_ending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "stat", lambda _: ("name", [state, *["1"] * 5, flags]))
+    assert proc.is_ending(1) is is_ending
 
 
 @pytest.mark.parametrize(("state", "is_stopped"), [("T", True), ("t", True), ("S", False)])
