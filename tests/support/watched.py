@@ -126,6 +126,7 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
         with suppress(RuntimeError):
             recorded(*arguments)
         recorded, arguments, fault = recorder.timed(0, "wait_for_save", well), (), "stays after it"
+        box.words[black_box.SINCE] = time.perf_counter_ns()  # in its next step
     begins()
     try:
         recorded(*arguments)

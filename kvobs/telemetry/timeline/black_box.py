@@ -4,8 +4,8 @@ Each process of an engine writes one page of shared memory with plain stores, al
 is held, and after the process is gone. A call has two words, its begin and the begin of the last one that ended: while
 they differ it is in progress. Times are ns of the monotonic clock, which all processes of a machine share.
 
-The layer hooks, called hundreds of times per step, write their begin only. Which connector such a call is in, and
-whether it has ended, is read from the stack by a thread that looks once a second.
+The layer hooks, called hundreds of times per step, write when their fan-out began and ended. A thread that looks once a
+second reads from the stack which connector such a call is in.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SUFFIX = ".page"
 SURVIVED = frozenset({"reset_cache", "shutdown", "unregister_kv_caches", "restore_kv_caches"})
 """Hooks after whose exceptions the engine goes on, since vLLM returns them to its caller, or was ending anyway."""
 
-_MAGIC, _VERSION = b"KVOBSBOX", 1
+_MAGIC, _VERSION = b"KVOBSBOX", 2
 _HEAD = struct.Struct("<8sII")  # magic, version, length of the description as JSON
 _WORD = 8
 _HOOKS = tuple(HOOKS)
@@ -58,12 +58,14 @@ _NAME = 64  # bytes of an exception's class
     LOOKED,  # when the thread looked last
     SEEN,  # the begin of the layer hook's call that it saw in progress, in seconds
     SEEN_IN,  # the connector that this call was in, from 1; 0: the call has ended
-    RAISED,  # when an exception last ended a call
-    RAISED_IN,  # position of this call's words, and 1 if the exception ends the engine
+    RAISED,  # when an exception that ends the engine last ended a call
+    RAISED_IN,  # position of this call's words
+    RAISED_STEPS,  # number of steps that have ended once its step has, too
     RAISED_CLASS,
-) = range(9)
-_MARKS = RAISED_CLASS + _NAME // _WORD  # of each layer hook the begin of its last call, in seconds; its connectors
-_PAIRS = _MARKS + 2 * len(_LAYER_HOOKS)
+) = range(10)
+_MARKS = RAISED_CLASS + _NAME // _WORD  # of each layer hook begin and end of its last call, in seconds; its connectors
+_EACH = 3
+_PAIRS = _MARKS + _EACH * len(_LAYER_HOOKS)
 _DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
 
@@ -129,28 +131,29 @@ class BlackBox:
         return _PAIRS + 2 * (child * len(_HOOKS) + _HOOKS.index(hook))
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
-        """Note the exception of a call; if it ends the engine, log that before vLLM gets it."""
-        is_fatal = isinstance(error, Exception) and child not in self._contained and hook not in SURVIVED
+        """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""
+        if not isinstance(error, Exception) or child in self._contained or hook in SURVIVED or _was_unwinding(error):
+            return
         name = type(error).__qualname__
         bytes_, at = self.words.cast("B"), RAISED_CLASS * _WORD
         bytes_[at : at + _NAME] = name.encode()[:_NAME].ljust(_NAME, b"\0")
-        self.words[RAISED_IN] = self.pair(child, hook) << 1 | is_fatal
+        self.words[RAISED_IN] = self.pair(child, hook)
+        self.words[RAISED_STEPS] = self.words[STEPS] + bool(self.words[SINCE])
         self.words[RAISED] = perf_counter_ns()
-        if is_fatal:
-            if self._remove is not None:
-                self._remove.detach()  # the next start removes the page
-            text = "connector %r raised %s in %s on %s; this ends the engine"
-            once(f"ends:{child}:{hook}", logging.ERROR, text, self._names[child], name, hook, place_of(self.rank))
+        if self._remove is not None:
+            self._remove.detach()  # the next start removes the page
+        text = "connector %r raised %s in %s on %s; this ends the engine"
+        once(f"ends:{child}:{hook}", logging.ERROR, text, self._names[child], name, hook, place_of(self.rank))
 
     @staticmethod
     def place_of_layers(hook: str) -> int:
-        """Return the position of the word for the begin of a layer hook's calls, in seconds."""
-        return _MARKS + 2 * _LAYER_HOOKS.index(hook)
+        """Return the position of the two words for the begin and the end of a layer hook's calls, in seconds."""
+        return _MARKS + _EACH * _LAYER_HOOKS.index(hook)
 
     def watch(self, hook: str, code: CodeType, lines: Mapping[int, int]) -> None:
         """Watch the calls of a layer hook: ``code`` calls a connector in each of these ``lines``."""
         at = self.place_of_layers(hook)
-        self.words[at + 1] = sum(1 << child for child in lines.values())
+        self.words[at + 2] = sum(1 << child for child in lines.values())
         self._codes[code] = at, lines
 
     @faults.contained("record")
@@ -180,6 +183,21 @@ class BlackBox:
         self.words[ENDED] = 1
         if self._remove is not None:
             self._remove()
+
+
+def _was_unwinding(error: BaseException) -> bool:
+    """Return whether a call was made while another exception was on its way: vLLM ends its step after one, too."""
+    frame: FrameType | None = sys._getframe()
+    callers = set()
+    while frame is not None:
+        callers.add(frame)
+        frame = frame.f_back
+    cause = error.__context__
+    while cause is not None:  # those that the connector has handled were not handled by a caller of the call
+        if cause.__traceback__ is not None and cause.__traceback__.tb_frame in callers:
+            return True
+        cause = cause.__context__
+    return False
 
 
 def _look(box: weakref.ref[BlackBox]) -> bool:
@@ -289,8 +307,8 @@ class Page:
     def _layer_call(self, others_ns: int) -> Iterator[Call]:
         """Yield the call of a layer hook that is in progress, if it began after the other hooks' calls."""
         words, floats = self.words, self._floats
-        at = max(range(_MARKS, _PAIRS, 2), key=floats.__getitem__)
-        mark, children = floats[at], words[at + 1]
+        at = max(range(_MARKS, _PAIRS, _EACH), key=floats.__getitem__)
+        mark, ended, children = floats[at], floats[at + 1], words[at + 2]
         since_ns, now_ns = round(mark * 1e9), perf_counter_ns()
         if not words[SINCE] or since_ns <= max(words[SINCE], others_ns) or now_ns - since_ns < LOOK_NS:
             return
@@ -299,20 +317,28 @@ class Page:
             if child < 0:
                 return
             name = self._names[child]
+        elif ended >= mark:  # something else keeps the thread from looking
+            return
         else:
             is_one = children.bit_count() == 1
             name = self._names[children.bit_length() - 1] if is_one else UNKNOWN
-        yield Call(name, _LAYER_HOOKS[(at - _MARKS) // 2], self.rank, since_ns)
+        yield Call(name, _LAYER_HOOKS[(at - _MARKS) // _EACH], self.rank, since_ns)
 
     def raised(self) -> Call | None:
-        """Return the last exception, if it ends the engine: no call has begun since."""
+        """Return the last exception, if it ends the engine: no call has begun since, or no step but those it ended.
+
+        A worker's step ends with calls into all connectors, after an exception, too.
+        """
         words = self.words
         begun = range(_PAIRS, len(words) - 1, 2)
-        later = (at for at in begun if words[at] > words[RAISED] and self._call(at)[1] not in SURVIVED)
-        if not words[RAISED] or not words[RAISED_IN] & 1 or any(later):
+        if self.rank is None:
+            goes_on = any(words[at] > words[RAISED] and self._call(at)[1] not in SURVIVED for at in begun)
+        else:
+            goes_on = words[SINCE] > words[RAISED] or words[STEPS] > words[RAISED_STEPS]
+        if not words[RAISED] or goes_on:
             return None
         name = words.cast("B")[RAISED_CLASS * _WORD :][:_NAME].tobytes().rstrip(b"\0").decode(errors="replace")
-        return Call(*self._call(words[RAISED_IN] >> 1), self.rank, words[RAISED], name)
+        return Call(*self._call(words[RAISED_IN]), self.rank, words[RAISED], name)
 
 
 def pages(engine: str, known: Collection[str] = ()) -> Iterator[tuple[str, Page]]:
