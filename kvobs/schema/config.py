@@ -6,7 +6,7 @@ Every mistake is reported at once, each with the JSON path, what was found, and 
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -83,34 +83,25 @@ def read(extra_config: Mapping[str, Any]) -> Configuration:
 
 
 def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Finding]]:
-    """Return the options and the children's names, and the mistakes; with mistakes, all options are the defaults."""
+    """Return the options and the children's names, and the mistakes; an option with a mistake has its default."""
     mistakes: list[Finding] = []
     configured = _configured_connectors(extra_config, mistakes)
-    is_complete = not mistakes
     raw = extra_config.get("kvobs", {})
-    options = _options(raw, mistakes)
+    options, refused = _options(raw, mistakes)
     if not (isinstance(raw, Mapping) and "exporter" in raw) and (exporter := _exporter_of_environment(mistakes)):
         options = options.model_copy(update={"exporter": exporter})
-    names = _names(options.names, configured, mistakes)
-    for option in ("isolate", "reset_after_failed_sync_load"):
-        for i, name in enumerate(getattr(options, option)):
-            if names and name not in names:
-                allowed = ", ".join(map(repr, names))
-                mistakes.append(Finding(f"{PATH}.kvobs.{option}[{i}]", f"found {show(name)}", allowed, _CORRECT))
-    mistakes += [
-        unknown("connector", f"{PATH}.kvobs.{option}.{cut(name)}", name, names, "remove it")
-        for option in ("min_tokens", "link_gbps")
-        for name in getattr(options, option)
-        if names and name not in names
-    ]
+    of_names: list[Finding] = []
+    names = _names(options.names, configured, of_names)
+    mistakes += of_names
+    if "names" not in refused:
+        mistakes += _unknown_names(raw, list(dict.fromkeys(names)))
     if options.wait_for == "earlier" and options.compares_answers:
         found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
         mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
     stock = _stock_of_environment(mistakes)
-    if not mistakes:
-        return Configuration(options=options, names=names, stock=stock), mistakes
-    names = _names((), configured, []) if is_complete else _any_names(extra_config.get("connectors"))
-    return Configuration(options=Options(), names=names), mistakes
+    if of_names:
+        names = _names((), configured, [])
+    return Configuration(options=options, names=names, stock=stock), mistakes
 
 
 _CORRECT = "use an allowed value, or remove the option"
@@ -119,7 +110,7 @@ _UNSET = "use an allowed value, or unset the variable"
 
 
 def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Finding]) -> list[str]:
-    """Return each child's configured ``kv_connector``; invalid ones are reported and omitted."""
+    """Return each child's configured ``kv_connector``; of an invalid one, which is reported, another name."""
     path = f"{PATH}.connectors"
     connectors = extra_config.get("connectors")
     if not isinstance(connectors, list | tuple) or not connectors:
@@ -130,6 +121,7 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
         return []
     configured = []
     for i, connector in enumerate(connectors):
+        configured.append(str(i))
         if not isinstance(connector, Mapping):
             found, allowed = f"found {_kind(connector)}", "an object with the key 'kv_connector'"
             mistakes.append(Finding(f"{path}[{i}]", found, allowed, "list the connectors as objects"))
@@ -138,18 +130,19 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
             allowed, fix = "the name of a connector class", "name the class of the connector"
             mistakes.append(Finding(f"{path}[{i}].kv_connector", found, allowed, fix))
         else:
-            configured.append(connector["kv_connector"])
+            configured[i] = connector["kv_connector"]
     return configured
 
 
-def _options(raw: Any, mistakes: list[Finding]) -> Options:
+def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
+    """Return the valid options, and the names of the others."""
     path = f"{PATH}.kvobs"
     if not isinstance(raw, Mapping):
         allowed = f"an object with any of: {', '.join(map(repr, _known_options()))}"
         mistakes.append(Finding(path, f"found {show(raw)}", allowed, _CORRECT))
-        return Options()
+        return Options(), set()
     try:
-        return Options.model_validate(dict(raw))
+        return Options.model_validate(dict(raw)), set()
     except ValidationError as error:
         for detail in error.errors():
             loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
@@ -159,7 +152,8 @@ def _options(raw: Any, mistakes: list[Finding]) -> Options:
             else:
                 problem, allowed = explain(detail["type"], detail["msg"])
                 mistakes.append(Finding(where, f"found {show(detail['input'])}{problem}", allowed, _CORRECT))
-        return Options()
+        refused: set[object] = {detail["loc"][0] for detail in error.errors()}
+        return Options.model_validate({key: value for key, value in raw.items() if key not in refused}), refused
 
 
 def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
@@ -208,12 +202,17 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
     return tuple(names)
 
 
-def _any_names(connectors: Any) -> tuple[str, ...]:
-    """Return a name for each entry of ``connectors``, some of which are invalid."""
-    entries = connectors if isinstance(connectors, list | tuple) else ()
-    return tuple(
-        str(entry.get("kv_connector", i)) if isinstance(entry, Mapping) else str(i) for i, entry in enumerate(entries)
-    )
+def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
+    """Yield each name of no connector; also in an option that has another mistake."""
+    for option in ("isolate", "reset_after_failed_sync_load", "min_tokens", "link_gbps") if names else ():
+        path, given = f"{PATH}.kvobs.{option}", raw.get(option) if isinstance(raw, Mapping) else None
+        for i, name in enumerate(given if isinstance(given, list | tuple | Mapping) else ()):
+            if not isinstance(name, str) or name in names:
+                continue
+            if isinstance(given, Mapping):
+                yield unknown("connector", f"{path}.{cut(name)}", name, names, "remove it")
+            else:
+                yield Finding(f"{path}[{i}]", f"found {show(name)}", ", ".join(map(repr, names)), _CORRECT)
 
 
 def _known_options(loc: Sequence[int | str] = ()) -> list[str]:
