@@ -50,7 +50,7 @@ class TracingOptions(_Strict):
     level: Literal["off", "requests", "calls"] | None = Field(
         default=None,
         description="`requests`: writes spans of sampled requests, and of everything slow or failed; `calls`: also "
-        "of every call into every connector; default: `requests` if there is an OTLP endpoint",
+        "of every call into every connector; `off`: writes none; default: `requests` if there is an OTLP endpoint",
     )
     propagate: StrictBool = Field(
         default=False,
@@ -147,7 +147,7 @@ class Options(_Strict):
     )
     link_gbps: Mapping[StrictStr, Positive] = Field(
         default={},
-        description="says how fast the links are that a connector loads over, by its name: in Gbit/s, as of a NIC, and "
+        description="states the speed of the links that a connector loads over, by its name: in Gbit/s, as of a NIC, "
         "of all ranks of an engine together. Boards and an alert compare loads with it; nothing else reads it",
     )
     isolate: tuple[StrictStr, ...] = Field(
