@@ -261,7 +261,7 @@ def kv_events_stopped(site: Site) -> Alert:
         f"{saves} >= {site.few_transfers}\n"
         f"and {asks.increase(signals.KV_EVENTS, window=rules.LONG_WINDOW, type='stored')} == 0",
         "10m",
-        "A KV connector has stopped to publish what it stores.",
+        "A KV connector has stopped publishing what it stores.",
         OF_CHILD + " ended {{ $value | humanize }} saves in the last fifteen minutes, without an event for routers. "
         "Requests are no longer sent to where their prefix is.",
     )

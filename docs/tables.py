@@ -44,7 +44,10 @@ COMBINED = {
 
 CONDITIONS: dict[str, Callable[[Site], str]] = {
     "EngineEnded": lambda _: "an engine ended without having been asked to; names the call that it died in, if any",
-    "CallHangs": lambda site: f"an engine has been in one call into a connector for more than {site.call_age_s} s",
+    "CallHangs": lambda site: (
+        f"an engine has been in one call into a connector for more than {site.call_age_s} s, unless its hook is called "
+        "once or on demand (`other`)"
+    ),
     "RequestsNotResumed": lambda site: (
         f"a request whose load has finished has waited for more than {site.load_age_s} s, and no step computes anything"
     ),
@@ -87,7 +90,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "LoadsSlowed": lambda site: (
         f"loads take more than {site.slowed_times:g} times as long as a day ago, for the same number of tokens, and "
-        f"more than {SLOW_ENOUGH_S:g} s on average"
+        f"more than {SLOW_ENOUGH_S:g} s on average, of at least {site.few_loads} in 5 minutes"
     ),
     "LoadsBelowLink": lambda site: (
         f"loads use at most {_percent(site.link_share)} of a connector's links (`link_gbps`) while they are in "
