@@ -112,9 +112,8 @@ def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> 
     assert table["options"]["sortBy"] == order
     words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
     shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
-    assert [shown[str(n)]["text"] for n in range(6)] == [
-        "Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined",
-    ]  # fmt: skip
+    states = [shown[str(n)]["text"] for n in range(6)]
+    assert states == ["Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined"]
     link = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "Connector")["properties"][0]
     assert link["value"][0]["url"].startswith(f"/d/{frame.CONNECTOR}?")
     assert "var-connector=${__value.raw}" in link["value"][0]["url"]
