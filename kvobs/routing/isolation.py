@@ -136,7 +136,7 @@ class Isolation:
         """Enable a connector again if its back-off is over; return whether it is enabled."""
         state, now = self._states[index], wall_ns()
         change = state.look(now)
-        if change is State.TRIAL:
+        if change is State.PROBATION:
             self._reviews.append((now, index))
             self._recorder.set_gauge(index, _QUARANTINED, 0)
             text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"

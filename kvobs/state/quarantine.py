@@ -17,11 +17,11 @@ FOR_GOOD = 2**62
 
 
 class State(StrEnum):
-    """In FIT and in TRIAL (probation) a connector is enabled; they differ only in the consequence of a failure."""
+    """In FIT and in PROBATION a connector is enabled; they differ only in the consequence of a failure."""
 
     FIT = "fit"
     OUT = "out"
-    TRIAL = "trial"
+    PROBATION = "probation"
 
 
 class IsolationState(NamedTuple):
@@ -85,7 +85,7 @@ class Quarantine:
         if now_ns < self._ends_ns or self.state is State.FIT:
             return None
         if self.is_out:
-            self.state = State.TRIAL
+            self.state = State.PROBATION
             self._ends_ns = now_ns + self._length_ns
         else:
             self.state = State.FIT

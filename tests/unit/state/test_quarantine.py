@@ -16,7 +16,7 @@ def test_failing_again_on_trial_doubles_and_being_fit_forgets() -> None:
         lengths.append(child.length_ns)
         assert child.look(now + child.length_ns - 1) is None
         now += child.length_ns
-        assert child.look(now) is State.TRIAL
+        assert child.look(now) is State.PROBATION
     assert lengths == [S, 2 * S, 4 * S, 8 * S, 16 * S, 32 * S, *[LONGEST_NS] * 3]
     assert child.look(now + LONGEST_NS - 1) is None
     assert child.look(now + LONGEST_NS) is State.FIT
@@ -31,7 +31,7 @@ def test_what_fails_while_it_is_out_does_not_make_it_longer() -> None:
     child.fail(0)
     assert not child.fail(S // 2)
     assert (child.epoch, child.length_ns) == (1, S)
-    assert child.look(S) is State.TRIAL
+    assert child.look(S) is State.PROBATION
 
 
 def test_slowness_is_that_of_the_last_quarantine() -> None:
@@ -83,7 +83,7 @@ def test_whatever_happens_it_is_out_for_its_time_and_never_longer(events: list[t
         else:
             change = child.look(now)
             if was_out:
-                assert (change is State.TRIAL) is (now >= out_since + child.length_ns)
+                assert (change is State.PROBATION) is (now >= out_since + child.length_ns)
                 assert child.is_out is (change is None)
         assert child.epoch == epochs
         assert child.is_slow <= child.is_out
@@ -96,7 +96,7 @@ def test_a_slow_calls_back_off_is_a_multiple_of_what_it_took() -> None:
     child = Quarantine()
     assert child.fail(0, slow_ns=int(4.4 * S))
     assert child.length_ns == int(8 * 4.4 * S)
-    assert child.look(child.length_ns) is State.TRIAL
+    assert child.look(child.length_ns) is State.PROBATION
     assert child.fail(child.length_ns, slow_ns=int(4.4 * S))
     assert child.length_ns == LONGEST_NS
     quick = Quarantine()
