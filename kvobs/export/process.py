@@ -14,10 +14,11 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -64,8 +65,8 @@ class Exporter:
         self._push = self._make_push() if engine.otlp_metrics and not is_disabled() else None
         self._server: Server | None = None
         self._began, self._bind_at = time.monotonic(), 0.0
-        self._scrapes: list[float] = []  # the last two
-        self._last_payload_s = time.time()
+        self._scrapes = deque[float](maxlen=8)
+        self._last_payload_s = engine.began_ns / 1e9
         self._is_up = True
         self._said_goodbye = False
         self._end_at: float | None = None
@@ -91,10 +92,17 @@ class Exporter:
         self._channel.sendall(wire.to_line({"pid": os.getpid()}))
         for line in lines(self._channel, rest, self._tick):
             self._apply(line)
-            if self._is_over():
+            if self._said_goodbye:
                 break
+        if self._is_over() and not self._said_goodbye and self._engine_runs():
+            self._channel.close()  # upon which the engine starts another one
+            self._close(lingers=False)
+            return
         self._is_up = False
         self._close()
+
+    def _engine_runs(self) -> bool:
+        return self._started in (None, start_time(self._engine.pid))
 
     def _is_over(self) -> bool:
         return self._said_goodbye or (self._end_at is not None and time.monotonic() >= self._end_at)
@@ -117,20 +125,21 @@ class Exporter:
         self._totals.add(taken)
         if message.get("is_total") and self._push is not None:
             self._push.take_as_sent()
-        self._last_payload_s = time.time()
         applied = time.perf_counter_ns()
         if self._cutter is not None and taken.spans:
             for record in self._cutter.cut(taken.spans, self._engine.index):
                 self._totals.mark(record, time.time())
             self._count(signals.SELF_SECONDS, "cut", time.perf_counter_ns() - applied)
-        self._count(signals.SELF_SECONDS, "apply", applied - begin)
+        if (payload_s := message.get("payload_s", 0.0)) > self._last_payload_s:  # else it is what was counted here
+            self._last_payload_s = payload_s
+            self._count(signals.SELF_SECONDS, "apply", applied - begin)
 
     def _tick(self) -> bool:
         """Do all that is due; return whether to go on reading."""
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._engine, self._engine.port)
         self._send_own()
-        return not self._is_over() and self._started in (None, start_time(self._engine.pid))
+        return not self._is_over() and self._engine_runs()
 
     # What the exporter counts itself goes to the engine, and comes back with its numbers
 
@@ -177,7 +186,7 @@ class Exporter:
             log.warning("kvobs's metrics at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
 
     def _text(self, accept: str) -> tuple[str, bytes]:
-        self._scrapes = [*self._scrapes[-1:], time.monotonic()]
+        self._scrapes.append(time.monotonic())
         return self._exposition.text(accept)
 
     def _refresh(self) -> None:
@@ -204,7 +213,7 @@ class Exporter:
 
     # The end
 
-    def _close(self) -> None:
+    def _close(self, *, lingers: bool = True) -> None:
         """Send what waits, serve the last numbers for a while, and end."""
         self._exposition.forget()  # it says that the engine is up
         if not self._is_over():
@@ -217,19 +226,20 @@ class Exporter:
         _let_go_of_stderr()
         if self._server is None:
             return
-        wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, self._interval())
-        while time.monotonic() - ended < wanted:
-            if self._said_goodbye and self._scrapes and self._scrapes[-1] > ended:
+        gap = self._longest_gap()
+        wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, gap * 1.5)
+        readers = sum(at > ended - gap * 1.1 for at in self._scrapes)  # more than one may scrape it
+        while lingers and time.monotonic() - ended < wanted:
+            if self._said_goodbye and 0 < readers <= sum(at > ended for at in self._scrapes):
                 time.sleep(0.1)  # for the answer to get out
                 break
             time.sleep(0.05)
         self._server.close()
 
-    def _interval(self) -> float:
-        """Return the time between scrapes, as far as it is known."""
-        if len(self._scrapes) < len(("before", "last")):
-            return self._engine.linger_s if self._scrapes else 0.0
-        return (self._scrapes[1] - self._scrapes[0]) * 1.5
+    def _longest_gap(self) -> float:
+        """Return the longest time between the last scrapes, as far as it is known."""
+        gaps = [after - before for before, after in pairwise(self._scrapes)]
+        return max(gaps, default=self._engine.linger_s if self._scrapes else 0.0)
 
 
 def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iterator[bytes]:

@@ -120,6 +120,27 @@ def test_asked_to_end_it_waits_for_its_engine_a_little(made: Callable[..., proce
         assert exporter._is_over() is (clock.now == process.AFTER_SIGTERM_S == 5)
 
 
+def test_asked_to_end_while_its_engine_goes_on_it_reads_what_has_come_and_leaves(monkeypatch: Any) -> None:
+    """As systemd asks all processes of a unit: the engine, which may answer for minutes, starts another exporter."""
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(process, "AFTER_SIGTERM_S", 0)
+    with ours, theirs:
+        exporter = process.Exporter(ours, engine(port=None, pid=os.getpid()))
+        exporter._watch, exporter._server = watch, server = Mock(), Mock()
+        exporter._asked_to_end()
+        first, last = (wire.to_line(wire.message(Increments({0: n}, [], {}))) for n in (1, 2))
+        theirs.sendall(last)
+        begin = time.monotonic()
+        exporter.run(first)
+        theirs.recv(1 << 16)
+        assert theirs.recv(1) == b"", "its engine sees that it is gone"
+    assert sum(map(sum, exporter._totals._counts.values())) == 3, "it has applied both lines"
+    assert (exporter._is_up, time.monotonic() - begin < 5) == (True, True)
+    server.close.assert_called_once_with()
+    watch.ended.assert_not_called()
+
+
 def test_from_the_end_of_the_engine_on_no_scrape_says_that_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is served again for a moment: not the one of before the end."""
     ours, theirs = socket.socketpair()
@@ -149,7 +170,8 @@ def test_spans_are_cut_and_what_it_counts_itself_goes_to_the_engine(monkeypatch:
     with ours, theirs:
         exporter = process.Exporter(ours, given)
         theirs.shutdown(socket.SHUT_WR)
-        exporter.run(b"".join(map(wire.to_line, (payload | {"is_total": True}, payload, other, other))) + text)
+        of_engine = payload | {"payload_s": 9.0}  # sent twice, with what was counted here
+        exporter.run(b"".join(map(wire.to_line, (of_engine | {"is_total": True}, of_engine, other, other))) + text)
         first, empty, own, rest = theirs.recv(1 << 20).split(b"\n")
     handle.assert_called_once_with(signal.SIGTERM, exporter._asked_to_end)
     push.assert_called_once_with(exporter._totals, exporter._refresh, 5)
@@ -197,6 +219,8 @@ def test_parts_that_fail_or_are_not_wanted_are_left_out(made: Any, monkeypatch: 
     [
         (False, [], 0, 15), (False, [990, 995], 1001, 15), (True, [], 0, 0), (True, [990], 0, 15),
         (True, [990, 996], 0, 9), (True, [900, 990], 0, 15), (True, [990, 996], 1002, 2.1),
+        (True, [988, 988.4, 994, 994.4], 1002, 2.15),  # two readers: as soon as both have it
+        (True, [988, 988.4, 994, 994.4], 0, 8.4),
     ],
 )  # fmt: skip
 def test_the_last_numbers_are_served_for_a_while(  # noqa: PLR0917 - a table's columns, and fixtures
@@ -254,11 +278,12 @@ def test_a_port_that_cannot_be_had_is_tried_again(
 
 
 def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> None:
-    exporter = made(pid=5)
+    exporter = made(pid=5, began_ns=0)
     exporter._cutter = Mock(queued=3)
     for clock.now in (1.0, 2.0, 4.4444):
         page = exporter._text("application/openmetrics-text")[1].decode()
-    assert (exporter._scrapes, page[-6:], exporter._totals._watch) == ([2.0, 4.4444], "# EOF\n", exporter._watch)
+    assert (list(exporter._scrapes), page[-6:]) == ([1.0, 2.0, 4.4444], "# EOF\n")
+    assert exporter._totals._watch is exporter._watch
     own = ("kvobs_engine_up{", "kvobs_last_payload_timestamp_seconds{", "kvobs_spans_queued{")
     assert [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(own)] == ["1.0", "0.0", "3.0"]
     state = {
