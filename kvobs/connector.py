@@ -6,6 +6,7 @@ hooks of newer vLLM versions reach the children through the inherited routing.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -249,7 +250,7 @@ def _feed(
         setup = destinations.Setup.of_engine(options, vllm_config)
         exporter, engine = setup.running, None
         if exporter is not None:
-            engine = exported(described(vllm_config, specs, options), vllm_config, exporter, tracing)
+            engine = exported(described(vllm_config, specs, options, os.getppid()), vllm_config, exporter, tracing)
         destinations.announce(setup, engine)
         return None if engine is None else Feed(engine)
     except Exception:

@@ -58,7 +58,7 @@ class EngineWatch:
         self._logs_end = logs_end
         self._looked_ns = time.perf_counter_ns()
         self._stopped: dict[int | None, int] = {}  # rank -> when it was first seen to be stopped
-        place = blake2b(f"{engine.model}/{engine.index}/{engine.port}".encode(), digest_size=16)
+        place = blake2b(f"{engine.model}/{engine.index}/{engine.port}/{engine.launch}".encode(), digest_size=16)
         self._file = f"{place.hexdigest()}.end"
         self.previous = self._read_previous()
         """The unexpected end of the engine's previous life, for the first minutes of this one."""

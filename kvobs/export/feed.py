@@ -32,7 +32,7 @@ from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Group, Incre
 from kvobs.telemetry.requests.sampling import TracingSettings
 from kvobs.telemetry.timeline.black_box import Identity
 from kvobs.vllm_api import versions
-from kvobs.vllm_api.proc import cores_of_parent
+from kvobs.vllm_api.proc import cores_of_parent, launch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,8 +53,8 @@ READ = 1 << 16  # bytes
 _DROPPED = signals.slot(signals.SPANS_DROPPED, "queue")
 
 
-def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options) -> EngineInfo:
-    """Return what an engine's metrics say about it."""
+def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, server: int) -> EngineInfo:
+    """Return what an engine's metrics say about it; ``server`` is the process id of its API server."""
     return EngineInfo(
         pid=os.getpid(),
         began_ns=time.time_ns(),
@@ -74,6 +74,7 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
         vllm_version=vllm.__version__,
         pages=Identity.of(vllm_config).pages(),
         ranks=int(vllm_config.parallel_config.world_size),
+        launch=launch(server),
     )
 
 
@@ -101,6 +102,7 @@ class Feed:
         self._sent = Increments.none()
         self._waiting = Increments.none()
         self._spans: list[Group] = []  # that wait
+        self._payload_s = 0.0  # when the last payload came
         self._exporter: _RunningExporter | None = None
         self._starts = 0  # since it last ran well
         self._start_at = 0.0
@@ -151,7 +153,7 @@ class Feed:
 
     @faults.contained("flush")
     def _add(self, stats: KvobsStats) -> None:
-        taken = stats.increments()
+        taken, self._payload_s = stats.increments(), time.time()
         self._waiting.add(taken)
         self._spans += taken.spans
         if len(self._spans) > SPANS_WAITING:
@@ -211,7 +213,8 @@ class Feed:
 
     def _hand_over(self, exporter: _RunningExporter) -> None:
         """Pass on what waits; from now on it is part of the totals."""
-        exporter.add(wire.to_line(wire.message(self._waiting._replace(spans=self._spans))))
+        message = wire.message(self._waiting._replace(spans=self._spans))
+        exporter.add(wire.to_line({**message, "payload_s": self._payload_s}))
         self._sent.add(self._waiting)
         self._waiting, self._spans = Increments.none(), []
 

@@ -7,6 +7,7 @@ registered once, and each child observes through its own metrics object. Nothing
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -115,7 +116,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
     @faults.contained("apply")
     def _define_own(self, vllm_config: VllmConfig, of: Sequence[ChildSpec], options: Options, *, is_seen: bool) -> None:
         """Begin the totals of each engine, and publish them if vLLM's own metrics are in the same registry."""
-        engine, identity = described(vllm_config, of, options), Identity.of(vllm_config)
+        engine, identity = described(vllm_config, of, options, os.getpid()), Identity.of(vllm_config)
         for index, values in self.per_engine_labelvalues.items():
             model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
             mine = replace(engine, model=model, index=index, pages=identity.pages(index))

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 _EXITING = 0x4  # of the kernel's flags of a process
@@ -25,6 +26,13 @@ def start_time(pid: int) -> str | None:
     """Return when a process was started, in ticks since the machine's; None if it has ended, or can't be seen."""
     state, *fields = _fields(pid)
     return None if state in ("Z", "X") else fields[18]
+
+
+def launch(pid: int) -> str:
+    """Return a hash of a process's command line and host name, which it has in its next life, too."""
+    with suppress(OSError):
+        return blake2b(Path(f"/proc/{pid}/cmdline").read_bytes() + os.uname().nodename.encode()).hexdigest()[:32]
+    return ""
 
 
 def is_stopped(pid: int) -> bool:

@@ -220,6 +220,7 @@ class EngineInfo:
     endpoint: str | None = None  # vLLM's OTLP endpoint; None: the one of the environment
     pages: str = ""  # the begin of the names of its processes' pages
     ranks: int = 0  # number of its workers
+    launch: str = ""  # the same in all lives of a server, and different for another one
 
 
 def exporter_url(host: str, port: int, tls: str | None) -> str:

@@ -17,6 +17,7 @@ from kvobs.export import engine_watch
 from kvobs.export.engine_watch import NOT_SEEN, PREVIOUS_S, STOPPED, End, EngineWatch
 from kvobs.log import forget
 from kvobs.telemetry.timeline.black_box import SUFFIX, UNKNOWN, Call, Identity, folder
+from kvobs.vllm_api.proc import launch
 from tests.support.payloads import engine as described
 from tests.support.watched import config, process
 
@@ -215,8 +216,8 @@ def test_the_next_life_reports_the_end_once(engine: str, ends: Path, caplog: pyt
         assert not list(ends.iterdir()), "nothing is written before the end"
         end = watch.ended()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (ends, *ends.iterdir())] == [0o700, 0o600]
-    others = ({"model": "another"}, {"model": engine, "index": 1}, {"model": engine, "port": 9464})
-    assert [EngineWatch(described(**other)).previous for other in others] == [None] * 3
+    others = {"model": "another"}, {"index": 1}, {"port": 9464}, {"launch": launch(os.getpid())}
+    assert [EngineWatch(described(**{"model": engine, **other})).previous for other in others] == [None] * 4
     next_life = EngineWatch(described(model=engine))
     assert (next_life.previous, next_life.end) == (end, None)
     assert "the previous engine ended in start_load_kv of connector 'remote' on rank 1: RuntimeError, " in caplog.text

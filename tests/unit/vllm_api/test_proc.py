@@ -65,6 +65,14 @@ def test_a_process_is_stopped_by_a_signal_or_a_debugger(
     assert proc.is_stopped(1) is is_stopped
 
 
+def test_each_server_has_a_launch_that_its_next_life_has_too() -> None:
+    lives = [subprocess.Popen([sys.executable, "-c", "input()", port], stdin=subprocess.PIPE) for port in "112"]
+    first, second, other = (proc.launch(life.pid) for life in lives)
+    for life in lives:
+        life.communicate(b"\n")
+    assert (first == second != other, len(first), proc.launch(lives[0].pid)) == (True, 32, "")
+
+
 def test_the_cores_are_those_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores_of_parent() == os.sched_getaffinity(os.getppid())
     monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
