@@ -33,15 +33,18 @@ class Counted:
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("failed", [True, False])
-def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(is_async: bool, failed: bool) -> None:
-    counted = Counted(2)
-    load = Load(1, 32, is_async, 1, 100, size=320, failed_on={0} if failed else set(), arrived={0: 107}, ranks=took(5))
-    counted.outcomes.load_ended("r", load)
+@pytest.mark.parametrize(("lost", "recomputed"), [(None, 32), (16, 16), (None, None)])
+def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(
+    is_async: bool, lost: int | None, recomputed: int | None
+) -> None:
+    """Of a load with holes only what is lost is computed again."""
+    counted, failed_on = Counted(2), {0} if recomputed else set()
+    ended: dict[str, Any] = {"failed_on": failed_on, "lost_tokens": lost, "arrived": {0: 107}}
+    counted.outcomes.load_ended("r", Load(1, 32, is_async, 1, 100, size=320, ranks=took(5), **ended))
     mode = "async" if is_async else "sync"
-    assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if failed else "ok"): 1} | (
-        {(1, "kvobs_recomputed_tokens_total"): 32}
-        if failed
+    assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if recomputed else "ok"): 1} | (
+        {(1, "kvobs_recomputed_tokens_total"): recomputed}
+        if recomputed
         else {
             (1, "kvobs_load_tokens_total"): 32,
             (1, "kvobs_load_bytes_total"): 320,
@@ -63,16 +66,11 @@ def test_ranks_are_compared(spent: tuple[int, ...], skew: int, slowest: str, kin
     assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
 
 
-def test_a_save_is_held_from_the_promise_to_now() -> None:
+@pytest.mark.parametrize(("outcome", "held"), [("ok", {(0, "kvobs_save_hold_seconds"): 250}), ("abandoned", {})])
+def test_a_save_is_held_from_the_promise_to_now_unless_it_is_abandoned(outcome: str, held: dict[Any, int]) -> None:
     counted = Counted(1)
-    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}), 350)
-    assert counted.counts() == {(0, "kvobs_saves_total", "ok"): 1, (0, "kvobs_save_hold_seconds"): 250}
-
-
-def test_of_a_load_with_holes_only_what_is_lost_is_computed_again() -> None:
-    counted = Counted(1)
-    counted.outcomes.load_ended("r", Load(0, 48, True, 1, failed_on={0}, lost_tokens=16))
-    assert counted.counts()[0, "kvobs_recomputed_tokens_total"] == 16
+    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}, is_abandoned=outcome == "abandoned"), 350)
+    assert counted.counts() == {(0, "kvobs_saves_total", outcome): 1, **held}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -108,12 +106,6 @@ def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_
     counted.outcomes.promised("r", {}, {1: early})
     holds = [n for p, n in counted.recorder.take().counts.items() if locate(p)[0].signal is SAVE_HOLD]
     assert holds == [1], "one, of no length"
-
-
-def test_an_abandoned_save_counts_as_that() -> None:
-    counted = Counted(1)
-    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, is_abandoned=True), 350)
-    assert counted.counts() == {(0, "kvobs_saves_total", "abandoned"): 1}
 
 
 @pytest.mark.parametrize(

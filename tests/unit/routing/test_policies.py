@@ -59,10 +59,8 @@ class Policy:
         self.policy.admitted(name, load)
         return load
 
-    def decide(self, *tokens: int, local: int = 0) -> Decision:
-        decision = self.policy.decide(REQUEST, local, [Offer(i, n, True) for i, n in enumerate(tokens) if n])
-        assert decision is not None
-        return decision
+    def decide(self, *tokens: int, local: int = 0) -> Any:
+        return self.policy.decide(REQUEST, local, [Offer(i, n, True) for i, n in enumerate(tokens) if n])
 
 
 @pytest.fixture

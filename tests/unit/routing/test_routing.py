@@ -7,7 +7,6 @@ from kvobs.testing import BLOCK, ROUTERS, Rig, Script, transfer_config
 from tests.support.rig import assert_nothing_is_left, child_config, counted, started
 
 KV = (2 * BLOCK, True)  # an offer of two blocks, loaded in the background
-SYNC = (2 * BLOCK, False)
 
 both = pytest.mark.parametrize("router", list(ROUTERS))
 

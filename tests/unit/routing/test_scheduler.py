@@ -113,9 +113,10 @@ def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> No
 
 
 class Announced(TransferListener):
-    """Notes the events of a rig from now on, by request; of loads and saves what they have come to."""
+    """A rig that notes its events, by request; of loads and saves what they have come to."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, *scripts: Script, **more: Any) -> None:
+        self.rig = rig = Rig("kvobs", *scripts, **more)
         self.events: dict[Any, list[tuple[Any, ...]]] = {}
         for event in [name for name, value in vars(TransferListener).items() if inspect.isfunction(value)]:
             setattr(self, event, partial(self._note, event))
@@ -153,14 +154,13 @@ AGAIN: tuple[Any, ...] = ("allocated", [], 0, None, 0)  # after an async load
 def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     b.promises.add("r")
-    rig = Rig("kvobs", a, b)
-    announced = Announced(rig)
-    rig.add("r", max_tokens=1)
-    rig.run(2)
+    announced = Announced(a, b)
+    announced.rig.add("r", max_tokens=1)
+    announced.rig.run(2)
     a.say(0, received="r")
-    rig.run(4)
+    announced.rig.run(4)
     b.say(0, saved="r")
-    rig.run(2)
+    announced.rig.run(2)
     assert announced.events == {
         "r": [*LOADED, ("load_ended", 0, "ok"), AGAIN, ("promised", [1], []), ("request_ended",), ("saved", 1, "ok")]
     }
@@ -169,34 +169,26 @@ def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
 def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     a.promises.add("r")
-    rig = Rig("kvobs", a, b)
-    announced = Announced(rig)
-    rig.add("r")
-    rig.step()
-    rig.abort("r")
-    rig.step()
+    announced = Announced(a, b)
+    announced.rig.add("r")
+    announced.rig.step()
+    announced.rig.abort("r")
+    announced.rig.step()
     a.say(0, received="r")
-    rig.step()
+    announced.rig.step()
     a.say(0, saved="r")
-    rig.run(4)
-    ended = [
-        ("promised", [0], []),
-        ("aborted", 0, "aborted", False),
-        ("request_ended",),
-        ("load_ended", 0, "aborted"),
-        ("saved", 0, "ok"),
-    ]
-    assert announced.events == {"r": [*LOADED, *ended]}
+    announced.rig.run(4)
+    ended = [("promised", [0], []), ("aborted", 0, "aborted", False), ("request_ended",), ("load_ended", 0, "aborted")]
+    assert announced.events == {"r": [*LOADED, *ended, ("saved", 0, "ok")]}
 
 
 def test_of_a_save_that_is_done_before_its_promise(a: Script, b: Script) -> None:
     b.promises.add("r")
-    rig = Rig("kvobs", a, b)
-    announced = Announced(rig)
-    rig.add("r", max_tokens=3)
-    rig.step()
+    announced = Announced(a, b)
+    announced.rig.add("r", max_tokens=3)
+    announced.rig.step()
     b.say(0, saved="r")
-    rig.run(6)
+    announced.rig.run(6)
     assert announced.events["r"][2:] == [("promised", [], [1]), ("request_ended",)]
 
 
@@ -204,10 +196,9 @@ def test_of_a_failed_sync_load_and_the_caches_that_were_reset_after_it(a: Script
     a.offers["r"] = [(2 * BLOCK, False), (0, False)]
     b.answers["reset_cache"] = True
     names = ["one", "two"]
-    rig = Rig("kvobs", a, b, kvobs={"names": names, "reset_after_failed_sync_load": names})
-    announced = Announced(rig)
-    rig.add("r", max_tokens=1)
+    announced = Announced(a, b, kvobs={"names": names, "reset_after_failed_sync_load": names})
+    announced.rig.add("r", max_tokens=1)
     a.bad_blocks[0] = {2}
-    rig.run(4)
+    announced.rig.run(4)
     assert announced.events[0] == [("sync_loads_failed", 1, ["two"])]
     assert ("load_ended", 0, "failed") in announced.events["r"]

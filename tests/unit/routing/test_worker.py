@@ -14,9 +14,9 @@ from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, started
 
 
-def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> worker.WorkerSide:
+def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = ()) -> Any:
     """Return rank 0's side with metadata of these loads bound."""
-    side: worker.WorkerSide = rig.workers[0]._side
+    side = rig.workers[0]._side
     metadata = rig.scheduler.schedule().kv_connector_metadata.metadata
     side.bind_connector_metadata(MultiKVConnectorMetadata(metadata=metadata, orders=Orders(dict(loads), failed=failed)))
     return side
@@ -66,7 +66,6 @@ def test_from_030_on_get_finished_says_the_same_as_get_transfer_results(a: Scrip
 
 def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b))
-    assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=False, has_forward=False)
     assert side.build_connector_worker_meta() is None
     assert side.get_kv_connector_stats() is None
@@ -87,7 +86,6 @@ def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
 def test_numbers_go(ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script) -> None:
     """They go when the scheduler asks, or when there is something to report and nothing else to do."""
     side = side_of(Rig("kvobs", a, b))
-    assert side._meta is not None
     side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
     if reporting:
         a.say(0, saved="r")
@@ -121,9 +119,7 @@ def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
 ) -> None:
     """A request that has its load goes on with a forward, and its first token is not kept waiting by numbers."""
     side = side_of(Rig("kvobs", a, b), *loads)
-    meta = side._meta
-    assert meta is not None
-    later = dataclasses.replace(meta, orders=Orders(orphaned=list(orphaned)), has_forward=False)
+    later = dataclasses.replace(side._meta, orders=Orders(orphaned=list(orphaned)), has_forward=False)
     side.bind_connector_metadata(later)
     a.say(0, **says)
     side.get_transfer_results(set())
@@ -134,7 +130,6 @@ def test_an_arrived_load_is_reported_at_once_only_if_nothing_comes_after_it(
 
 def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), ("r", LOAD))
-    assert side._meta is not None
     side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
     assert (side._loads, side._orphaned) == ({}, set())
 
@@ -153,7 +148,6 @@ def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_
     side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
     side._load_ns = {0: 1003, 1: 70}
     sent = side.build_connector_worker_meta()
-    assert sent is not None
     assert {one.request: one.spent_ns for one in sent.reports} == {"r": 200, "s": 602, "t": 201, "u": 70}
     begun = {one.began_ns for one in sent.reports}
     assert {one.time_ns - min(begun) for one in sent.reports} == {1003, 70}, "they end when the step goes on"
@@ -235,10 +229,8 @@ def test_handshakes_and_events_keep_their_childs_place(a: Script, b: Script) -> 
     b.handshake = object()
     b.events[0] = events = object()
     side = side_of(Rig("kvobs", a, b))
-    handshakes: Any = side.get_handshake_metadata()
-    assert handshakes.metadata == (None, b.handshake)
-    collected: Any = side.get_kv_connector_kv_cache_events()
-    assert collected.by_child == {1: events}
+    assert side.get_handshake_metadata().metadata == (None, b.handshake)
+    assert side.get_kv_connector_kv_cache_events().by_child == {1: events}
 
 
 @pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])
@@ -246,21 +238,16 @@ def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
     word: str, is_load: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once: what a child reports again began at an unknown time."""
-    rig = Rig("kvobs", a, b)
-    side = side_of(rig)
-    meta = side._meta
-    assert meta is not None
+    side = side_of(Rig("kvobs", a, b))
     monkeypatch.setattr(worker, "wall_ns", lambda: 100)
     ordered = Orders(loads={"r": LOAD}) if is_load else Orders(promised=[(0, "r")])
-    side.bind_connector_metadata(dataclasses.replace(meta, orders=ordered))
+    side.bind_connector_metadata(dataclasses.replace(side._meta, orders=ordered))
     monkeypatch.setattr(worker, "wall_ns", lambda: 170)
     reports = []
     for _ in range(2):
         a.say(0, **{word: "r"})
         side.get_transfer_results(set())
-        sent = side.build_connector_worker_meta()
-        assert sent is not None
-        reports += sent.reports
+        reports += side.build_connector_worker_meta().reports
     times = [(one.request, one.began_ns, one.time_ns, one.spent_ns) for one in reports]
     assert times == [("r", 100, 170, 70), ("r", 0, 170, 0)]
 
@@ -274,7 +261,6 @@ def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.
     a.say(0, received="r")
     side.get_transfer_results(set())
     sent = side.build_connector_worker_meta()
-    assert sent is not None
     assert [(one.kind, one.began_ns) for one in sent.reports] == [(ReportKind.HOLED, 0), (ReportKind.RECEIVED, 100)]
 
 
@@ -282,7 +268,7 @@ def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.
 def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(had_one: bool, a: Script, b: Script) -> None:
     """vLLM reads stats and events of a worker between steps, too."""
     rig = Rig("kvobs", a, b)
-    side: worker.WorkerSide = rig.workers[0]._side
+    side = rig.workers[0]._side
     if had_one:
         side = side_of(rig, ("r", LoadOrder(0, False, ((1,),))), failed=("f",))
         side.clear_connector_metadata()
