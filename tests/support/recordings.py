@@ -39,8 +39,7 @@ def recorded(
     for key, (what, start) in (in_progress or {}).items():
         table.begin(key, what, start)
     memory[writer.live * 8 : writer.live * 8 + len(layer_times)] = layer_times
-    snapshot = read(memory)
-    assert snapshot is not None
+    snapshot: Any = read(memory)
     return Process(snapshot, is_alive=False)
 
 

@@ -124,7 +124,7 @@ class Stats(KVConnectorStats):
     data: dict[str, Any]
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
-        self.data = dict(Counter(self.data) + Counter(other.data))
+        self.data.update(Counter(self.data) + Counter(other.data))
         return self
 
     def is_empty(self) -> bool:

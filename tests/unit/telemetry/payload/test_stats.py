@@ -21,37 +21,19 @@ from kvobs.telemetry.payload import stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, class_path, has_content, rebuild
 from kvobs.telemetry.payload.wire import VERSION, Increments
+from tests.support.scripted import Stats
 
 
-class Summed(KVConnectorStats):
-    """A child's stats: {"n": count}."""
-
-    data: dict[str, Any]
-
-    def aggregate(self, other: KVConnectorStats) -> "Summed":
-        self.data["n"] = self.data.get("n", 0) + other.data["n"]
-        return self
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def is_empty(self) -> bool:
-        return not self.data.get("n")
-
-    def reduce(self) -> dict[str, int | float]:
-        return {"n": self.data["n"]}
-
-
-class Looked(Summed):
-    def reduce(self) -> dict[str, int | float]:
+class Looked(Stats):
+    def reduce(self) -> dict[str, int]:
         return {"lookups": self.data["n"]}
 
 
-class Unmergeable(Summed):
-    def aggregate(self, other: KVConnectorStats) -> Summed:
+class Unmergeable(Stats):
+    def aggregate(self, other: KVConnectorStats) -> Stats:
         raise RuntimeError("no")
 
-    def reduce(self) -> dict[str, int | float]:
+    def reduce(self) -> dict[str, int]:
         raise RuntimeError("no")
 
 
@@ -60,7 +42,7 @@ class Connector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return Summed(data=data or {})
+        return Stats(data=data or {})
 
 
 class Outer:
@@ -86,20 +68,8 @@ def payload(**children: KVConnectorStats) -> MultiKVConnectorStats:
     return MultiKVConnectorStats(data={"kvobs": own({HIT: 1}, **classes), **children})
 
 
-def over_the_wire(stats: MultiKVConnectorStats) -> MultiKVConnectorStats:
-    """Send it worker -> scheduler -> API server."""
-    arrived = pickle.loads(pickle.dumps(stats)).to_dict()
-    return rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(arrived)))
-
-
-def numbers_of(stats: MultiKVConnectorStats) -> Increments:
-    own = stats["kvobs"]
-    assert isinstance(own, KvobsStats)
-    return own.increments()
-
-
 @pytest.mark.parametrize(
-    "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Summed()], ids=str
+    "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Stats()], ids=str
 )
 def test_other_stats_are_ignored(stats: Any) -> None:
     assert not has_content(stats)
@@ -107,10 +77,12 @@ def test_other_stats_are_ignored(stats: Any) -> None:
 
 @pytest.mark.parametrize("cls", [Connector, Outer.Inner])
 def test_a_child_of_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
+    """From the worker by way of the scheduler to the API server."""
     ours = own({HIT: 1}, a=class_path(cls))
-    arrived = over_the_wire(MultiKVConnectorStats(data={"kvobs": ours, "a": Summed(data={"n": 2})}))
+    sent = pickle.loads(pickle.dumps(MultiKVConnectorStats(data={"kvobs": ours, "a": Stats(data={"n": 2})})))
+    arrived = rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict())))
     assert ours.data["children"]["a"].partition(":")[2] == cls.__qualname__
-    assert isinstance(arrived["a"], Summed)
+    assert isinstance(arrived["a"], Stats)
     assert arrived["a"].data == {"n": 2}
     assert isinstance(arrived["kvobs"], KvobsStats)
 
@@ -133,8 +105,8 @@ def test_payloads_without_our_entry_are_rebuilt_by_their_registered_name(wire: d
 def test_mixtures_are_rebuilt() -> None:
     ours = own(b=class_path(Connector))
     raw: dict[str, Any] = {"c": {"n": 3}, "d": 7, "e": {"data": 1}}
-    stats = rebuild({"a": Summed(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": ours, **raw})
-    assert [type(stats[name]) for name in "abcd"] == [Summed, Summed, RawStats, RawStats]
+    stats = rebuild({"a": Stats(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": ours, **raw})
+    assert [type(stats[name]) for name in "abcd"] == [Stats, Stats, RawStats, RawStats]
     assert [stats[name].data for name in "bcde"] == [{"n": 2}, {"n": 3}, {"value": 7}, {"data": 1}]
     assert rebuild(None).data == {}
 
@@ -169,16 +141,16 @@ def test_a_child_that_makes_nothing_of_its_stats_is_left_out(router: Any) -> Non
 
 
 def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
-    mine, theirs = payload(), payload(a=Summed(data={"n": 1}))
+    mine, theirs = payload(), payload(a=Stats(data={"n": 1}))
     before = copy.deepcopy(theirs.data)
-    mine.aggregate(theirs).aggregate(payload(a=Summed(data={"n": 5})))
+    mine.aggregate(theirs).aggregate(payload(a=Stats(data={"n": 5})))
     assert theirs.data == before
     assert mine["a"].data == {"n": 6}
 
 
 @pytest.mark.usefixtures("in_production")
 def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(caplog: pytest.LogCaptureFixture) -> None:
-    mine, theirs = payload(a=Summed(data={"n": 1})), payload(a=Summed(data={"n": 2}))
+    mine, theirs = payload(a=Stats(data={"n": 1})), payload(a=Stats(data={"n": 2}))
     mine["kvobs"].data["counts"] = 7
     mine.aggregate(theirs).aggregate(MultiKVConnectorStats(data=None))
     assert mine["a"].data == {"n": 3}, "which comes after them"
@@ -217,7 +189,7 @@ def test_the_log_has_each_childs_own_summary_and_what_was_counted_of_it() -> Non
 @pytest.mark.parametrize("cls", [stock.MultiKVConnectorStats, MultiKVConnectorStats], ids=["stock", "kvobs"])
 def test_the_log_line_has_a_dict_of_plain_numbers_for_each_child(cls: Any) -> None:
     """As readers of stock's line expect it: their pattern is name={metric: number}."""
-    stats = cls(data={"a": Summed(data={"n": 1}), "b": Summed(data={"n": 2})})
+    stats = cls(data={"a": Stats(data={"n": 1}), "b": Stats(data={"n": 2})})
     if cls is MultiKVConnectorStats:
         stats["kvobs"] = own({HIT + CHILD_WIDTH: 3}, a="m:C", b="m:C")
     said: list[str] = []
@@ -230,15 +202,15 @@ def test_the_log_line_has_a_dict_of_plain_numbers_for_each_child(cls: Any) -> No
     assert {name: literal_eval(numbers)["n"] for name, numbers in found.items()} == {"a": 1, "b": 2}
 
 
-class Unreadable(Summed):
+class Unreadable(Stats):
     def is_empty(self) -> bool:
         raise RuntimeError("no")
 
 
 def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM drops empty ones."""
-    assert MultiKVConnectorStats(data={"one": Summed(data={})}).is_empty()
-    assert not MultiKVConnectorStats(data={"one": Summed(data={}), "two": Unreadable(data={})}).is_empty()
+    assert MultiKVConnectorStats(data={"one": Stats(data={})}).is_empty()
+    assert not MultiKVConnectorStats(data={"one": Stats(data={}), "two": Unreadable(data={})}).is_empty()
     assert "the stats of connector 'two' can't be read" in caplog.text
 
 
@@ -246,10 +218,10 @@ def test_for_vllms_rust_front_end_stats_have_the_keys_of_vllms_class(monkeypatch
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
     data: dict[str, KVConnectorStats] = {"kvobs": KvobsStats.of(classes, Increments({1: 1}, [], {}))}
-    data |= {name: Summed(data={"n": n}) for n, name in enumerate([*classes, "Stranger"], 1)}
+    data |= {name: Stats(data={"n": n}) for n, name in enumerate([*classes, "Stranger"], 1)}
     sent = MultiKVConnectorStats(data=data)
     summed = {"Connector": 3, "OtherConnector": 3, "Stranger": 4}
-    theirs = {name: Summed(data={"n": n}) for name, n in summed.items()}
+    theirs = {name: Stats(data={"n": n}) for name, n in summed.items()}
     assert sent.to_dict() == stock.MultiKVConnectorStats(data=theirs).to_dict()
     assert sent.to_dict() == sent.to_dict(), "nothing is added up twice"
     assert data["one"].data == {"n": 1}

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvobs.schema import signals
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.requests.request_log import WAITING_AT_MOST, LogFile, RequestLog, Stderr
+from tests.engine.serving import eventually
 
 DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
 pytestmark = pytest.mark.timeout(60)
@@ -39,13 +39,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     yield begin
     for log in started:
         log.close()
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.002)
-    return bool(found)
 
 
 def put(log: RequestLog, *numbers: int, **more: Any) -> None:

@@ -46,8 +46,7 @@ class Engine:
         self.rig.connector.request_finished_all_groups = noting
 
     def report(self, request: str = "r") -> dict[str, Any]:
-        report: dict[str, Any] = self.answers[request]["kvobs"]["report"]
-        return report
+        return self.answers[request]["kvobs"]["report"]
 
     def lines(self) -> list[dict[str, Any]]:
         self.rig.connector.shutdown()
@@ -211,31 +210,25 @@ def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag
     assert load["waited_s"] == load["duration_s"] >= 0
 
 
-def test_of_a_load_whose_failure_ends_the_request(make: Make, a: Script) -> None:
+@pytest.mark.parametrize(("reason", "policy"), [("error", "fail"), ("abort", "recompute")])
+def test_of_a_load_whose_failure_ends_the_request_or_that_is_aborted_with_it(
+    reason: str, policy: str, make: Make, a: Script
+) -> None:
     a.offers["r"] = KV
-    engine = make(report="always", log=True, policy="fail")
+    engine = make(report="always", log=True, policy=policy)
     engine.rig.add("r")
     engine.rig.step()
-    a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    if reason == "error":
+        a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
+    else:
+        engine.rig.abort("r")
+        engine.rig.step()
     a.say(0, received="r")
     engine.rig.run(3)
     (line,) = engine.lines()
-    assert line["finish_reason"] == "error"
-    assert [load["outcome"] for load in line["loads"]] == ["failed"]
-
-
-def test_of_a_request_that_is_aborted_during_its_load(make: Make, a: Script) -> None:
-    a.offers["r"] = KV
-    engine = make(report="always", log=True)
-    engine.rig.add("r")
-    engine.rig.step()
-    engine.rig.abort("r")
-    engine.rig.step()
-    a.say(0, received="r")
-    engine.rig.run(3)
-    (line,) = engine.lines()
-    assert line["finish_reason"] == "abort"
-    assert [(load["outcome"], load["duration_s"]) for load in line["loads"]] == [("aborted", None)]
+    ((outcome, duration_s),) = ((load["outcome"], load["duration_s"]) for load in line["loads"])
+    assert (line["finish_reason"], outcome) == (reason, "failed" if reason == "error" else "aborted")
+    assert reason == "error" or duration_s is None
 
 
 def test_the_log_has_a_line_for_each_finished_request(make: Make, a: Script) -> None:
@@ -311,8 +304,7 @@ def test_of_very_many_live_requests_not_all_are_gathered(monkeypatch: pytest.Mon
     for i in range(5):
         reports.looked_up(request(str(i)), 1, 2)
     assert len(reports) == 3
-    found = reports.finished(request("4"), None)
-    assert found is not None
+    found: Any = reports.finished(request("4"), None)
     assert found["kvobs"]["report"]["lookups"] == 0
 
 

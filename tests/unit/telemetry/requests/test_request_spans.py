@@ -218,11 +218,7 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
 
 @pytest.mark.parametrize(
     ("gain", "expected"),
-    [
-        (None, {}),
-        (Gain(None, 2 * MS, MS), {"waited": 0.002}),
-        (Gain(3 * MS, MS), {"waited": 0.001, "saved": 0.003}),
-    ],
+    [(None, {}), (Gain(None, 2 * MS, MS), {"waited": 0.002}), (Gain(3 * MS, MS), {"waited": 0.001, "saved": 0.003})],
     ids=str,
 )
 def test_a_load_says_what_it_saved_and_how_long_it_was_awaited(gain: Gain | None, expected: dict[str, float]) -> None:

@@ -23,15 +23,7 @@ from kvobs.telemetry.requests.request_spans import Trace
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.trace_context import TraceContext
 from tests.support import contexts
-from tests.support.contexts import (
-    SAMPLED,
-    TRACING,
-    UNSAMPLED,
-    BrokenSampler,
-    Sampler,
-    request,
-    written,
-)
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, BrokenSampler, Sampler, request, written
 
 LOOKUP, ALLOC = "get_num_new_matched_tokens", "update_state_after_alloc"
 
@@ -147,8 +139,7 @@ params_like = contexts.json_values | st.fixed_dictionaries({"kvobs": contexts.js
 def test_of_whatever_a_client_sends_nothing_raises_or_is_kept(request_id: str, headers: Any, params: Any) -> None:
     """Under pytest kvobs's own faults are raised on: there is none."""
     scheduler = Scheduler()
-    context = live(scheduler, request(request_id, headers, params))
-    assert context is not None
+    context: Any = live(scheduler, request(request_id, headers, params))
     assert len(context.traceparent) == 55
     assert len(scheduler.traces) == 0
     records = scheduler.written()
@@ -247,8 +238,7 @@ def test_a_loads_context_has_the_traces_flag() -> None:
         traces = Scheduler().traces
         traces.of(request("r", {"traceparent": parent.traceparent}))
         traces.admitted("r", Load(0, 16, True, 1))
-        context = traces.of_load("r")
-        assert context is not None
+        context: Any = traces.of_load("r")
         assert context == TraceContext(parent.trace_id, context.span_id, parent.is_sampled)
 
 
@@ -266,10 +256,8 @@ def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_hand
     scheduler.traces.saved("r", 1, save, 7)
     assert len(scheduler.traces) == 0
     loaded, saved = scheduler.written()
-    assert [(one.title, one.attributes["kv_transfer.outcome"]) for one in (loaded, saved)] == [
-        ("kv.load disk", "aborted"),
-        ("kv.save cpu", "ok"),
-    ]
+    titles = [(one.title, one.attributes["kv_transfer.outcome"]) for one in (loaded, saved)]
+    assert titles == [("kv.load disk", "aborted"), ("kv.save cpu", "ok")]
     assert to_workers == SAMPLED._replace(span_id=loaded.span_id)
     assert to_decode == SAMPLED._replace(span_id=saved.span_id)
     assert (saved.start_ns, saved.end_ns, saved.parent_id) == (3, 7, SAMPLED.span_id)

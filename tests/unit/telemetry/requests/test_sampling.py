@@ -79,8 +79,7 @@ def test_a_configuration_without_the_field_names_no_endpoint(config: Any, monkey
     ids=str,
 )
 def test_a_step_waits_for_a_sync_load_as_for_a_call(given: dict[str, Any], slow_ms: float, slow_sync_ms: float) -> None:
-    tracing = TracingSettings.of(options(**given), config_of(URL))
-    assert tracing is not None
+    tracing: Any = TracingSettings.of(options(**given), config_of(URL))
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
 
 

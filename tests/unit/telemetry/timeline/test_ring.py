@@ -28,8 +28,7 @@ def made(room: int, live: int = 0) -> tuple[bytearray, Ring]:
 
 
 def rows(memory: Any) -> list[list[int]]:
-    snapshot = read(memory)
-    assert snapshot is not None
+    snapshot: Any = read(memory)
     return snapshot.records.tolist()
 
 
@@ -43,8 +42,7 @@ def test_the_last_records_are_there_in_their_order(room: int, records: list[tupl
         one.add(start, spent, what, more)
     numbered = [[n, *record, n] for n, record in enumerate(records, 1)]
     assert rows(memory) == numbered[-room:]
-    snapshot = read(memory)
-    assert snapshot is not None
+    snapshot: Any = read(memory)
     assert (snapshot.about, snapshot.live.tolist()) == (ABOUT, list(range(1, live + 1)))
 
 
@@ -100,8 +98,7 @@ def test_what_is_written_while_it_is_read_is_left_out(room: int, before: int, mo
     head = ring.HEAD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "HEAD", type("Head", (), {"size": head.size, "unpack_from": staticmethod(unpack_from)}))
-        content = read(Written(memory, write))
-    assert content is not None
+        content: Any = read(Written(memory, write))
     kept = range(max(0, before + more - room), before)
     assert content.records[:, START].tolist() == list(kept)
 

@@ -40,20 +40,16 @@ def test_folder_and_file_are_the_users_own(folder: Path) -> None:
     assert path.read_bytes()[:2] == b"hi"
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_a_folder_that_others_may_write_to_is_refused(mode: int, folder: Path) -> None:
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777, None])
+def test_a_folder_that_others_may_write_to_or_own_is_refused(
+    mode: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(ValueError, match=f"has mode {mode:o}; use a folder of user {os.geteuid()}"):
-        create(folder, "0-rank1", SIZE)
-    assert names(folder) == []
-
-
-def test_anothers_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(mode=0o700)
+    folder.chmod(mode or 0o700)
     owner = folder.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(ValueError, match=f"belongs to user {owner} "):
+    monkeypatch.setattr(os, "geteuid", lambda: owner if mode else owner + 1)
+    says = f"has mode {mode:o}; use a folder of user {owner}" if mode else f"belongs to user {owner} "
+    with pytest.raises(ValueError, match=says):
         create(folder, "0-rank1", SIZE)
     assert names(folder) == []
 
