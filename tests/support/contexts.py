@@ -9,6 +9,7 @@ import pytest
 
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
 from kvobs.telemetry.payload.wire import Group
+from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.requests.trace_context import TraceContext
@@ -85,6 +86,21 @@ class BrokenSampler(Sampler):
 
     def on(self, trace_id: str, parent: TraceContext | None) -> bool:
         raise RuntimeError("no verdict")
+
+
+class Noting:
+    """A tracer that keeps what it is given."""
+
+    step = None
+
+    def __init__(self, traces_all: bool = False) -> None:
+        self.traces_all = traces_all
+        self.noticed: list[CallEvent] = []
+
+    def note(self, noticed: CallEvent) -> None:
+        self.noticed.append(noticed)
+
+    def join_step(self, trace: Any, loads: Any) -> None: ...
 
 
 def request(request_id: str = "r", headers: Any = None, params: Any = None) -> Any:

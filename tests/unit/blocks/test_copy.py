@@ -73,15 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "fraction": (({"a": A}, {"a": B}, [0.5], [0], "h2d"), "source block ids must be whole numbers in a list, found f"),
     "nested": (({"a": A}, {"a": B}, [[0]], [0], "h2d"), "source block ids must be whole numbers in a list, found i"),
 }
-STOCK_COPIES = (
-    "direction",
-    "more ids here",
-    "layer only here",
-    "layer only there",
-    "negative",
-    "later layer",
-    "shape",
-)
+STOCK_COPIES = ("direction", "more ids here", "layer only here", "layer only there", "negative", "later layer", "shape")
 
 
 @pytest.mark.parametrize(

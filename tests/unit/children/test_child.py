@@ -63,9 +63,6 @@ def test_no_other_hook_of_each_step_has_a_body_in_the_base_class() -> None:
     assert bodies - {"get_transfer_results"} == known
 
 
-ABSENT = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
-
-
 def unbuilt(role: KVConnectorRole) -> Unbuilt:
     config = engine_config(transfer_config("kvobs", [child_config(Script("x"))]))
     return Unbuilt(config, role, cache_config())
@@ -92,7 +89,8 @@ def test_what_it_says_of_itself_does_not_weigh() -> None:
 
 def test_a_class_that_can_not_be_imported_is_left_out_if_it_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
     """Not under a whole engine: with the hybrid KV cache manager vLLM imports the classes itself, and ends there."""
-    both = [ABSENT, child_config(Script("x"))]
+    unknown = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
+    both = [unknown, child_config(Script("x"))]
     absent, other = read_specs(transfer_config("kvobs", both, {"isolate": ["Absent"]}))
     assert (absent.connector_class, absent.is_isolated, absent.name) == (Unbuilt, True, "Absent")
     assert other.connector_class is ScriptedConnector
@@ -121,10 +119,8 @@ def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
     child.bind_connector_metadata("metadata")
     assert child.connector.metadata == ["metadata"]
     assert (child.wait_for_save(), child.finish_forward(), child.get_finished_count()) == (5, None, 3)
-    assert [locate(first)[0].values for first in recorder._tallies] == [
-        ("bind_connector_metadata",),
-        ("wait_for_save",),
-    ]
+    recorded = [locate(first)[0].values for first in recorder._tallies]
+    assert recorded == [("bind_connector_metadata",), ("wait_for_save",)]
     assert child.wait_for_save is child.wait_for_save, "bound once"
     assert [*map(child.does, ("wait_for_save", "finish_forward", "get_finished_count"))] == [True, False, False]
 

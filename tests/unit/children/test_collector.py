@@ -48,14 +48,12 @@ def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when
     collects, recorder = collector(Telling(None, KVConnectorStats(data={"n": 1}), None), Telling(None, None, None))
     recorder.count(1, slot(LOOKUPS, "hit"), 5)
     assert collects.collect(is_due=False) is None
-    stats = collects.collect(is_due=False)
-    assert stats is not None
+    stats: Any = collects.collect(is_due=False)
     assert stats["c0"].data == {"n": 1}
     assert not has_content(stats)
     assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.children.test_collector:Telling")
     stats = collects.collect(is_due=True)
     assert has_content(stats)
-    assert stats is not None
     assert list(stats.data) == ["kvobs"]
     assert numbers_of(stats)[HIT + CHILD_WIDTH] == 5
 
@@ -74,8 +72,7 @@ def test_the_workers_numbers_are_taken_out_of_their_payload(others: dict[str, KV
 def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     collects, _ = collector(Telling(KVConnectorStats(data={"n": 1}), None))
     monkeypatch.setattr(Recorder, "take", lambda self: 1 / 0)
-    stats = collects.collect(is_due=True)
-    assert stats is not None
+    stats: Any = collects.collect(is_due=True)
     assert stats["c0"].data == {"n": 1}
     assert numbers_of(stats) == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
 

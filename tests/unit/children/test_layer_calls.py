@@ -21,6 +21,7 @@ from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
+from tests.support.contexts import Noting
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "wait_for_layer_load": [(("layer",), {})],
@@ -44,11 +45,8 @@ class Fan:
         journal = Journal()
         self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
         connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
-        self.layers = LayerCalls(
-            hook,
-            [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)],
-            Telemetry(self.recorder, journal, tracer),
-        )
+        made = [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)]
+        self.layers = LayerCalls(hook, made, Telemetry(self.recorder, journal, tracer))
         self.args = CALLS[hook][0][0]
 
     def _hook(self, child: int) -> Any:
@@ -175,19 +173,6 @@ def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.Monke
 # --- what the tracer gets
 
 
-class Noting:
-    """Keeps what it is given."""
-
-    def __init__(self, traces_all: bool = False) -> None:
-        self.traces_all = traces_all
-        self.noticed: list[CallEvent] = []
-
-    def note(self, noticed: CallEvent) -> None:
-        self.noticed.append(noticed)
-
-    def join_step(self, trace: Any, loads: Any) -> None: ...
-
-
 SLOW_NS = 1_000
 traced_steps = st.lists(
     st.lists(st.lists(st.integers(0, 2 * SLOW_NS), min_size=2, max_size=2), min_size=1, max_size=4), max_size=4
@@ -252,12 +237,8 @@ class Waits:
         self.takes: list[int] = []
         patch.setattr("kvobs.children.layer_calls.perf_counter", lambda: self.now / 1e9)
         self.recorder = Recorder(len(has_layers))
-        children = [
-            Child(
-                i, f"c{i}", SimpleNamespace(**dict.fromkeys(CALLS, self._take if has else Quiet().hook)), self.recorder
-            )
-            for i, has in enumerate(has_layers)
-        ]
+        hooks = [dict.fromkeys(CALLS, self._take if has else Quiet().hook) for has in has_layers]
+        children = [Child(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
         self.stalls = Stalls(children, Telemetry(self.recorder, Journal()))
         self.calls = {calls.hook: calls.fan_out for calls in self.stalls.layer_calls}
 

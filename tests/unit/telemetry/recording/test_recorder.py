@@ -16,7 +16,7 @@ from kvobs.telemetry.recording import recorder
 from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import ERROR_TYPES_AT_MOST, SUM, Recorder, cost_of_recording, wall_ns
-from tests.support.contexts import record
+from tests.support.contexts import Noting, record
 
 HOOK = "wait_for_save"
 
@@ -192,17 +192,6 @@ def test_the_wall_clock_is_near_the_real_one() -> None:
 # --- who gets the calls
 
 
-class Noting:
-    step = None
-
-    def __init__(self, traces_all: bool = False) -> None:
-        self.traces_all = traces_all
-        self.events: list[CallEvent] = []
-
-    def note(self, event: CallEvent) -> None:
-        self.events.append(event)
-
-
 @given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
 def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int, fails: bool, traces_all: bool) -> None:
     def child(subject: str) -> None:
@@ -220,7 +209,7 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
     error = "LookupError" if fails else ""
     start, is_only_slow = 1000 + recorder.WALL_OFFSET, is_slow and not fails
     expected = CallEvent(1, HOOK, start, spent, is_only_slow, error, "request", {}, is_many=False)
-    assert tracer.events == ([expected] if fails or is_slow or traces_all else [])
+    assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
     slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
     assert slow == int(is_slow), "what is slow is counted whatever is traced"
 
@@ -230,7 +219,7 @@ def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer
     mine = Recorder(1, tracer=tracer)
     for i in range(ERROR_TYPES_AT_MOST + 5):
         mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
-    kinds = [event.error for event in tracer.events]
+    kinds = [event.error for event in tracer.noticed]
     assert len(set(kinds)) == ERROR_TYPES_AT_MOST + 1
     assert (kinds[-1], max(map(len, kinds))) == (OTHER_VALUE, 64)
     opened = mine.take().opened
@@ -254,7 +243,7 @@ def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
     is_ever_slow = limit < 2**62
     labels = {values for _, name, values in series(mine.take().counts) if name == CALL_DURATION.name}
     assert labels == {(hook if is_ever_slow else "other",)}
-    assert [event.spent_ns for event in tracer.events] == ([limit + 1] if is_ever_slow else [])
+    assert [event.spent_ns for event in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
     assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
 
 
