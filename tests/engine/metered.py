@@ -1,7 +1,5 @@
 """Servers with a child that counts, a load whose numbers are known, and what /metrics must say of it."""
 
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from kvobs.demo.run import multi_connector
 from kvobs.demo.server import Server
 from tests.engine.readings import Growth, kvobs_text
 from tests.engine.serving import TOKENS, of_tests, prompt
+from tests.support.promtool import promtool
 
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
 SERIES_AT_MOST = 1300  # of one engine with two children
@@ -80,9 +79,5 @@ def assert_nothing_in_flight(server: Server) -> None:
 
 
 def assert_promtool_finds_no_fault(server: Server) -> None:
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is missing: install it (Debian's package is called prometheus), or run `make promtool`"
-    checked = subprocess.run(
-        [promtool, "check", "metrics"], input=kvobs_text(server), text=True, capture_output=True, check=False
-    )
+    checked = promtool("check", "metrics", input=kvobs_text(server))
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")

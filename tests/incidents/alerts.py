@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from dashboards.alerts import rule_groups
 from dashboards.rules import INTERVAL
 from tests.engine.prometheus import Prometheus
+from tests.support.promtool import promtool
 
 SERIES = '{job=~"kvobs|vllm",__name__=~"up|kvobs_.+|vllm:num_requests.+"}'
 SCRAPE_S = 15
@@ -147,10 +146,7 @@ def alerts_of(recorded: Recorded, folder: Path) -> list[Fired]:
     }
     (folder / "rules.json").write_text(json.dumps(rules))
     (folder / "incident.json").write_text(json.dumps(content))
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is missing: run `make promtool`"
-    command = [promtool, "test", "rules", str(folder / "incident.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stderr
+    said = promtool("test", "rules", folder / "incident.json").stderr
     fired: dict[tuple[str, ...], Fired] = {}
     for clock, got in _AT.findall(said):
         at = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([hms])", clock))

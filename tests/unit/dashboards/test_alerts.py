@@ -5,8 +5,6 @@ Beside the child (or engine, or target) that a scene is about there is always a 
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dashboards.rules import SOON, Alert, Severity
 from dashboards.site import RUNBOOK, Site
 from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
 from kvobs.schema.signals import SIGNALS, Scope
+from tests.support.promtool import promtool
 from tests.unit.dashboards.scenes import SCENES, SUBJECTS
 from tests.unit.dashboards.scenes.scene import BUILD, OLD, START, UP, Fires, Scenes, Series
 from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
@@ -402,9 +401,7 @@ def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: 
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-def run(
-    tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m"
-) -> subprocess.CompletedProcess[str]:
+def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m") -> Any:
     """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
     recording, *alerting = rule_groups()["groups"]
     if name:
@@ -419,15 +416,9 @@ def run(
     content = {
         "rule_files": ["rules.json"],
         "evaluation_interval": interval,
-        "group_eval_order": [
-            "kvobs.recording",
-            "kvobs.incidents",
-            "kvobs.alerts",
-        ],  # else any: alerts would see this step, or the last
+        # Else any: alerts would see this step, or the last.
+        "group_eval_order": ["kvobs.recording", "kvobs.incidents", "kvobs.alerts"],
         "tests": tests,
     }
     (folder / "tests.json").write_text(json.dumps(content))
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is missing: run `make promtool`"
-    command = [promtool, "test", "rules", str(folder / "tests.json")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return promtool("test", "rules", folder / "tests.json")
