@@ -16,7 +16,8 @@ from kvobs.children import validation
 from kvobs.children.known import PD_ROUTER, ROUTER
 from kvobs.children.specs import HAND_OFF
 from kvobs.cli.check import destinations, rules, vllm_source
-from kvobs.cli.check.source import DYNAMO_VLLM, RAY, Router, rewrite, router_of
+from kvobs.cli.check.launch import DYNAMO_VLLM, RAY
+from kvobs.cli.check.source import Router, corrected, rewrite, router_of
 from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvobs.cli.check.classes import Facts
 
 _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
-_HISPARSE = "HiSparseConnector"
 _HAND_OFF = {*HAND_OFF, "NixlPullConnector", "NixlPushConnector"}
 _PLUGINS = "VLLM_PLUGINS"
 _CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
@@ -43,15 +43,15 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Further options of vLLM's start; ``port`` is None, and ``launcher`` empty, where they are not known."""
+    """Further options of vLLM's start, and ports that others on the host have; ``launcher`` is empty if not known."""
 
     disable_log_stats: bool = False
     otlp_traces_endpoint: str | None = None
     api_server_count: int = 1
-    port: int | None = None
     engines_here: int = 1
     has_chunked_prefill: bool = False
     launcher: str = ""
+    taken: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -79,6 +79,7 @@ class Checked:
     tracing: str = "off"
     metrics_go_to: str = ""
     spans_go_to: str = ""
+    ports: range = range(0)
     connectors: list[CheckedConnector] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     mistakes: list[Finding] = field(default_factory=list)
@@ -94,11 +95,9 @@ class Checked:
     def _located(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
         for finding in findings:
-            if self.router is Router.NONE and finding.path.startswith(validation.path_of(0)):
-                inner = finding.path.removeprefix(validation.path_of(0)).removeprefix(".")
-                yield replace(finding, path=inner or "kv_connector")
-            else:
-                yield finding
+            inner = finding.path.removeprefix(validation.path_of(0))
+            is_single = self.router is Router.NONE and inner != finding.path
+            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_single else finding
 
 
 # The text
@@ -109,6 +108,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritte
 
     With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment.
     """
+    config, slips = corrected(config)
     router = router_of(config)
     is_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
     plugins = os.environ.get(_PLUGINS)
@@ -116,6 +116,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritte
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
     checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config))
+    checked.add(slips)
     if router is not Router.KVOBS and not is_rewritten:
         checked.add(warnings=[_not_enabled(config, router, plugins if is_variable else None)])
     _check_entries(checked)
@@ -176,8 +177,9 @@ def _check_ports(checked: Checked, exporter: ExporterOptions | None, flags: Flag
     if first + number - 1 > _LAST_PORT:
         found = f"found port {first} for {number} engines: the last one would have {first + number - 1}"
         checked.add(warnings=[Finding(path, found, f"at most {_LAST_PORT + 1 - number}", fix)])
-    if flags.port is not None and first <= flags.port < first + number:
-        found = f"found port {flags.port} of engine {flags.port - first}, which is --port of vLLM's API server"
+    checked.ports = range(first, first + number)
+    for whose, port in {whose: port for port, whose in flags.taken.items() if port in checked.ports}.items():
+        found = f"found port {port} of engine {port - first}, which is {whose}"
         checked.add(warnings=[Finding(path, found, fix=fix)])
     try:
         if exporter.web_config is not None:
@@ -344,7 +346,7 @@ def check_classes(checked: Checked) -> None:
     validation.find_classes(validated, classes.class_of)
     checked.add(validated.mistakes, validated.warnings)
     connectors = dict(zip(validated.entries, checked.connectors, strict=True))
-    has_hisparse = any(connector.kv_connector == _HISPARSE for connector in checked.connectors)
+    has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in checked.connectors)
     for spec in validated.specs:
         entry = validated.entries[spec.index][1]
         transfer, mistakes = validation.transfer_config(entry, validation.path_of(spec.index), classes.KVTransferConfig)

@@ -14,15 +14,18 @@ from rich.console import Console
 from rich.text import Text
 
 from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
+from kvobs.cli.check.launch import LAUNCHER, NETWORK, Source
 from kvobs.cli.check.live import Looked, look
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
-from kvobs.cli.check.source import LAUNCHER, Router, Source, read
+from kvobs.cli.check.source import Router, read
 from kvobs.cli.output import examples
 from kvobs.cli.web import CaCert, Cert, Key, url_of, use_certificates
 from kvobs.schema.findings import Finding
 
 _PROMETHEUS_PORT = 9090
 _OF_CHECK = re.compile(r"(KVOBS|OTEL|DYN)_|VLLM_(PLUGINS|USE_RUST_FRONTEND)$|PROMETHEUS_MULTIPROC_DIR$")
+_NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_FIX = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either, YAML with engines, or -"
 _WIDE = 1000  # columns of a pipe: tables take what they need
 
 Config = Annotated[
@@ -55,7 +58,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     disable_log_stats: Annotated[bool, typer.Option("--disable-log-stats", help="As given to vLLM.")] = False,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", help="As given to vLLM.")] = None,
-    api_server_count: Annotated[int, typer.Option(min=1, help="As given to vLLM.")] = 1,
+    api_server_count: Annotated[int | None, typer.Option(min=1, help="As given to vLLM.")] = None,
     cacert: CaCert = None,
     cert: Cert = None,
     key: Key = None,
@@ -75,54 +78,84 @@ def check(
         sources = read(config)
         if should_rewrite and len(sources) > 1:
             raise ValueError(f"{len(sources)} configurations: {', '.join(each.place for each in sources)}; give one")
-        flags = [_flags(each.flags, disable_log_stats, otlp_traces_endpoint, api_server_count) for each in sources]
     except ValueError as error:
-        fix = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either, YAML with engines, or -"
-        checked = [Checked(Router.NONE, mistakes=[Finding("CONFIG", str(error), fix=fix)])]
-        _print_findings(out, checked[0])
-    else:
-        check_one = _rewrite if should_rewrite else _check
-        try:
-            checked = [check_one(source, of_engine, out) for source, of_engine in zip(sources, flags, strict=True)]
-        except KeyboardInterrupt:
-            Console(stderr=True).print("Stopped.", style="yellow")
-            raise typer.Exit(130) from None
+        sources = [Source({}, problem=str(error))]
+    own = ("disable-log-stats", disable_log_stats), ("otlp-traces-endpoint", otlp_traces_endpoint)
+    given = {name: value for name, value in (*own, ("api-server-count", api_server_count)) if value}
+    try:
+        checked = _check_all(sources, given, out, should_rewrite)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Stopped.", style="yellow")
+        raise typer.Exit(130) from None
     if as_json and not should_rewrite:
         for each in checked:
             typer.echo(json.dumps(as_dict(each)))
     raise typer.Exit(1 if any(each.mistakes for each in checked) else 0)
 
 
-def _flags(given: Mapping[str, Any], disable_log_stats: bool, otlp_traces_endpoint: str | None, servers: int) -> Flags:
+def _check_all(sources: list[Source], own: dict[str, Any], out: Console, should_rewrite: bool) -> list[Checked]:
+    """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
+    all_checked = list[Checked]()
+    taken: dict[str, dict[int, str]] = {"": {}}  # by network: the exporters' ports, and whose they are
+    for source in sources:
+        if source.place and not should_rewrite:
+            out.print(Text(f"\n{source.place}\n", "bold"))
+        network = source.environment.get(NETWORK, "")
+        if source.problem:
+            checked = Checked(Router.NONE, mistakes=[Finding("CONFIG", source.problem, fix=_FIX)])
+            _print_findings(out, checked)
+            out.print(verdict(checked))
+        else:
+            flags = _flags(source, own, taken.setdefault(network, {}))
+            checked = (_rewrite if should_rewrite else _check)(source, flags, out)
+            whose = f"the exporter's of {source.place}, if both run on one host"
+            taken[network] |= dict.fromkeys(checked.ports if network else (), whose)
+        all_checked.append(checked)
+    if len(sources) > 1:
+        out.print("", verdict(*all_checked), sep="\n")
+    return all_checked
+
+
+def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> Flags:
     """Return vLLM's options: those of this command, else those beside the configuration."""
-    of_host = "data-parallel-size-local" if "data-parallel-size-local" in given else "data-parallel-size"
+    given, options = source.flags, {**source.flags, **own}
+    engines = max(1, int(given.get("data-parallel-size-local", given.get("data-parallel-size", 1))))
+    ports = {int(given.get("port", 8000)): "--port of vLLM's API server"} if given else {}
+    if engines > 1:
+        ports[int(given.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
+    nixl = source.environment.get(_NIXL_PORT, os.environ.get(_NIXL_PORT, "5600"))
+    if nixl.isdecimal() and "Nixl" in str(source.config):
+        ports |= dict.fromkeys(range(int(nixl), int(nixl) + engines), f"{_NIXL_PORT} of NixlConnector")
     return Flags(
-        disable_log_stats or _is_on(given, "disable-log-stats"),
-        otlp_traces_endpoint or (str(endpoint) if (endpoint := given.get("otlp-traces-endpoint")) else None),
-        servers if servers > 1 else _number(given, "api-server-count", servers),
-        _number(given, "port", 8000) if given else None,
-        max(1, _number(given, of_host, 1)),
+        _is_on(options, "disable-log-stats"),
+        str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
+        int(options.get("api-server-count", _api_servers(given))),
+        engines,
         bool(given) and not given.get("no-enable-chunked-prefill") and _is_on(given, "enable-chunked-prefill", "on"),
         given.get(LAUNCHER, ""),
+        {**taken, **ports},
     )
+
+
+def _api_servers(given: Mapping[str, Any]) -> int:
+    """Return how many API servers there are by default: `vllm serve` starts one for each engine that it balances."""
+    others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb", "enable-elastic-ep")
+    if given.get(LAUNCHER) or "data-parallel-rank" in given or any(_is_on(given, other) for other in others):
+        return 1
+    is_hybrid = "data-parallel-start-rank" in given or _is_on(given, "data-parallel-hybrid-lb")
+    return int(given.get("data-parallel-size-local" if is_hybrid else "data-parallel-size", 1)) or 1
 
 
 def _is_on(given: Mapping[str, Any], name: str, default: str = "0") -> bool:
     return str(given.get(name, default)).lower() not in ("false", "0", "none")
 
 
-def _number(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = str(given.get(name, default))
-    if not value.isdecimal():
-        raise ValueError(f"--{name} {value}, beside the configuration, is not a whole number")
-    return int(value)
-
-
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set those variables of the engine that the check looks at."""
     before = dict(os.environ)
-    os.environ.update({name: value for name, value in variables.items() if _OF_CHECK.match(name)})
+    known = {name: value for name, value in variables.items() if _OF_CHECK.match(name) and value != f"${name}"}
+    os.environ.update(known)
     try:
         yield
     finally:
@@ -132,8 +165,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _check(source: Source, flags: Flags, out: Console) -> Checked:
     """Check the text and print the results, then the classes and theirs, then the verdict."""
-    if source.place:
-        out.print(Text(f"\n{source.place}\n", "bold"))
     with _environment(source.environment):
         checked = check_text(source.config, flags)
         checked.add(warnings=source.warnings)

@@ -46,15 +46,16 @@ def lay_out_live(looked: Looked) -> Group:
     return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
 
 
-def verdict(checked: Checked | Looked) -> Text:
+def verdict(*checked: Checked | Looked) -> Text:
     """Return the last line: the number of mistakes and warnings, and whether classes were left out."""
-    mistakes, warnings = len(checked.mistakes), len(checked.warnings)
+    mistakes, warnings = (sum(len(getattr(each, kind)) for each in checked) for kind in ("mistakes", "warnings"))
     parts = [count(mistakes, "mistake") if mistakes else "no mistakes"]
     if warnings:
         parts.append(count(warnings, "warning"))
-    has_gap = isinstance(checked, Checked) and "classes" in checked.off
+    has_gap = any(isinstance(each, Checked) and "classes" in each.off for each in checked)
     gap = "; the connectors' classes were not checked" if has_gap else ""
-    return Text(", ".join(parts) + gap, style="bold red" if mistakes else "bold green")
+    engines = f"{count(len(checked), 'engine')}: " if len(checked) > 1 else ""
+    return Text(engines + ", ".join(parts) + gap, style="bold red" if mistakes else "bold green")
 
 
 def as_dict(checked: Checked) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _headline(checked: Checked) -> str:
     version = f"vLLM {checked.vllm}" if checked.vllm else "vLLM (not installed here)"
     between = f"{version} and {count(len(checked.connectors), 'connector')}"
     if checked.router is Router.KVOBS:
-        by = ", enabled by KVOBS_ENABLE in this environment" if checked.by_variable else ""
+        by = ", enabled by KVOBS_ENABLE" if checked.by_variable else ""
         return f"kvobs {__version__} routes between {between}{by}."
     return f"kvobs is not in this configuration. With --rewrite it would route between {between}:"
 

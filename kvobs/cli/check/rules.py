@@ -4,6 +4,7 @@ A connector's own option is checked if vLLM (0.32 here) ignores a mistake in it,
 or a way to correct it.
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -63,16 +64,10 @@ def _name(entry: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _libraries(entry: Mapping[str, Any], path: str) -> list[Finding]:
-    name = _name(entry)
-    return [
-        Finding(
-            f"{path}.kv_connector",
-            f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here",
-            fix=need.install,
-        )
-        for need in missing_libraries(name or "")
-    ]
+def _libraries(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    for need in missing_libraries(name := _name(entry) or ""):
+        found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
+        yield Finding(f"{path}.kv_connector", found, fix=need.install)
 
 
 def _nested(entry: Mapping[str, Any], path: str) -> list[Finding]:
@@ -87,38 +82,28 @@ def _nested(entry: Mapping[str, Any], path: str) -> list[Finding]:
     return [Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")]
 
 
-def _roles(whole: Mapping[str, Any]) -> list[Finding]:
+def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
     """Warn about connectors that only receive beside, or in an engine of, those that only send; or the other way."""
     entries = {i: entry for i, entry in enumerate(_connectors(whole)) if isinstance(entry, Mapping)}
     role, where = whole.get("kv_role"), "kv_role at the top level"
     if role == "kv_both":
         one_way = ((entry.get("kv_role"), f"that of connectors[{i}]") for i, entry in entries.items())
         role, where = next((first for first in one_way if first[0] in [*_OPPOSITE]), (None, ""))
-    return [
-        Finding(
-            f"{PATH}.connectors[{i}].kv_role",
-            f"found {entry['kv_role']!r}, while {where} is {role!r}",
-            f"{role!r} or 'kv_both'",
-            "use the role that this engine has, unless it is meant to do both",
-        )
-        for i, entry in entries.items()
-        if isinstance(role, str) and role in _OPPOSITE and entry.get("kv_role") == _OPPOSITE[role]
-    ]
+    for i, entry in entries.items():
+        if isinstance(role, str) and role in _OPPOSITE and entry.get("kv_role") == _OPPOSITE[role]:
+            found = f"found {entry['kv_role']!r}, while {where} is {role!r}"
+            fix = "use the role that this engine has, unless it is meant to do both"
+            yield Finding(f"{PATH}.connectors[{i}].kv_role", found, f"{role!r} or 'kv_both'", fix)
 
 
-def _same_class(whole: Mapping[str, Any]) -> list[Finding]:
+def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
     """Warn about connectors of one class under vLLM's own router, which keeps one set of metrics for each class."""
     names = [_name(entry) for entry in _connectors(whole)]
-    return [
-        Finding(
-            f"{PATH}.connectors[{i}].kv_connector",
-            f"found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that the "
-            "numbers of both are mixed, or the server fails where their metrics differ",
-            fix="route with kvobs, see --rewrite",
-        )
-        for i, name in enumerate(names)
-        if name is not None and name in names[:i]
-    ]
+    for i, name in enumerate(names):
+        if name is not None and name in names[:i]:
+            found = f"found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that "
+            found += "the numbers of both are mixed, or the server fails where their metrics differ"
+            yield Finding(f"{PATH}.connectors[{i}].kv_connector", found, fix="route with kvobs, see --rewrite")
 
 
 # Connectors' own options
@@ -166,10 +151,12 @@ def _check_offloading(found: Findings, extra: Mapping[str, Any], place: str) -> 
             found.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
         return  # a class from elsewhere has other options
     if not size:
-        fix = 'add "cpu_bytes_to_use"'
+        fix = f'add "cpu_bytes_to_use", {_EXAMPLE}'
         if "num_cpu_blocks" in extra:
-            fix = "replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use"
-        found.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", "", f"{fix}, {_EXAMPLE}"))
+            fix = f"replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use, {_EXAMPLE}"
+        elif misspelt := difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9):
+            fix = f"rename {misspelt[0]!r}, which has no effect"
+        found.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", fix=fix))
     elif _is_number(size) and int(size) < _SMALL:
         text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"
         found.warnings.append(Finding(f"{place}.cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}"))

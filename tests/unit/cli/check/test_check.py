@@ -180,17 +180,6 @@ def test_an_address_of_another_machine_is_a_warning(host: str) -> None:
     assert str(finding).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("exporter", "path"),
-    [({"prot": 9464}, ".prot"), ({"port": 0}, ".port"), ({"port": None}, ""), ({"host": ""}, ".host"), (True, "")],
-)
-def test_mistakes_in_the_exporters_options_have_their_path(exporter: Any, path: str) -> None:
-    (mistake,) = check_text(config_of(kvobs={"exporter": exporter})).mistakes
-    fix = "use 'port'" if path == ".prot" else "use an allowed value, or remove the option"
-    assert (mistake.path, mistake.fix) == (f"{PATH}.kvobs.exporter{path}", fix)
-    assert mistake.allowed or mistake.found.startswith("found '', ")
-
-
 def test_a_mistake_in_the_variable_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXPORTER_VARIABLE, "9464")
     (mistake,) = check_text(config_of()).mistakes

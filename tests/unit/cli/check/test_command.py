@@ -8,12 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
+from vllm.entrypoints.cli import serve
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvobs.cli import commands as cli
-from kvobs.cli.check.source import rewrite
+from kvobs.cli.check.command import _api_servers
+from kvobs.cli.check.source import read, rewrite
 from kvobs.schema.config import PATH
 
 BOTH = {"kv_role": "kv_both"}
@@ -68,9 +73,10 @@ def test_a_rewritten_configuration_is_all_there_is_and_passes_and_one_with_mista
     without_library = run({"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}, "--rewrite")
     assert json.loads(without_library.stdout)["kv_connector_module_path"] == "kvobs"
     assert without_library.exit_code == 0, "the connectors' libraries may be missing here"
-    result = run({**STOCK, "kv_role": "both"}, "--rewrite")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "mistake: kv_role: found 'both'" in " ".join(result.stderr.split())
+    for change in ({"kv_role": "both"}, {"kv_connector": None}, {"kv_connector_module_path": "kv_obs"}):
+        result = run(STOCK | change, "--rewrite")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert any(line.startswith(f"mistake: {key}: ") for line in result.stderr.splitlines() for key in change)
 
 
 def test_of_a_stock_configuration_it_prints_that_kvobs_is_not_in_it() -> None:
@@ -108,6 +114,29 @@ def test_the_options_of_vllm_are_read() -> None:
     noted = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
     assert noted["tracing"] == "requests"
     assert noted["metrics_go_to"].endswith(", from kvobs's exporter, which starts by itself: --api-server-count")
+
+
+def test_each_engine_of_a_file_has_a_part_and_the_last_line_counts_all() -> None:
+    line = f"vllm serve m --kv-transfer-config '{json.dumps(STOCK)}'"
+    result = run(f"vllm serve m --kv-transfer-config $KV &\nKVOBS_ENABLE=1 {line}")
+    lines = [line for line in result.stdout.splitlines() if line]
+    assert (result.exit_code, lines[0], *lines[2:4]) == (1, "command 1", "1 mistake", "command 2")
+    assert lines[1].startswith("mistake: CONFIG: --kv-transfer-config has $KV, whose value is not known here")
+    assert lines[4].endswith(", enabled by KVOBS_ENABLE.")
+    assert lines[-2:] == ["no mistakes", "2 engines: 1 mistake"]
+
+
+@pytest.mark.parametrize("line", [
+    "", "-dp 4", "-dp 4 -dph -dpl 2", "-dp 4 -dpr 2 -dpl 2", "-dp 4 -dpr 2", "-dp 4 -dph -dpl 0", "-dp 4 -dpe",
+    "-dp 4 -dpn 0", "-dp 4 -dpm", "-dp 4 --enable-elastic-ep",
+])  # fmt: skip
+def test_there_are_as_many_api_servers_as_vllm_starts(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for starts in ("run_dp_supervisor", "run_headless", "run_multi_api_server", "run_server", "uvloop"):
+        monkeypatch.setattr(serve, starts, Mock())
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(["m", *line.split()])
+    serve.ServeSubcommand.cmd(given)
+    (source,) = read(f"vllm serve m {line} --kv-transfer-config {{}}")
+    assert _api_servers(source.flags) == (given.api_server_count or 1)
 
 
 WITHOUT_VLLM = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"

@@ -37,6 +37,8 @@ OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
 LINE = f"--kv-transfer-config '{OURS}'"
 OFF, STOCK_OFF = "kv_connector: kvobs is not enabled", "kv_connector_module_path: kvobs is not enabled"
 UNLISTED = "VLLM_PLUGINS: found 'lora', which does not list kvobs"
+MISSING = "kv_connector: is missing: vLLM would run without a connector"
+SERVERS = "--api-server-count: several API servers"
 AT_PORT = "kvobs.exporter: found port 9464 of engine 0, which is --port"
 DYNAMO = "dynamo.vllm: NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only"
 EVENTS = "dynamo.vllm: NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector"
@@ -49,6 +51,7 @@ EXPORTER, NONE, LAST, OPEN, LOOPBACK, SENT = (
     for options in ("{}", "null", '{"port": 65530}', '{"host": "0.0.0.0"}', '{"host": "127.0.0.2"}',
                     '{"port": null, "otlp_metrics": true}')
 )  # fmt: skip
+QUOTED = router(CPU, kvobs=EXPORTER).replace("kv_both", "$ROLE").replace('"', '\\"')
 SHELL = "exec vllm serve m --kv-transfer-config '{}'".format
 LMCACHE = ("kv_connector: found 'LMCacheConnectorV1', which needs 'lmcache'", OFF)
 
@@ -71,7 +74,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "plugins with kvobs": (f"VLLM_PLUGINS=lora,kvobs KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
     "plugins and the key": (f"VLLM_PLUGINS=lora vllm serve m {LINE}", 1, ()),
     "on the line": (f"KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
-    "shell variable": (f'vllm serve m {K} "$KV_CONFIG"', 0, ("is '$KV_CONFIG', which a shell or a template replaces",)),
+    "shell variable": (f'vllm serve m {K} "$KV_CONFIG"', 0, ("has $KV_CONFIG, whose value is not known here",)),
     "shell variable that is set": (f"KV='{OURS}'\nvllm serve m {K} \"$KV\"", 1, ()),
     "no option": ("vllm serve m --port 8000", 0, ("the vllm line has no --kv-transfer-config",)),
     "offloading size": ("vllm serve m --kv-offloading-size 10", 1, ("--kv-offloading-size: vLLM makes OffloadingConnector of it", OFF)),
@@ -103,6 +106,37 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "lmcache mp, short": (router(with_key("LMCacheMPConnector", '{"lmcache.mp.mq_timeout": 5}')), 1, ("'lmcache'",)),
     "mooncake store": (router(with_key("MooncakeStoreConnector", "{}")), 1, ("lookup_async: is false", "'mooncake.")),
     "mooncake store, async": (router(with_key("MooncakeStoreConnector", '{"lookup_async": true}')), 1, ("'mooncake.",)),
+    # data parallelism
+    "servers by -dp": (f"vllm serve m -dp 4 {K} '{router(CPU, kvobs=NONE)}'", 1, (SERVERS,)),
+    "one by -asc": (f"vllm serve m -dp 4 -asc 1 {K} '{router(CPU, kvobs=NONE)}'", 1, ()),
+    "of another program": (f"python3 -m vllm.entrypoints.openai.api_server -dp 4 {K} '{router(CPU, kvobs=NONE)}'", 1, ()),
+    # ports of others
+    "nixl's": (router(NIXL, kvobs='{"exporter": {"port": 5600}}'), 1, ("5600 of engine 0, which is VLLM_NIXL_SIDE",)),
+    "nixl's of a rank": (f"VLLM_NIXL_SIDE_CHANNEL_PORT=9465 vllm serve m -dp 2 {K} '{router(NIXL, kvobs=EXPORTER)}'", 1, ("9465 of engine 1, which is VLLM_NIXL",)),
+    "coordinator's": (f"vllm serve m -dp 2 -dpp 9465 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, ("9465 of engine 1, which is --data-parallel-rpc",)),
+    "of a second engine": (f"vllm serve m {K} '{router(CPU, kvobs=EXPORTER)}' &\n" * 2, 2, ("9464 of engine 0, which is the exporter's of command 1",)),
+    "in containers": (f"docker run v {K} '{router(CPU, kvobs=EXPORTER)}'\n" * 2, 2, ()),
+    "on the host's network": (f"docker run --net=host v {K} '{router(CPU, kvobs=EXPORTER)}'\n" * 2, 2, ("exporter's of command 1",)),
+    "compose, on the host": ("services:\n" + "".join(f"  {name}: {{network_mode: host, command: {args(K, router(CPU, kvobs=EXPORTER))}}}\n" for name in "ab"), 2, ("exporter's of services.a",)),
+    # the router's name
+    "no kv_connector": (OURS.replace('"kv_connector": "MultiConnector", ', ""), 1, (MISSING,)),
+    "misspelt kv_connector": (OURS.replace("kv_connector", "kv_conector", 1), 1, (MISSING, "kv_conector: unknown key")),
+    "no kv_connector in YAML": (f"kv_role: kv_both\nkv_connector_extra_config: {{connectors: [{NIXL}]}}\n", 1, (MISSING, STOCK_OFF)),
+    # what a text does not say
+    "default": (f'ROLE=${{ROLE:-kv_both}}\nvllm serve m --port ${{PORT:-9464}} {K} "{QUOTED}"', 1, (AT_PORT,)),
+    "default with braces": (f"KV=${{KV:-'{OURS}'}}\nvllm serve m {K} ${{KV:?}}", 1, ()),
+    "compose, default": (f"command: {args(K, CPU.replace('10000000', '${N:-10000000}'))}\n", 1, (OFF,)),
+    "this project's": ((Path(__file__).parents[4] / "docker-compose.yml").read_text(), 1, (LESS_OPEN,)),
+    "computed": (f"N=$((1 << 30))\nvllm serve m {K} '{CPU}'".replace("10000000", "'\"$N\"'"), 0, ("has $N, whose value",)),
+    "argument": (f"f() {{ vllm serve m {K} '{NIXL}'; }}".replace("kv_both", "$1"), 0, ("has $1, whose value",)),
+    "argument, dotted": (f"vllm serve m {K}.kv_connector NixlConnector {K}.kv_role $1", 0, ("has $1, whose value",)),
+    "harmless": (f"vllm serve m {K} '{NIXL[:-1]}, \"engine_id\": \"$HOSTNAME\"}}'", 1, ("has $HOSTNAME, whose value is not known here, and not", OFF)),
+    "here-document": (f"cat <<-'EOF'\n\tDon't\n\tEOF\nvllm serve m {LINE}", 1, ()),
+    "here-document with it": (f"ssh host <<EOF\nvllm serve m {LINE}\nEOF\n", 1, ()),
+    "from a here-document": (f"KV=$(cat <<EOF\n{OURS}\nEOF\n)\nvllm serve m {K} \"$KV\"", 0, ("has $KV, whose value",)),
+    "hash in a word": (f"# don't\nvllm serve m#1 {LINE} # don't", 1, ()),
+    "one of two": (f"{pod(f'args: {args(K, OURS)}')}---\n{pod(f'args: {args(K, OURS[:-1])}')}", 2, ("CONFIG: the configuration is not valid JSON",)),
+    "file in a configmap": (f"data:\n  a.sh: vllm serve m {K} $(cat kv.json)\n  kv.json: '{OURS}'\n", 2, ("has $, whose value",)),
     # scripts
     "export": (f"export KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, ()),
     "not exported": (f"KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, (STOCK_OFF,)),
@@ -113,15 +147,16 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "arguments in a variable": (f"ARGS=\"--port 9464 {K} " + NIXL.replace('"', '\\"').replace(" ", "") + '"\nvllm serve m $ARGS', 1, (OFF,)),
     "an array": (f'ARGS=(\n  --port 9464\n  {LINE}\n)\nvllm serve m "${{ARGS[@]}}"', 1, ()),
     "role in a variable": ("ROLE=kv_both; vllm serve m " + K + ' "' + NIXL.replace('"', '\\"').replace("kv_both", "$ROLE") + '"', 1, (OFF,)),
-    "command substitution": (f'vllm serve m {K} "$(cat kv.json)"', 0, ("which a shell or a template replaces",)),
+    "command substitution": (f'vllm serve m {K} "$(cat kv.json)"', 0, ("has $(cat kv.json), whose value",)),
     "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
     "dotted and json": (f"vllm serve m {LINE} {K}.kv_role kv_both", 1, ("found 2 of this option", "kv_connector: is missing", OFF)),
     "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("in the place of any", OFF)),
+    "offloading size beside nonsense": (f"vllm serve m --kv-offloading-size 4 {K}.kv_connector_extra_config 1", 1, ("in the place of any", OFF)),
     "offloading to lmcache": ("vllm serve m --kv-offloading-size 4 --kv-offloading-backend lmcache", 1, ("vLLM makes LMCacheMPConnector", "mq_timeout: is 300 s", "'lmcache'", OFF)),
     "systemd": (f"[Unit]\nDescription=vLLM\n[Service]\nEnvironment=\"KVOBS_ENABLE=1\" A=2\nExecStart=/opt/vllm serve m \\\n " f" {K} '{STOCK}'\nRestart=always\n", 1, ()),
     "log stats": (f"vllm serve m --disable-log-stats {K} '{router(CPU, kvobs=NONE)}'", 1, ("--disable-log-stats: vLLM's stat logging is off",)),
     "stats and traces": (f"vllm serve m --disable-log-stats --otlp-traces-endpoint=http://c:4317 {LINE}", 1, ("vLLM fails at the first finished",)),
-    "no number": (f"vllm serve m --port four {LINE}", 0, ("--port four, beside the configuration, is not a whole number",)),
+    "no number": (f"vllm serve m --port four {LINE}", 0, ('--port "four", beside the configuration, is not a whole number',)),
     "no engine here": (f"vllm serve m -dp 4 -dpl 0 --api-server-count=0 {LINE}", 1, ()),
     "dockerfile": (f"FROM v\nENV KVOBS_ENABLE=1\nCMD {args(K, STOCK)}\n", 0, ("the line has no --kv-transfer-config that can be read",)),
     "endpoint that is a number": (f"otlp_traces_endpoint: 4317\nkv_transfer_config: {OURS}\n", 1, ("--otlp-traces-endpoint: has neither a scheme nor a port",)),
@@ -146,6 +181,9 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "compose, list": (f"services:\n  vllm:\n    environment: {{KVOBS_ENABLE: 1}}\n    command: {args(K, STOCK)}\n", 1, ()),
     "production stack": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ()),
     "its lmcache": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n" "    lmcacheConfig: {enabled: true}\n", 1, ("found 2 of this option", *LMCACHE)),
+    "its metrics": (f"vllmConfig: {{extraArgs: {args(K, router(CPU, kvobs=NONE))}}}\n", 1, ("PROMETHEUS_MULTIPROC_DIR: it makes the API server",)),
+    "its lmcache alone": ("modelSpec:\n- vllmConfig: {tensorParallelSize: 1}\n  lmcacheConfig: {enabled: true}\n", 1, LMCACHE),
+    "extraEnvVars": (f"extraEnvVars: [{{name: KVOBS_ENABLE, value: '1'}}]\nextraArgs: {args(K, STOCK)}\n", 1, ()),
     "modelservice": (f"prefill:\n  containers: [{{args: {args(K, OURS)}}}]\ndecode:\n  containers: [{{args: {args(K, NIXL)}}}]\n", 2, (OFF,)),
     "llm-d service": (f"spec:\n  template:\n    containers:\n    - env: [{{name: VLLM_ADDITIONAL_ARGS, value: {json.dumps(LINE)}}}]\n", 1, ()),
     "template": (f"spec:\n  args:\n  - {K}\n  - {{{{ .Values.kv | toJson }}}}\n", 0, ("the file is a template",)),

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import _expand_json_human_readable_numbers
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import kvobs
 from kvobs.children.configured import read_specs
@@ -47,11 +50,27 @@ def test_all_forms_say_the_same(text: str, tmp_path: Path) -> None:
     assert text != LINE or read(text)[0].config == CONFIG, "a line may be the argument itself"
 
 
-def test_dotted_names_are_nested_and_their_values_json_where_they_are() -> None:
-    line = "vllm serve m --kv-transfer-config.kv_connector_extra_config.cpu_bytes_to_use 1000"
-    line += " --kv-transfer-config.kv_connector_extra_config.spec_name CPUOffloadingSpec"
-    extra = {"cpu_bytes_to_use": 1000, "spec_name": "CPUOffloadingSpec"}
-    assert parse(line)[0].config == {"kv_connector_extra_config": extra}
+X = "--kv-transfer-config.kv_connector_extra_config"
+
+
+@pytest.mark.parametrize(
+    ("line", "twice"),
+    [
+        (f"{X}.cpu_bytes_to_use 1000 {X}.spec_name CPUOffloadingSpec", 0),
+        (f"{X}.a 10G {X}.b=1.5g {X}.c 1.5G {X}.d 8k,9k {X}.e true", 0),
+        (f"{X}.kvobs.names+ nixl {X}.kvobs.names+=cpu,disk {X}.a '[1]' {X}.a+ x", 0),
+        (f"{X} '{{\"a\": 1}}' {X}.b 2 {X}.c '{{\"x\": 1}}' {X}.c '{{\"y\": 2}}'", 0),
+        (f"{X}.a 1 {X}.a.b 2 {X}.c.d 1 {X}.c 2", 2),
+        ('--kv-transfer-config \'{"a": 80G, "b": "80G", "c": [1k, 2.5m, 3t], "d": -2k, "e": 1e3}\'', 0),
+    ],
+)
+def test_names_with_dots_and_numbers_with_suffixes_are_what_vllms_parser_makes_of_them(line: str, twice: int) -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--kv-transfer-config", type=lambda text: json.loads(_expand_json_human_readable_numbers(text)))
+    (source,) = parse(f"vllm serve m {line}")
+    assert source.config == parser.parse_args(["m", *shlex.split(line)]).kv_transfer_config
+    assert ["twice" in warning.found for warning in source.warnings] == [True] * twice
 
 
 @pytest.mark.parametrize(
@@ -66,18 +85,23 @@ def test_dotted_names_are_nested_and_their_values_json_where_they_are() -> None:
         (TEXT[:-1], "not valid JSON: Expecting ',' delimiter: line 1 column "),
         ("[]", "is a list, needs an object"),
         ("[" * 100_000, "nested too deep"),
+        ("vllm serve m --kv-transfer-config {{}}", "has {{}}, whose value is not known here"),
         ("vllm serve m --port 8000", "has no --kv-transfer-config"),
         ("vllm serve m --kv-transfer-config", "--kv-transfer-config has no value"),
         ("vllm serve m --kv-transfer-config '{", "a quote that is not closed"),
         ("vllm serve m --kv-transfer-config '{\"a\": 1,}'", "a comma before a closing bracket"),
-        ("vllm serve m --kv-transfer-config.a 1 --kv-transfer-config.a.b 1", "a has a value already"),
+        ("vllm serve m --kv-transfer-config '{\"a\": 1.5G}'", "not valid JSON: Expecting ',' delimiter"),
+        ('{\n  // both\n  "kv_role": "kv_both"}', "it has comments, which JSON does not allow: "),
+        ('{“kv_role”: "kv_both"}', 'it has typographic quotes, write " in their place: '),
+        ("python3 -m dynamo.vllm --model m --connector nixl", "Dynamo makes the configuration of --connector"),
+        ("port: null\nkv_transfer_config: {}", "--port null, beside the configuration, is not"),
         ("kv_connector: [", "neither JSON nor valid YAML"),
         ("kv-transfer-config: 5", "is a int, needs an object"),
     ],
 )
 def test_any_other_text_is_named_for_what_it_is(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        parse(text)
+        raise ValueError(parse(text)[0].problem)
 
 
 @given(st.text() | st.text(alphabet="{}[]\"':,\n -#kv_connetrasf=.\\", max_size=60))
