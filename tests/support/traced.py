@@ -30,8 +30,7 @@ class Traced(Observed):
     def spans(self, name: str = "") -> list[ReadableSpan]:
         """Return the spans whose names begin so, in the order of their start."""
         self._deliver()
-        cutter = self.front.metrics._cutter
-        assert cutter is not None
+        cutter: Any = self.front.metrics._cutter
         cutter._processor.force_flush()
         found = [span for span in self.exporter.get_finished_spans() if span.name.startswith(name)]
         return sorted(found, key=lambda span: span.start_time or 0)
@@ -62,13 +61,3 @@ def load(engine: Traced, request: str = "r", **headers: Any) -> None:
     engine.step()
     engine.scripts[0].say(1, received=request)
     engine.step(3)
-
-
-def params_of(engine: Traced, request: str, **add: Any) -> Any:
-    """Return what the client gets at a request's end."""
-    engine.rig.add(request, max_tokens=1, **add)
-    ended: list[Any] = []
-    for _ in range(2):
-        engine.step()
-        ended += [each for each in engine.rig.request_outputs if each.request_id == request and each.finished]
-    return ended[0].kv_transfer_params

@@ -15,7 +15,6 @@ from kvobs.demo.collector import ReceivedSpan
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from kvobs.telemetry.payload.wire import Increments
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Script
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.recording_rigs import recording_rig
@@ -107,11 +106,9 @@ CHECKED = """{"kv_connector": "MultiConnector", "kv_connector_module_path": "kvo
 INSTALLED = ("package", "library")  # differ from one machine to the next
 
 
-CHECK_SAMPLE = [line for line in sample("docs/check.md", "kvobs 0.1.0 routes") if line.strip() != "..."]
-
-
 def test_the_check_of_a_configuration_is_what_it_prints() -> None:
-    shown = [f"{line.split()[0]} ..." if line.startswith(INSTALLED) else line for line in CHECK_SAMPLE]
+    lines = [line for line in sample("docs/check.md", "kvobs 0.1.0 routes") if line.strip() != "..."]
+    shown = [f"{line.split()[0]} ..." if line.startswith(INSTALLED) else line for line in lines]
     assert len(shown) > 12
     result = CliRunner().invoke(app, ["check", CHECKED], env={"COLUMNS": "100"})
     assert not_printed(shown, result.stdout.splitlines()) == []
@@ -128,20 +125,12 @@ def test_who_reads_from_whom_is_what_the_command_prints() -> None:
 # --- kvobs top
 
 
-def load_of_each(recorder: Recorder) -> None:
-    for child in range(3):
-        count(recorder, child, signals.LOOKUPS, 3, "hit")
-
-
-TOP_HEADS = ("kvobs top", "server ", "connector ")
-
-
 def test_the_headings_of_top_are_what_it_prints() -> None:
-    lines = sample("docs/top.md", "kvobs top   the last")
-    shown = [re.sub("the last .*? s", "the last ... s", line) for line in lines if line.startswith(TOP_HEADS)]
+    lines, heads = sample("docs/top.md", "kvobs top   the last"), ("kvobs top", "server ", "connector ")
+    shown = [re.sub("the last .*? s", "the last ... s", line) for line in lines if line.startswith(heads)]
     assert len(shown) == 3
     engines = Engines("cpu", "disk", "remote")
-    engines.send(load_of_each)
+    engines.send(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "hit"))
     with serving(engines) as address:
         assert not_printed(shown, kvobs("top", address, "--once", "--interval", "0.2")) == []
 
