@@ -34,8 +34,7 @@ class Isolating(Clocked):
         **more: Any,
     ) -> None:
         connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
-        kvobs = {"names": ["best", "other"], "isolate": ["best"], **more}
-        super().__init__(patch, connectors, kvobs, ranks=2, lag=lag)
+        super().__init__(patch, connectors, {"names": ["best", "other"], "isolate": ["best"], **more}, ranks=2, lag=lag)
         self.side = self.rig.connector._side
 
     def step(self, steps: int = 1, seconds: float = 0.01) -> None:

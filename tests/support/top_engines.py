@@ -39,8 +39,7 @@ class Engines:
         record(recorder)
         taken = recorder.take()
         at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in (gauges or {}).items()}
-        payload = own(taken.counts, dict.fromkeys(self.names, "m:C"), at, opened)
-        self.front.metrics.observe({"kvobs": payload}, engine)
+        self.front.metrics.observe({"kvobs": own(taken.counts, dict.fromkeys(self.names, "m:C"), at, opened)}, engine)
 
     @property
     def text(self) -> str:
@@ -122,8 +121,7 @@ def exporting(
     totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", "127.0.0.1", None))
     totals.add(Increments(recorder.take().counts, opened, at))
     totals.set_own(ENGINE_UP, 1)
-    text = Exposition(totals, lambda: None).text
-    with closing(Server("127.0.0.1", 0, text, lambda: (True, {}))) as server:
+    with closing(Server("127.0.0.1", 0, Exposition(totals, lambda: None).text, lambda: (True, {}))) as server:
         yield f"127.0.0.1:{server.port}"
 
 

@@ -150,8 +150,7 @@ def test_a_hook_of_a_newer_vllm_arrives(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(KVConnectorBase_V1, "hook_of_tomorrow", lambda self, word: recorded.append(word), raising=False)
     monkeypatch.setattr(stock.MultiConnector, "hook_of_tomorrow", broadcast, raising=False)
-    rig = Rig("kvobs", Script("a"), Script("b"))
-    rig.connector.hook_of_tomorrow("hello")
+    Rig("kvobs", Script("a"), Script("b")).connector.hook_of_tomorrow("hello")
     assert recorded == ["hello", "hello"]
     assert "hooks that kvobs does not know: hook_of_tomorrow" in caplog.text
 

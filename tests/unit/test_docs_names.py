@@ -98,8 +98,7 @@ ADDED = {
 @pytest.mark.parametrize("what", ADDED)
 def test_the_page_for_developers_names_the_modules_to_change(what: str) -> None:
     (text,) = (part for part in paragraphs(TEXTS["docs/developing.md"]) if part.startswith(f"- **{what}**"))
-    named = re.findall(r"`((?:kvobs|dashboards)/[\w/]+)\.py`", text)
-    assert {name.replace("/", ".") for name in named} == ADDED[what]
+    assert {name.replace("/", ".") for name in re.findall(r"`((?:kvobs|dashboards)/[\w/]+)\.py`", text)} == ADDED[what]
 
 
 # --- what only the exporter has

@@ -30,8 +30,7 @@ def printed(part: RenderableType, width: int = 80) -> list[str]:
 
 def kvobs(*arguments: object) -> list[str]:
     """Return the output of the command in a terminal of 80 columns."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
-    return result.output.splitlines()
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"}).output.splitlines()
 
 
 def test_a_line_that_is_not_printed_is_named() -> None:
@@ -160,8 +159,7 @@ def test_the_headings_of_a_timeline_are_what_it_prints(tmp_path: Path, a: Script
 
 def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:
     text = " ".join(sample("docs/metrics.md", "KV Transfer metrics"))
-    width = signals.place(1, 0)
-    (known,) = summarize(["cpu"], Increments(dict.fromkeys(range(width), 10**9), [], {})).values()
+    (known,) = summarize(["cpu"], Increments(dict.fromkeys(range(signals.place(1, 0)), 10**9), [], {})).values()
     for shown in re.findall(r"=({.*?})", text):
         keys = list(ast.literal_eval(shown))
         assert keys == [key for key in known if key in keys]

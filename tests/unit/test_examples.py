@@ -42,8 +42,7 @@ def problems(found: dict[str, Any]) -> list[Any]:
 def assert_right(args: list[str], connectors: list[str]) -> None:
     """Assert that ``kvobs check`` has nothing against a line with these arguments, and that it has these connectors."""
     result = CliRunner().invoke(app, ["check", shlex.join(["vllm", "serve", *args]), "--json"])
-    found = json.loads(result.stdout)
-    assert problems(found) == []
+    assert problems(json.loads(result.stdout)) == []
     config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert config["kv_connector_module_path"] == "kvobs"
     assert [each["kv_connector"] for each in config["kv_connector_extra_config"]["connectors"]] == connectors

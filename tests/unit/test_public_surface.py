@@ -71,8 +71,7 @@ def test_a_public_name_exists_and_is_described(module: ModuleType, name: str) ->
         assert (value.__doc__ or "").strip()
         assert not (value.__doc__ or "").startswith(f"{name}("), "a dataclass's own text is none"
     else:
-        home = HOMES.get(name, module.__name__)
-        assert name in described_constants(import_module(home))
+        assert name in described_constants(import_module(HOMES.get(name, module.__name__)))
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)

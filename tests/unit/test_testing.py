@@ -48,8 +48,7 @@ def test_a_connector_is_built_without_a_rig(role: KVConnectorRole) -> None:
     script = Script("alone")
     config = engine_config(config_of("kvobs", [entry_of(script, kv_role="kv_consumer")]), ranks=2, rank=1)
     assert config.parallel_config.world_size == 2
-    router = KVConnectorFactory.create_connector(config, role, cache_config(blocks=8, groups=2))
-    (built,) = router._connectors
+    (built,) = KVConnectorFactory.create_connector(config, role, cache_config(blocks=8, groups=2))._connectors
     assert isinstance(built, ScriptedConnector)
     assert built.script is script
     assert script.called("__init__") == [role]

@@ -67,8 +67,7 @@ def test_engines_that_cannot_read_from_one_another_get_both_numbers() -> None:
     ("local", "remote", "ratio"), [(1, 16, None), (16, 16, 1), (32, 16, 2), (48, 16, 3), (16, 32, None), (24, 16, None)]
 )
 def test_local_blocks_take_whole_remote_blocks(local: int, remote: int, ratio: int | None) -> None:
-    sizes = {"decode": local, "prefill": remote}
-    known = topology(remote_block_size=sizes)
+    known = topology(remote_block_size={"decode": local, "prefill": remote})
     if ratio:
         assert known.block_size_ratio(remote) == known.block_size_ratio_from_engine_id("prefill") == ratio
         assert {row.blocks for row in who_reads(Engine(1, remote), Engine(2, local), 2)} == {ratio}
@@ -264,8 +263,7 @@ def test_vllm_says_the_same(is_mla: bool) -> None:
             # Where in the remote rank's cache it reads, in units of what it reads.
             offset = first.start - heads_of(rows[rank].sources[0], remote, 1 if is_mla else heads).start
             assert mapping.rank_offset_factor * len(first) == offset
-            readers = sum(rows[rank].sources[0] in row.sources for row in rows)
-            assert mapping.local_consumers == readers
+            assert mapping.local_consumers == sum(rows[rank].sources[0] in row.sources for row in rows)
 
 
 def test_vllm_refuses_the_same_sizes() -> None:

@@ -142,8 +142,7 @@ def test_a_decode_engine_links_to_prefill(headers: Any, monkeypatch: pytest.Monk
     whole = engine.span("kv.load one")
     (link,) = whole.links
     assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == ("12" * 16, "34" * 8)
-    expected = (CLIENT_TRACE, CLIENT_SPAN) if headers else ("12" * 16, "34" * 8)
-    assert (ids(whole)[0], ids(whole)[2]) == expected
+    assert (ids(whole)[0], ids(whole)[2]) == ((CLIENT_TRACE, CLIENT_SPAN) if headers else ("12" * 16, "34" * 8))
     assert engine.spans("kv.lookup")[0].links == ()
 
 

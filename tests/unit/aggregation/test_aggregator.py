@@ -93,8 +93,7 @@ class Model:
     def take_in(self, spoken: list[tuple[int, dict[str, Any]]]) -> None:
         """Take in what is said in one step, by (reporter, fields); up to each change of what is expected at once."""
         while spoken:
-            first = spoken[0][1]["expected_finished_count"]
-            self.expected = first or self.expected
+            self.expected = spoken[0][1]["expected_finished_count"] or self.expected
             same = 1
             while same < len(spoken) and spoken[same][1]["expected_finished_count"] in (0, self.expected):
                 same += 1
@@ -147,8 +146,7 @@ def test_the_scheduler_gets_what_the_model_predicts(steps: list[dict[str, Any]])
             continue
         model.take_in(salvaged + [(rank, fields) for rank, fields in enumerate(each["outputs"]) if fields is not None])
         salvaged = []
-        found = model.note_time(clock.now)
-        assert sorted((noted.kind, noted.request) for noted in stuck) == sorted(found)
+        assert sorted((noted.kind, noted.request) for noted in stuck) == sorted(model.note_time(clock.now))
         stuck.clear()
         assert answer is outputs[each["rank"]]
         if answer is None:
@@ -212,8 +210,7 @@ def test_a_rank_counts_once(router: str) -> None:
 @wrong_in_stock(AssertionError, "the result's stats are also a worker's")
 def test_the_results_stats_are_nobody_elses(router: str) -> None:
     outputs = [said(kv_connector_stats=Stats(data={"n": rank})) for rank in (1, 2, 4)]
-    noted = result(build(router, 3), *outputs, rank=2)
-    assert noted.kv_connector_stats.data == {"n": 7}
+    assert result(build(router, 3), *outputs, rank=2).kv_connector_stats.data == {"n": 7}
     assert [output.kv_connector_output.kv_connector_stats for output in outputs[:2]] == [None] * 2
 
 

@@ -69,8 +69,7 @@ def test_pieces_are_as_long_as_they_can(src: torch.Tensor, dst: torch.Tensor, bl
 
 def test_no_call_has_more_pieces_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "BATCH_PIECES", 4)
-    layer = layer_of(torch.zeros(9, 4), torch.zeros(9, 4))
-    batches = pointers([layer] * 3, [Run(0, 0, 1), Run(2, 1, 2), Run(8, 8, 1)])
+    batches = pointers([layer_of(torch.zeros(9, 4), torch.zeros(9, 4))] * 3, [Run(0, 0, 1), Run(2, 1, 2), Run(8, 8, 1)])
     assert [len(batch.sizes) for batch in batches] == [4, 4, 1]
 
 
@@ -117,8 +116,7 @@ def test_the_path_at_every_border(direction: str, small: int, has: Has) -> None:
         many = CopyPath.KERNEL if has.kernel and direction == "h2d" else CopyPath.STAGED
         border = pieces * small
         for size in (pieces, border - 1, border, border + 1, 99 * border):
-            expected = many if pieces >= 64 and size < border else large
-            assert path_of(direction, pieces, size, has) is expected
+            assert path_of(direction, pieces, size, has) is (many if pieces >= 64 and size < border else large)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 40), st.integers(100, 400))

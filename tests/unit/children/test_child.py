@@ -64,8 +64,7 @@ def test_no_other_hook_of_each_step_has_a_body_in_the_base_class() -> None:
 
 
 def unbuilt(role: KVConnectorRole) -> Unbuilt:
-    config = engine_config(transfer_config("kvobs", [child_config(Script("x"))]))
-    return Unbuilt(config, role, cache_config())
+    return Unbuilt(engine_config(transfer_config("kvobs", [child_config(Script("x"))])), role, cache_config())
 
 
 UNBUILT_HOOKS = [name for name, value in vars(Unbuilt).items() if name in HOOKS and inspect.isfunction(value)]
@@ -90,8 +89,7 @@ def test_what_it_says_of_itself_does_not_weigh() -> None:
 def test_a_class_that_can_not_be_imported_is_left_out_if_it_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
     """Not under a whole engine: with the hybrid KV cache manager vLLM imports the classes itself, and ends there."""
     unknown = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
-    both = [unknown, child_config(Script("x"))]
-    absent, other = read_specs(transfer_config("kvobs", both, {"isolate": ["Absent"]}))
+    absent, other = read_specs(transfer_config("kvobs", [unknown, child_config(Script("x"))], {"isolate": ["Absent"]}))
     assert (absent.connector_class, absent.is_isolated, absent.name) == (Unbuilt, True, "Absent")
     assert other.connector_class is ScriptedConnector
     assert "connector 'Absent' can't be imported" in caplog.text
@@ -127,8 +125,7 @@ def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
 def test_what_is_no_hook_of_a_child_at_work_is_no_attribute(name: str) -> None:
-    child = Child(0, "bare", Bare(), Recorder(1))
-    assert not hasattr(child, name)
+    assert not hasattr(Child(0, "bare", Bare(), Recorder(1)), name)
 
 
 ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST]

@@ -92,8 +92,7 @@ def test_a_child_without_stats_is_not_asked() -> None:
 
 def test_every_second_of_work() -> None:
     rule = FlushRule(Journal())
-    times = range(0, 10 * EVERY_NS, EVERY_NS // 5)
-    decided = [rule.decide(now, has_forward=True, has_finished=False) for now in times]
+    decided = [rule.decide(now, has_forward=True, has_finished=False) for now in range(0, 10 * EVERY_NS, EVERY_NS // 5)]
     assert decided == [True, False, False, False, False] * 10
 
 

@@ -89,8 +89,7 @@ def test_layouts_that_differ_are_named_with_their_children() -> None:
 
 def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None:
     config = config_of(child_config(Script("a")), child_config(Script("b")))
-    connector = build(config)
-    first, second = connector._connectors
+    first, second = build(config)._connectors
     assert first._kv_transfer_config.kv_connector_extra_config == {"tag": "a"}
     assert second._kv_transfer_config.kv_connector_extra_config == {"tag": "b"}
     assert first._vllm_config.model_config is config.model_config
@@ -101,8 +100,7 @@ def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
 def test_children_see_the_context(propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
-    script = Script("a")
-    config = config_of(child_config(script), tracing={"propagate": propagates})
+    config = config_of(child_config(Script("a")), tracing={"propagate": propagates})
     config.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
     connector = build(config)
     seen: list[bool] = []

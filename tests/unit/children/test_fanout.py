@@ -80,8 +80,7 @@ def test_guarded_reaches_every_child_and_raises_the_first_error() -> None:
 
 
 def test_call_all_returns_every_answer() -> None:
-    wrapper = bound({"reset_cache": True}, {"reset_cache": None})
-    assert call_all("reset_cache", wrapper.children) == [True, None]
+    assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).children) == [True, None]
 
 
 def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:

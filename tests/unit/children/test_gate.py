@@ -39,8 +39,7 @@ def test_nothing_has_no_part_that_is_something(hook: str) -> None:
 def test_an_answer_passes_and_an_exception_does_not(hook: str) -> None:
     made, failures = gate()
     assert made.guard(hook, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
-    answer = made.guard(hook, raising)("r")
-    assert answer == (NOTHING[hook]() if hook in NOTHING else None)
+    assert made.guard(hook, raising)("r") == (NOTHING[hook]() if hook in NOTHING else None)
     ((where, args, error),) = failures
     assert (where, args, type(error)) == (hook, ("r",), OSError)
 
@@ -132,8 +131,7 @@ def test_a_load_has_begun_when_the_call_came_back() -> None:
 
 def test_errors_between_layers_are_counted_once_and_the_call_is_not() -> None:
     recorder = Recorder(1)
-    layer = Gate(0, recorder).guard_layer("save_kv_layer", raising)
-    layer("layer.0", 1, 2)
+    Gate(0, recorder).guard_layer("save_kv_layer", raising)("layer.0", 1, 2)
     taken = recorder.take()
     assert taken.opened == [[signals.CALL_ERRORS.name, 0, "save_kv_layer", "OSError", 1]]
     first = signals.PROCESS_WIDTH + signals.slot(signals.CALL_DURATION, "save_kv_layer")

@@ -62,8 +62,7 @@ def test_vllm_imports_the_libraries_that_its_connectors_need() -> None:
     folder = Path(next(iter(distributed.__path__)))
     texts = "\n".join(path.read_text() for path in folder.rglob("*.py"))
     modules = {module for needs in LIBRARIES.values() for need in needs for module in need.modules}
-    lacking = [name for name in modules if not re.search(rf'(import|from) {re.escape(name)}\b|"{name}"', texts)]
-    assert not lacking
+    assert not [name for name in modules if not re.search(rf'(import|from) {re.escape(name)}\b|"{name}"', texts)]
 
 
 def test_no_strangers_package_is_to_be_installed() -> None:

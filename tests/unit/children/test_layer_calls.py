@@ -192,8 +192,7 @@ def test_the_tracer_gets_slow_layers_and_a_summary(hook: str, plan: list[list[li
                 for child, took in enumerate(takes):
                     if took > SLOW_NS:
                         start = fan.now + sum(takes[:child]) + WALL_OFFSET
-                        more = {"kv_transfer.layer": layer}
-                        expected.append(CallEvent(child, hook, start, took, True, more=more))
+                        expected.append(CallEvent(child, hook, start, took, True, more={"kv_transfer.layer": layer}))
                 fan(*takes)
             for child in range(2 if traces_all else 0):
                 each = [takes[child] for takes in layers]

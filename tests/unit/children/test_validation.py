@@ -175,7 +175,6 @@ def test_isolation_wasting_hits_is_a_warning(name: str, found: str | None, group
     assert checked.mistakes == []
     reason = GROUPS if groups > 1 else SIBLINGS if sibling in ("kv_both", "kv_producer") else None
     assert async_only(checked.specs, groups) == ({0} if reason else set())
-    expected = [found + reason] if found and reason else []
-    assert [warning.found for warning in checked.warnings] == expected
+    assert [warning.found for warning in checked.warnings] == ([found + reason] if found and reason else [])
     assert all(("kv_consumer" in warning.fix) == (reason == SIBLINGS) for warning in checked.warnings)
     assert {warning.path for warning in checked.warnings} <= {f"{config.PATH}.kvobs.isolate"}

@@ -177,14 +177,12 @@ def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
         back, of_site = re.subn(r"\n\nThis site has other thresholds .*:\n(\n- `\w+`: .*)+", "", back)
         assert back == DEFAULTS[path].decode(), "nothing else changes"
         assert of_site == (path == "runbook.md")
-    lines = re.findall(r"^- `(\w+)`: ([\d.]+), \w", CHANGED["runbook.md"].decode(), re.MULTILINE)
-    assert dict(lines) == THRESHOLDS
+    assert dict(re.findall(r"^- `(\w+)`: ([\d.]+), \w", CHANGED["runbook.md"].decode(), re.MULTILINE)) == THRESHOLDS
 
 
 def test_exported_settings_of_prometheus_load_the_exported_rules(tmp_path: Path) -> None:
     dashboards.export(tmp_path, CHANGED)
-    said = passed("check", "config", "prometheus.yml", cwd=tmp_path / "stack")
-    assert re.search(r"SUCCESS: \d\d rules found", said)
+    assert re.search(r"SUCCESS: \d\d rules found", passed("check", "config", "prometheus.yml", cwd=tmp_path / "stack"))
 
 
 def test_the_command_takes_all_of_it(tmp_path: Path) -> None:

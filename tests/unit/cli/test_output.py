@@ -18,8 +18,7 @@ ROWS = [("a", "1,000", "x" * 40), ("日本", "5", "é")]
 
 
 def test_texts_are_to_the_left_and_numbers_to_the_right() -> None:
-    lines = table(HEADS, ROWS, texts=("name", "of"))
-    assert lines == ["name      n  of", "a     1,000  " + "x" * 40, "日本      5  é"]
+    assert table(HEADS, ROWS, texts=("name", "of")) == ["name      n  of", "a     1,000  " + "x" * 40, "日本      5  é"]
     assert table(HEADS, [], texts=()) == [], "without rows no header"
 
 

@@ -52,8 +52,7 @@ def test_the_files_are_what_the_generator_makes_and_the_check_names_one_that_dif
 
 @each
 def test_text_is_stable_sorted_and_ends_with_a_newline(path: str) -> None:
-    again = json.dumps(BOARDS[path], sort_keys=True, indent=1) + "\n"
-    assert TEXTS[path] == FILES[path]() == again
+    assert TEXTS[path] == FILES[path]() == json.dumps(BOARDS[path], sort_keys=True, indent=1) + "\n"
 
 
 @each
@@ -110,8 +109,7 @@ def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> 
     assert table["options"]["sortBy"] == order
     words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
     shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
-    states = [shown[str(n)]["text"] for n in range(6)]
-    assert states == ["Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined"]
+    assert [shown[str(n)]["text"] for n in range(6)] == ["Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined"]
     link = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "Connector")["properties"][0]
     assert link["value"][0]["url"].startswith(f"/d/{frame.CONNECTOR}?")
     assert "var-connector=${__value.raw}" in link["value"][0]["url"]

@@ -236,8 +236,7 @@ def test_a_connector_of_an_engine_has_its_role(tmp_path: Path) -> None:
     asked = questions.with_role(SELECTION.rate(signals.LOADS, *by_engine))
     assert answers(tmp_path, engine("p", {"nixl": "kv_producer"}), asked, label="role") == {"kv_producer": 1}
     both = SPLIT | engine("b", {"nixl": "kv_both"})
-    chosen = asked.replace("$role", "kv_producer")
-    assert answers(tmp_path, both, chosen, label="instance") == {"p:9464": 1}
+    assert answers(tmp_path, both, asked.replace("$role", "kv_producer"), label="instance") == {"p:9464": 1}
 
 
 def test_a_restart_is_shown_soon_and_for_a_while(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def test_it_is_what_the_compose_specification_allows_and_mounts_exist_and_can_no
 
 
 def test_every_service_is_checked_but_the_one_that_can_not_be() -> None:
-    unchecked = {name for name, content in SERVICES.items() if "healthcheck" not in content}
-    assert unchecked == {"otel-collector"}
+    assert {name for name, content in SERVICES.items() if "healthcheck" not in content} == {"otel-collector"}
     for content in SERVICES.values():
         for name, depends in content.get("depends_on", {}).items():
             assert name in SERVICES
@@ -187,8 +186,7 @@ def test_the_data_sources_are_the_two_that_boards_can_choose() -> None:
     """Boards name none but those that a variable chooses (``sources`` of the checks of boards)."""
     assert {uid: source["type"] for uid, source in SOURCES.items()} == {"prometheus": "prometheus", "tempo": "tempo"}
     assert SOURCES["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"
-    interval = SOURCES["prometheus"]["jsonData"]["timeInterval"]
-    assert interval == load("prometheus.yml")["global"]["scrape_interval"]
+    assert SOURCES["prometheus"]["jsonData"]["timeInterval"] == load("prometheus.yml")["global"]["scrape_interval"]
 
 
 def test_boards_are_where_the_provider_looks() -> None:
@@ -207,8 +205,7 @@ def test_anybody_may_look_and_who_signs_in_may_explore() -> None:
     removed = {"GF_USERS_VIEWERS_CAN_EDIT", "GF_USERS_EDITORS_CAN_ADMIN"}  # by Grafana 12
     without_a_form = {"GF_AUTH_DISABLE_LOGIN_FORM", "GF_AUTH_BASIC_ENABLED"}
     assert not environment.keys() & (removed | without_a_form)
-    password = environment["GF_SECURITY_ADMIN_PASSWORD"]
-    (default,) = re.findall(r"^\$\{GRAFANA_PASSWORD:-(\w+)\}$", password)
+    (default,) = re.findall(r"^\$\{GRAFANA_PASSWORD:-(\w+)\}$", environment["GF_SECURITY_ADMIN_PASSWORD"])
     assert default != "admin", "Grafana asks to change that one"
     page = (ROOT / "docs/dashboards-and-alerts.md").read_text()
     assert f"sign in as `admin`, with the password `{default}` (`GRAFANA_PASSWORD`)" in " ".join(page.split())
@@ -218,8 +215,7 @@ def test_traces_are_found_at_once_and_kept_for_as_long_as_metrics() -> None:
     """Tempo's default hides the newest 30 seconds from searches; without old traces exemplars lead nowhere."""
     assert int(load("tempo.yaml")["query_frontend"]["query_end_cutoff"].removesuffix("s")) <= 5
     (kept,) = re.findall(r"--storage\.tsdb\.retention\.time=(\d+)d", json.dumps(SERVICES["prometheus"]["command"]))
-    retention = load("tempo.yaml")["overrides"]["defaults"]["compaction"]["block_retention"]
-    assert retention == f"{int(kept) * 24}h"
+    assert load("tempo.yaml")["overrides"]["defaults"]["compaction"]["block_retention"] == f"{int(kept) * 24}h"
 
 
 def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> None:

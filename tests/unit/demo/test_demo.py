@@ -58,11 +58,9 @@ TOKENIZER = model.tokenizer()
 
 def test_the_model_answers_in_printable_characters_only() -> None:
     """All 95 of them and nothing else, no end of text either: every answer has the length that was asked for."""
-    tokens = np.flatnonzero(model.printable())
-    assert TOKENIZER.decode(tokens.tolist()) == "".join(chr(code) for code in range(32, 127))
+    assert TOKENIZER.decode(np.flatnonzero(model.printable()).tolist()) == "".join(chr(code) for code in range(32, 127))
     assert all(len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1 for special in SPECIAL)
-    head = dict(model.weights(np.random.default_rng(0), 1, 64))["lm_head.weight"]
-    assert not head[~model.printable()].any()
+    assert not dict(model.weights(np.random.default_rng(0), 1, 64))["lm_head.weight"][~model.printable()].any()
 
 
 # --- host_offload
@@ -121,14 +119,12 @@ def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
 def test_prompts_differ_for_exampleconnector_too_and_share_their_document() -> None:
     both = [load.prompts(questions, 24) for questions in (0, 1)]
     for prompts in both:
-        starts = {prompt[: 28 * load.BLOCK] for prompt in prompts}
-        assert len(starts) == len(load.DOCUMENTS)
+        assert len({prompt[: 28 * load.BLOCK] for prompt in prompts}) == len(load.DOCUMENTS)
     prompts = both[0] + both[1]
     assert max(map(len, prompts)) + load.ANSWER_TOKENS < 2048
     # ExampleConnector distinguishes whole blocks only, and a prompt that ends one token into one has another key.
     assert len({prompt[: (len(prompt) - 1) // load.BLOCK * load.BLOCK] for prompt in prompts}) == len(prompts)
-    many = load.prompts(0, 400) + load.prompts(1, 400)
-    assert not [prompt for prompt in many if len(prompt) % load.BLOCK == 1]
+    assert not [prompt for prompt in load.prompts(0, 400) + load.prompts(1, 400) if len(prompt) % load.BLOCK == 1]
 
 
 class FakeServer:
@@ -254,8 +250,7 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
     text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)))
     assert max(map(len, text.splitlines())) <= 80
-    row = next(line for line in text.splitlines() if "disk" in line)
-    assert row.count("54,321") == 1
+    assert next(line for line in text.splitlines() if "disk" in line).count("54,321") == 1
     assert "…" not in text
     assert all(word in text for word in ("yet", "failed"))
     quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 0,

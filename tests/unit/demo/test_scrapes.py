@@ -27,8 +27,7 @@ def test_nothing_ever_grew_by_less_than_nothing(old: dict[Series, float], new: d
         if series[0] == "kvobs_in_flight":
             assert value == new[series]
         else:
-            base = 0 if has_restarted(old, new) else old.get(series, 0)
-            assert value == max(0, new[series] - base)
+            assert value == max(0, new[series] - (0 if has_restarted(old, new) else old.get(series, 0)))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=1, max_size=8))

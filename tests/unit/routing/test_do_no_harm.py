@@ -301,8 +301,7 @@ def nested(path: str, *scripts: Script) -> dict[str, Any]:
 
 def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
     inner = nested(ROUTERS["stock"], a, b)
-    outer = Script("outer")
-    rig = Rig("kvobs", connectors=[inner, child_config(outer)], ranks=2)
+    rig = Rig("kvobs", connectors=[inner, child_config(Script("outer"))], ranks=2)
     b.offers["r"] = KV
     a.promises.add("r")
     rig.add("r")
@@ -323,12 +322,10 @@ def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
 
 
 def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> None:
-    inner = nested(ROUTERS["stock"], a)
-    rig = Rig("kvobs", connectors=[inner, child_config(b)])
+    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a), child_config(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.run(2)
-    noted = [payload for payload in rig.stats if "MultiConnector" in payload]
-    assert str(noted).count("'n': 3") >= 1
+    assert str([payload for payload in rig.stats if "MultiConnector" in payload]).count("'n': 3") >= 1
 
 
 def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:

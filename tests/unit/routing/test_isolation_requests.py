@@ -57,8 +57,7 @@ def test_a_hidden_request_of_a_preemption_stays_hidden(engine: Isolating, a: Scr
     engine.step(2)
     engine.step(2, seconds=2)
     assert not engine.is_out
-    scheduler = engine.rig.scheduler
-    scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.step(3)
     assert len([r for r in b.called("get_num_new_matched_tokens") if r == "hidden"]) > 1, "it was looked up again"
     engine.run_to_end("hidden")

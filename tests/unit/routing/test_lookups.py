@@ -163,8 +163,7 @@ def test_an_offer_below_its_minimum_is_never_used(policy: str, tokens: list[int]
 
 
 def test_an_offer_below_its_minimum_is_no_hit_that_ends_the_waiting() -> None:
-    asker = Asker((16, True), (None, False), wait_for="earlier", min_tokens={"0": 17})
-    assert asker.ask() is None
+    assert Asker((16, True), (None, False), wait_for="earlier", min_tokens={"0": 17}).ask() is None
 
 
 def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
@@ -345,8 +344,7 @@ def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer
     )
     asker = Asker(answer, (16, True), isolation=isolation)
     assert asker.ask() == Offer(1, 16, True)
-    other = asker.offers.ask(SimpleNamespace(request_id="s"), 0)
-    assert other == (None if answer[0] is None else Offer(0, 32, True))
+    assert asker.offers.ask(SimpleNamespace(request_id="s"), 0) == (None if answer[0] is None else Offer(0, 32, True))
 
 
 # --- where an option says not to wait

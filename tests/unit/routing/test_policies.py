@@ -147,8 +147,7 @@ def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypat
     policy = Policy(monkeypatch, object(), NixlConnector())
     policy.load(0, 1)
     policy.load(1, 5000)
-    decision = policy.decide(1000, 1000)
-    assert decision == Decision(1, HANDED_OVER, 1, (1,), {}, None, {})
+    assert policy.decide(1000, 1000) == Decision(1, HANDED_OVER, 1, (1,), {}, None, {})
     assert policy.decide(1000, 0).reason == FASTEST
 
 
@@ -172,8 +171,7 @@ def test_an_engine_computes_what_it_loads_slower(monkeypatch: pytest.MonkeyPatch
     given = {request: tokens for request, tokens, _ in a.called("update_state_after_alloc") if tokens}
     assert given == {"tried": 2 * BLOCK}
     for script in (a, b):
-        asked = script.called("get_num_new_matched_tokens")
-        assert asked.count("computed") == 1
+        assert script.called("get_num_new_matched_tokens").count("computed") == 1
         assert [n for request, n, _ in script.called("update_state_after_alloc") if request == "computed"] == [0]
     assert engine.rig.status("computed") == "gone"
     assert_nothing_is_left(engine.rig)

@@ -55,8 +55,7 @@ def test_a_prompt_is_counted_whole_and_its_last_token_is_never_served(rig: Rig, 
 
 
 def test_the_next_turn_of_a_chat_knows_the_answer_before(rig: Rig, counted: Counted) -> None:
-    said = serve(rig, "one", 2 * BLOCK, max_tokens=2 * BLOCK)
-    serve(rig, "two", said + [5] * BLOCK)
+    serve(rig, "two", serve(rig, "one", 2 * BLOCK, max_tokens=2 * BLOCK) + [5] * BLOCK)
     seen, new, tail = counted()
     assert (seen, new) == (4 * BLOCK - BLOCK, BLOCK + BLOCK), "the last generated token was not computed"
     assert seen + new + tail == 2 * BLOCK + 5 * BLOCK

@@ -25,8 +25,7 @@ def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: S
     rig = Rig(router, a, b)
     a.params["r"], b.params["r"] = {"x": 1}, {"y": 2}
     b.promises.add("r")
-    request = rig.add("r")
-    assert rig.connector.request_finished_all_groups(request, ([1],)) == (True, {"x": 1, "y": 2})
+    assert rig.connector.request_finished_all_groups(rig.add("r"), ([1],)) == (True, {"x": 1, "y": 2})
 
 
 @both

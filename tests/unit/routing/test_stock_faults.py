@@ -81,8 +81,7 @@ def test_w3_what_the_losers_offered_beyond_the_winner_is_counted(a: Script, b: S
 @wrong_in_stock(AssertionError, "one child's 'not yet' hides an earlier child's ready hit")
 def test_w4_a_hit_needs_no_answer_from_later_children(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, (None, False)
-    rig = started(router, a, b, kvobs={"wait_for": "earlier"})
-    assert rig.status("r") == "WAITING_FOR_REMOTE_KVS"
+    assert started(router, a, b, kvobs={"wait_for": "earlier"}).status("r") == "WAITING_FOR_REMOTE_KVS"
 
 
 @pytest.mark.parametrize("router", ["kvobs", "stock"])
@@ -123,8 +122,7 @@ def test_w6_stats_of_a_child_loaded_by_module_path_are_rebuilt(router: str, a: S
     rig = Rig(router, connectors=[child_config(a, "SummedConnector"), child_config(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.step()
-    rebuilt = type(rig.connector).build_kv_connector_stats(rig.stats[-1])
-    assert rebuilt["SummedConnector"].to_dict() == {"n": 3}
+    assert type(rig.connector).build_kv_connector_stats(rig.stats[-1])["SummedConnector"].to_dict() == {"n": 3}
 
 
 @wrong_in_stock(AssertionError, "keys stats by class: children of one class are merged")
@@ -204,8 +202,7 @@ def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: st
 def test_w11_a_child_that_reports_on_one_rank_completes(router: str, a: Script, b: Script) -> None:
     b.finished_count = 1
     b.promises.add("r")
-    rig = started(router, a, b, ranks=2, steps=3)
-    assert_gone_after(rig, b, 2, saved="r")
+    assert_gone_after(started(router, a, b, ranks=2, steps=3), b, 2, saved="r")
 
 
 @wrong_in_stock(ValueError, "unequal finished counts raise at start")
@@ -276,8 +273,7 @@ def test_w12_a_report_before_its_promise_is_held(a: Script, b: Script) -> None:
 
 @wrong_in_stock(AssertionError, "an early report frees a running request: the scheduler asserts")
 def test_w12_a_running_request_survives_an_early_report(router: str, a: Script, b: Script) -> None:
-    rig = started(router, a, b, max_tokens=5)
-    assert_gone_after(rig, a, 8, saved="r")
+    assert_gone_after(started(router, a, b, max_tokens=5), a, 8, saved="r")
 
 
 @wrong_in_stock(AssertionError, "never collects the workers' KV cache events")
@@ -298,8 +294,7 @@ def test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect(router: st
     rig = Rig(router, a, b)
     request = rig.add("r")
     rig.step()
-    blocks = a.called("update_state_after_alloc")[0][2][0]
-    b.bad_blocks[0] = {blocks[0]}
+    b.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][0]}
     a.say(0, received="r")
     rig.step()
     assert request.num_computed_tokens == 2 * BLOCK
@@ -309,8 +304,7 @@ def test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect(router: st
 def test_w16_with_several_groups_the_load_fails_and_is_recomputed(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = [KV, (0, False)]
     rig = started(router, a, b, ranks=2, groups=2)
-    blocks = a.called("update_state_after_alloc")[0][2][1]
-    a.bad_blocks[1] = {blocks[1]}
+    a.bad_blocks[1] = {a.called("update_state_after_alloc")[0][2][1][1]}
     for rank in (0, 1):
         a.say(rank, received="r")
     rig.run(8)

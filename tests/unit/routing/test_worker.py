@@ -31,8 +31,7 @@ def test_vllm_gets_ordered_failures_only(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), failed=("f",))
     a.say(0, received="r", saved="s")
     b.say(0, failed="q")
-    results = side.get_transfer_results(set())
-    assert results == KVConnectorTransferResults(finished_recving={"f"}, failed_recving={"f"})
+    assert side.get_transfer_results(set()) == KVConnectorTransferResults(finished_recving={"f"}, failed_recving={"f"})
     assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 0), (ReportKind.FAILED, "q", 1)]
     assert said(side) == []
 
@@ -172,8 +171,7 @@ def test_bad_blocks_of_async_loads(
 @pytest.mark.parametrize("groups", [1, 2])
 def test_nobodys_bad_blocks_may_be_passed(groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture) -> None:
     """A request must not go on with what was never loaded; but not for what another connector loads."""
-    blocks = ((4, 5),) * groups
-    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, blocks)))
+    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
     a.bad_blocks[0] = {9}
     b.bad_blocks[0] = {4}
     assert side.get_block_ids_with_load_errors() == ({9} if groups == 1 else set())
@@ -221,8 +219,7 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
 
 def test_of_endless_transfers_the_last_begun_are_known(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
-    side = side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))
-    assert list(side._began) == [(0, "s"), (0, "t")]
+    assert list(side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))._began) == [(0, "s"), (0, "t")]
 
 
 def test_handshakes_and_events_keep_their_childs_place(a: Script, b: Script) -> None:

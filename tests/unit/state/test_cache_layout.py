@@ -54,8 +54,7 @@ PER_TOKEN = 2 * 2 * 64 * 4  # K and V, heads, head size, bytes
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_token_weighs_what_all_layers_of_all_ranks_hold_of_it(ranks: int) -> None:
     groups = [KVCacheGroupSpec(["a", "b", "c"], spec()), KVCacheGroupSpec(["d"], spec(32))]
-    layout = CacheLayout.of(groups, ranks)
-    assert layout == CacheLayout((16, 32), 4 * PER_TOKEN * ranks)
+    assert CacheLayout.of(groups, ranks) == CacheLayout((16, 32), 4 * PER_TOKEN * ranks)
 
 
 def test_a_group_of_layers_that_differ_has_their_sum_as_its_page() -> None:

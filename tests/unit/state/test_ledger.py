@@ -200,8 +200,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             assert self.noted[request].saves_are_over()
             noted = self.noted[request]
             noted.saves_added = False
-            closed = self.ledger.close_saves(request)
-            assert set(closed) <= set(noted.promised)
+            assert set(self.ledger.close_saves(request)) <= set(noted.promised)
             noted.done.update(noted.promised)
         for request, noted in list(self.noted.items()):
             assert not (noted.load is not None and noted.load_is_over()), "a load that is in was not handed out"

@@ -142,5 +142,4 @@ def test_whatever_comes_in_whatever_order_it_is_rendered_and_bounded(known: list
         assert len(found["saves"]) == len(set(found["saves"])) <= len(NAMES)
         assert {one["outcome"] for one in found["loads"]} <= {"ok", "failed", "aborted", "open"}
         assert report.awaits is None or not report.awaits.is_async
-    admitted = sum(event == "admitted" for event, *_ in sequence)
-    assert len(report.loads) + report.more_loads == admitted
+    assert len(report.loads) + report.more_loads == sum(event == "admitted" for event, *_ in sequence)

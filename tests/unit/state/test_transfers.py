@@ -30,8 +30,7 @@ def test_the_slowest_rank_took_longest(expected: int, ranks: dict[int, Report], 
     [(True, {0: 12, 1: 25}, 15), (True, {0: 7}, 0), (True, {}, 0), (False, {0: 12, 1: 25}, 9), (False, {}, 0)],
 )
 def test_how_long_a_load_lasts(is_async: bool, arrived: dict[int, int], duration: int) -> None:
-    ranks = took(5, 9) if arrived else {}
-    assert Load(0, 16, is_async, 2, 10, arrived=arrived, ranks=ranks).duration_ns == duration
+    assert Load(0, 16, is_async, 2, 10, arrived=arrived, ranks=took(5, 9) if arrived else {}).duration_ns == duration
 
 
 RANKS = range(3)

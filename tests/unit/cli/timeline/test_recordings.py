@@ -38,8 +38,7 @@ EPOCH = 10**18
 
 
 def test_a_begin_and_its_end_are_one_transfer() -> None:
-    process = recorded((100, 0, LOAD, 5), (90, 50, LOADED, 5))
-    (one,) = process.transfers
+    (one,) = recorded((100, 0, LOAD, 5), (90, 50, LOADED, 5)).transfers
     assert (one.begun, one.start, one.end) == (EPOCH + 100, EPOCH + 90, EPOCH + 140)
     assert (one.tokens, one.outcome) == (64, "ok")
 
@@ -52,8 +51,7 @@ def test_an_order_that_comes_again_ends_the_one_before() -> None:
 
 
 def test_what_is_in_progress_and_has_no_record_any_more_is_there() -> None:
-    call = pack(What.CALL, 0, "take_events")
-    process = recorded((9000, 10, call, 0), in_progress={KEY: (LOAD, 1000)})
+    process = recorded((9000, 10, pack(What.CALL, 0, "take_events"), 0), in_progress={KEY: (LOAD, 1000)})
     (one,) = process.transfers
     assert (one.kind, one.connector, one.request, one.tokens) == ("load", 1, 5, 64)
     assert (one.begun, one.start, one.end) == (None, EPOCH + 1000, None)

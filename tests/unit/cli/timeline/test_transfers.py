@@ -107,8 +107,7 @@ def test_engines_and_runs_are_apart() -> None:
 def test_a_rank_may_report_a_save_before_it_is_promised() -> None:
     save, saved = pack(What.SAVE_BEGUN, 1), pack(What.SAVE_ENDED, 1)
     early = recorded((100, 0, saved, 5), (210, 0, save, 5), rank=0)
-    late = recorded((210, 0, save, 5), rank=1)
-    assert only(join([recorded((200, 0, save, 5)), early, late])).waits_for == [1]
+    assert only(join([recorded((200, 0, save, 5)), early, recorded((210, 0, save, 5), rank=1)])).waits_for == [1]
 
 
 def test_what_a_rank_never_reported_is_not_open_once_it_is_over() -> None:

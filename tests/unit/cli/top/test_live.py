@@ -207,8 +207,7 @@ def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, addres
     coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     for env, wanted in (({}, True), ({"NO_COLOR": "1"}, False)):
         with terminal(str(KVOBS), "top", address, *QUICK, **env) as shown:
-            text = shown.wait_for("Quarantined", "q quit")
-            assert bool(coloured.search(text)) is wanted
+            assert bool(coloured.search(shown.wait_for("Quarantined", "q quit"))) is wanted
 
 
 def test_a_server_that_is_gone_is_tried_again(engines: Engines) -> None:

@@ -164,8 +164,7 @@ def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> No
 
 
 def test_many_servers_leave_room_for_connectors_and_those_that_are_down_come_first() -> None:
-    down = Server("down:8000", error="no answer")
-    lines = [line.plain for line in picture([*[SERVER] * 30, down], 2, 80, 24)]
+    lines = [line.plain for line in picture([*[SERVER] * 30, Server("down:8000", error="no answer")], 2, 80, 24)]
     assert len(lines) <= 24
     assert any(line.startswith("31 down:8000") for line in lines)
     assert "and 26 more servers" in lines

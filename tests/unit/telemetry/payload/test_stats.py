@@ -113,8 +113,7 @@ def test_mixtures_are_rebuilt() -> None:
 
 @pytest.mark.parametrize("path", ["nowhere:Class", f"{__name__}:Nothing", f"{__name__}:BrokenConnector", ":", ""])
 def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
-    wire = {"a": {"n": 2}, "kvobs": {"v": VERSION, "children": {"a": path}}}
-    stats = rebuild(wire)
+    stats = rebuild({"a": {"n": 2}, "kvobs": {"v": VERSION, "children": {"a": path}}})
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
 

@@ -98,8 +98,7 @@ def test_below_level_calls_a_step_has_no_trace_and_what_is_slow_in_it_one_of_its
 @pytest.mark.parametrize("roots", [True, False])
 def test_a_step_has_one_verdict_in_every_process(roots: bool) -> None:
     scheduler, worker = Calls(traces_all=True, roots=roots), Calls(traces_all=True, roots=not roots)
-    trace = scheduler.spans.begin_step()
-    worker.spans.join_step(trace, {})
+    worker.spans.join_step(scheduler.spans.begin_step(), {})
     assert [bool(calls.note()) for calls in (scheduler, worker)] == [roots, roots]
 
 

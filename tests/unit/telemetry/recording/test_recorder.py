@@ -41,8 +41,7 @@ def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dic
 
 
 def test_a_call_passes_its_arguments_and_its_answer() -> None:
-    call = Recorder(1).timed(0, HOOK, lambda *args, **kwargs: (args, kwargs))
-    assert call(1, two=2) == ((1,), {"two": 2})
+    assert Recorder(1).timed(0, HOOK, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
 
 
 @given(st.integers(0, 2**40))
@@ -141,8 +140,7 @@ histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds and s.scope
 @given(histograms, st.integers(-5, 2**40))
 def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing(signal: Signal, ns: int) -> None:
     mine = Recorder(1)
-    values = [next(iter(v)) for v in signal.labels.values()]
-    mine.observe(0, signal, ns, *values)
+    mine.observe(0, signal, ns, *[next(iter(v)) for v in signal.labels.values()])
     (found,) = series(mine.take().counts).values()
     buckets = {offset: n for offset, n in found.items() if offset <= len(signal.bounds)}
     bucket = next((i for i, k in enumerate(signal.bounds) if ns <= 2**k), len(signal.bounds))
@@ -174,8 +172,7 @@ def test_what_recording_costs_is_counted() -> None:
     call = mine.timed(0, HOOK, lambda: None)
     for _ in range(100):
         call()
-    taken = mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0)
-    assert taken == int(100 * cost_of_recording()) >= 0
+    assert mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0) == int(100 * cost_of_recording()) >= 0
     assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
 
 

@@ -249,8 +249,7 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
     """The ranks always report a sync load; here one never does."""
     lines: list[Any] = []
     reports = Reports(NAMES, False, lines.append)
-    names = [str(i) for i in range(ENDING_AT_MOST)]
-    for name in [*names, "more", "more"]:
+    for name in [*[str(i) for i in range(ENDING_AT_MOST)], "more", "more"]:
         one = request(name)
         one.get_finished_reason = lambda: "length"
         reports.looked_up(one, 1, 2)

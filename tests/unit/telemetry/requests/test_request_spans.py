@@ -180,8 +180,7 @@ def test_how_long_a_step_waited_is_said_of_synchronous_loads() -> None:
 
 @pytest.mark.parametrize(("lost_tokens", "recomputed"), [(None, 64), (16, 16), (0, 0)])
 def test_a_failed_load_says_where_and_what_it_did_not_bring(lost_tokens: int | None, recomputed: int) -> None:
-    load = load_of(ranks=3, failed_on={1}, lost_tokens=lost_tokens)
-    head, *ranks = Writer().loaded(trace_of(), load)
+    head, *ranks = Writer().loaded(trace_of(), load_of(ranks=3, failed_on={1}, lost_tokens=lost_tokens))
     assert head.attributes["error.type"] == "load_failed"
     assert head.attributes["kv_transfer.recomputed_tokens"] == recomputed
     assert [one.attributes["kv_transfer.rank"] for one in ranks if "error.type" in one.attributes] == [1]

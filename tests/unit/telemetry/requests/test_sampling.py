@@ -101,8 +101,7 @@ EXPORTED = {
 @pytest.mark.parametrize("caller", CALLERS)
 def test_the_verdict_is_the_configured_samplers(sampler: str, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch, **({"OTEL_TRACES_SAMPLER": sampler} if sampler else {}))
-    verdict = Verdicts().on("1" * 32, CALLERS[caller])
-    assert verdict is (caller in EXPORTED[sampler])
+    assert Verdicts().on("1" * 32, CALLERS[caller]) is (caller in EXPORTED[sampler])
 
 
 @given(st.integers(1, 2**128 - 1), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.sampled_from([None, SAMPLED, UNSAMPLED]))
@@ -111,8 +110,7 @@ def test_a_ratio_gives_a_trace_one_verdict_everywhere(number: int, ratio: float,
         for name, depends in (("traceidratio", True), ("parentbased_traceidratio", caller is None)):
             no_otel_variables(patch, OTEL_TRACES_SAMPLER=name, OTEL_TRACES_SAMPLER_ARG=str(ratio))
             verdicts = {Verdicts().on(f"{number:032x}", caller) for _ in range(2)}
-            by_ratio = number % 2**64 < round(ratio * 2**64)
-            assert verdicts == {by_ratio if depends else caller is SAMPLED}
+            assert verdicts == {number % 2**64 < round(ratio * 2**64) if depends else caller is SAMPLED}
 
 
 @pytest.mark.parametrize("around", [SAMPLED, UNSAMPLED])

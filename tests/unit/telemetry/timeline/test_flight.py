@@ -65,8 +65,7 @@ def test_a_run_of_empty_steps_is_one_record_and_its_last_calls(folder: Path, a: 
     a.offers["load"] = (2 * BLOCK, True)
     rig.add("load")
     rig.run(100)
-    waiting = by_name(folder)
-    for process in waiting.values():
+    for process in by_name(folder).values():
         assert len(process.slices) < 40
         (run,) = [one for one in process.slices if "steps" in one.name]
         assert re.fullmatch(r"(98|99) steps without a forward", run.name)
@@ -108,8 +107,7 @@ def test_loads_and_saves_are_in_the_files_of_both_sides(folder: Path, a: Script,
     }
     assert len(begun["scheduler"]) == 4
     assert begun["scheduler"] == begun["rank 0"] == begun["rank 1"]
-    tokens = sorted(one.tokens for one in transfers(processes["scheduler"]))
-    assert tokens == [0, BLOCK, BLOCK, 2 * BLOCK]
+    assert sorted(one.tokens for one in transfers(processes["scheduler"])) == [0, BLOCK, BLOCK, 2 * BLOCK]
     for process in processes.values():
         for one in process.transfers:
             assert process.first_ns <= one.start <= (one.end or one.start) <= process.last_ns
@@ -187,8 +185,7 @@ def test_a_load_in_progress_outlasts_the_records(folder: Path, a: Script) -> Non
     rig.run(2)
     a.say(0, received="r")
     rig.run(2)
-    sides = (rig.connector._side.listener._listeners[1], *(worker._side.flight for worker in rig.workers))
-    for own in sides:
+    for own in (rig.connector._side.listener._listeners[1], *(worker._side.flight for worker in rig.workers)):
         for _ in range(own._ring.room):
             own._ring.add(own._now_ns - own._wall_offset, 0, pack(What.CALL, OWN, "build_connector_meta"))
     processes = by_name(folder)
@@ -270,8 +267,7 @@ def test_the_files_hold_no_content_and_no_ids(folder: Path, a: Script, b: Script
     assert b"wait_for_save" in held
     assert b"s3cr3t" not in held
     assert blake2b(SECRET.encode(), digest_size=8).digest() not in held
-    engine_id = rig.connector._vllm_config.kv_transfer_config.engine_id
-    assert engine_id.encode() not in held
+    assert rig.connector._vllm_config.kv_transfer_config.engine_id.encode() not in held
     request = next(one.request for one in by_name(folder)["scheduler"].transfers)
     assert request.to_bytes(8, "little", signed=True) in held
     assert len({one.request for process in by_name(folder).values() for one in process.transfers}) == 1
@@ -312,8 +308,7 @@ def test_who_cannot_write_serves(problem: str, tmp_path: Path, a: Script, caplog
 
 def test_the_engines_of_data_parallelism_are_separate_and_are_one_run(folder: Path, a: Script) -> None:
     for suffix in ("_dp0", "_dp1"):
-        transfer = transfer_config("kvobs", [child_config(a)], engine_id=f"e{suffix}")
-        config = engine_config(transfer)
+        config = engine_config(transfer_config("kvobs", [child_config(a)], engine_id=f"e{suffix}"))
         assert flight.begin(TimelineOptions(dir=str(folder)), config, 0, ["one"], 0) is not None
     processes = recordings.load(folder)
     assert [process.engine for process in processes] == [0, 1]

@@ -99,8 +99,7 @@ def test_what_is_written_while_it_is_read_is_left_out(room: int, before: int, mo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "HEAD", type("Head", (), {"size": head.size, "unpack_from": staticmethod(unpack_from)}))
         content: Any = read(Written(memory, write))
-    kept = range(max(0, before + more - room), before)
-    assert content.records[:, START].tolist() == list(kept)
+    assert content.records[:, START].tolist() == list(range(max(0, before + more - room), before))
 
 
 @given(moments, st.integers(0, 2**40))
