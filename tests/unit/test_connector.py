@@ -55,12 +55,9 @@ def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
     assert ("by KVOBS_STOCK vLLM's own stay in place: aggregator, block_copy" in caplog.text) is is_stock
 
 
-def test_children_are_the_real_objects(rig: Rig) -> None:
+def test_children_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig: Rig) -> None:
     assert [type(child) for child in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
     assert rig.connector.sub_connectors == rig.connector._connectors
-
-
-def test_recording_leaves_no_trace_on_the_children(rig: Rig) -> None:
     rig.add("r")
     rig.run(3)
     for wrapper in (rig.connector, *rig.workers):
@@ -69,16 +66,14 @@ def test_recording_leaves_no_trace_on_the_children(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_bad_configuration_fails_at_start_in_both_roles(role: KVConnectorRole) -> None:
+def test_a_bad_configuration_fails_at_start_in_both_roles_and_at_the_question_for_the_layout(
+    role: KVConnectorRole,
+) -> None:
     config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"load_policy": "best"}))
-    with pytest.raises(ValueError, match=r"kv_connector_extra_config\.kvobs\.load_policy"):
-        kvobs.MultiConnector(config, role, cache_config())
-
-
-def test_the_layout_question_reads_the_configuration_too() -> None:
-    config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"nmaes": []}))
-    with pytest.raises(ValueError, match="unknown option"):
-        kvobs.MultiConnector.get_required_kvcache_layout(config)
+    cls = kvobs.MultiConnector
+    for begin in (lambda: cls(config, role, cache_config()), lambda: cls.get_required_kvcache_layout(config)):
+        with pytest.raises(ValueError, match=r"kv_connector_extra_config\.kvobs\.load_policy"):
+            begin()
 
 
 def test_metadata_of_another_connector_is_refused_by_name(rig: Rig) -> None:

@@ -36,8 +36,10 @@ def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == generated(page), "run `make docs`"
 
 
-def test_every_table_is_in_a_page() -> None:
+def test_every_table_is_in_a_page_and_measurements_have_their_place() -> None:
     assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
+    assert parts(TEXTS["docs/performance.md"], "run") == ["bench"]
+    assert parts(TEXTS["docs/reliability.md"], "run") == ["soak"]
 
 
 def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_tests() -> None:
@@ -62,11 +64,6 @@ def test_the_page_of_dashboards_counts_right() -> None:
     pattern = r"ships (\w+) Grafana boards, (\d+) recording rules, (\d+) alerts"
     ((boards, recordings, alerts),) = re.findall(pattern, TEXTS["docs/dashboards-and-alerts.md"])
     assert (words[boards], int(recordings), int(alerts)) == (len(BOARDS), len(rules.recordings(Asks())), len(ALERTS))
-
-
-def test_measurements_have_their_place() -> None:
-    assert parts(TEXTS["docs/performance.md"], "run") == ["bench"]
-    assert parts(TEXTS["docs/reliability.md"], "run") == ["soak"]
 
 
 PART = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter\n"

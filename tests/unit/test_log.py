@@ -12,6 +12,7 @@ def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert log.once("k", logging.WARNING, "said %d", 2) is False
     assert [(record.getMessage(), bool(record.exc_info)) for record in caplog.records] == [("said 1", False)]
     assert log.line("x" * 200) == "x" * 120 + "..."
+    assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\", "what a terminal would obey is escaped"
 
 
 def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,7 +31,3 @@ def test_external_text_is_shown_in_one_short_line(text: str, at_most: int) -> No
     assert len(shown) <= at_most + len("...")
     if text.isprintable() and len(text) <= at_most:
         assert shown == text
-
-
-def test_what_a_terminal_would_obey_is_escaped() -> None:
-    assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\"

@@ -50,12 +50,8 @@ def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
         theirs = Executor().aggregator_for(other)
         assert type(theirs) is stock.KVOutputAggregator
         assert theirs._expected_finished_count == 4
-
-
-def test_a_connectors_own_number_of_reports_is_taken() -> None:
-    install()
-    asks = SimpleNamespace(get_finished_count=lambda: 2, aggregation=ASKS.aggregation)
-    assert Executor().aggregator_for(asks)._expected_finished_count == 2
+    counts = SimpleNamespace(get_finished_count=lambda: 2, aggregation=ASKS.aggregation)
+    assert Executor().aggregator_for(counts)._expected_finished_count == 2, "a connector's own number is taken"
 
 
 def test_a_vllm_whose_workers_say_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,9 +42,7 @@ def test_a_module_that_can_not_be_imported_is_named() -> None:
     bad = {**child_config(Script("a")), "kv_connector_module_path": "no.such.module"}
     with pytest.raises(ConfigError, match=r"connectors\[0\].*No module named"):
         read_specs(transfer_config("kvobs", [bad]))
-
-
-def test_a_library_is_missing_where_vllms_own_class_needs_it() -> None:
+    # A library is missing where vLLM's own class needs it.
     error = ModuleNotFoundError(name="no")
     assert _fix_of_import("MooncakeConnector", None, error).startswith("mooncake.engine: ")
     assert _fix_of_import("MooncakeConnector", "no.such", error).startswith("correct kv_connector_module_path, ")

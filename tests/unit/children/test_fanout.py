@@ -83,14 +83,10 @@ def test_call_all_returns_every_answer() -> None:
     assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).children) == [True, None]
 
 
-def test_hooks_that_this_vllm_does_not_know_are_left_alone() -> None:
+def test_hooks_that_this_vllm_does_not_know_and_those_of_a_layer_are_left_alone() -> None:
     wrapper = bound({}, known=lambda name: name != "finish_forward")
     assert not hasattr(wrapper, "finish_forward")
     assert hasattr(wrapper, "wait_for_save")
-
-
-def test_the_hooks_of_a_layer_are_not_among_them() -> None:
-    wrapper = bound({})
     assert not [h.name for h in HOOKS.values() if h.cadence is Cadence.LAYER and hasattr(wrapper, h.name)]
 
 

@@ -40,13 +40,9 @@ def test_a_name_is_taken_for_the_one_that_was_meant(name: str, meant: str | None
     assert nearest("abc", ("AbcLongerConnector", "AbcZ")) == "AbcZ", "the shortest of those that begin so"
 
 
-def test_a_removed_connector_has_no_namesake() -> None:
-    says, fix = cure("P2pNcclConnector", NAMES)
-    assert says == "it was removed from vLLM"
-    assert fix == "use 'NixlConnector' or 'MooncakeConnector', whose options differ"
-
-
-def test_a_new_name_is_one_that_this_vllm_has() -> None:
+def test_a_removed_connector_has_no_namesake_and_a_new_name_is_one_that_this_vllm_has() -> None:
+    removed = ("it was removed from vLLM", "use 'NixlConnector' or 'MooncakeConnector', whose options differ")
+    assert cure("P2pNcclConnector", NAMES) == removed
     assert cure("SharedStorageConnector", NAMES)[1] == "use 'ExampleConnector'"
     assert "ExampleConnector" not in cure("SharedStorageConnector", ("NixlConnector",))[1]
 

@@ -147,8 +147,5 @@ def test_an_exporter_with_tls_is_asked_with_a_certificate(tmp_path: Path) -> Non
             get(url)
         use_certificates(str(authority.ca), *authority.certificate("client"))
         assert get(url).text == "kvobs 1"
-
-
-def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="can't be used: No such file"):
         use_certificates(str(tmp_path / "no.pem"))

@@ -65,10 +65,8 @@ def test_a_connector_of_which_nothing_is_known_is_tried_by_one_request_at_a_time
 def test_before_the_cost_of_computing_is_known_the_first_loads() -> None:
     decision = choice_of(0.2, 0.1).decide(offers(None, None), None)
     assert (decision.child, decision.reason, decision.predicted) == (0, UNKNOWN, {})
-
-
-def test_an_offer_of_which_only_the_rest_is_unknown_loses() -> None:
-    assert choice_of(0.001, 0.1).decide(offers(None, 0.1), None).child == 1
+    only_of_one = choice_of(0.001, 0.1).decide(offers(None, 0.1), None)
+    assert only_of_one.child == 1, "an offer of which only the rest is unknown loses"
 
 
 def test_a_load_that_is_late_counts_at_once() -> None:

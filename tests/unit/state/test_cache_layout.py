@@ -20,11 +20,8 @@ def test_the_blocks_of_a_load_are_beyond_local_tokens(local: int, external: int,
     assert CacheLayout((16,)).loaded([[11, 12, 13]], local, external) == (expected,)
 
 
-def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys() -> None:
+def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys_but_unknown_ones_are_taken_whole() -> None:
     assert CacheLayout((16, 32)).loaded([[1, 2, 3, 4], [0, 9]], 0, 64) == ((1, 2, 3, 4), (9,))
-
-
-def test_without_a_known_geometry_all_blocks_are_taken() -> None:
     assert CacheLayout(()).loaded([[1, 2]], 16, 16) == ((1, 2),)
     assert CacheLayout(()).lost(((1, 2),), {1}, 32) == 0
 

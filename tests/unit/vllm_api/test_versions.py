@@ -62,11 +62,6 @@ def test_a_new_hook_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.has_hook("request_finished_all_groups"), "of SupportsHMA"
 
 
-def test_the_sleep_mode_hook_is_found_where_there_is_one() -> None:
-    assert versions.sleep_mode_hook(object) is None
-    assert versions.sleep_mode_hook(SimpleNamespace(supports_sleep_mode=bool)) is bool
-
-
 class Older(KVConnectorStats):
     to_dict: Any = None  # as before 0.30
 
@@ -100,16 +95,15 @@ def test_what_older_versions_lack_has_its_old_meaning() -> None:
     assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_chunks=4, num_blocks=3)) == 4
+    assert versions.sleep_mode_hook(object) is None
+    assert versions.sleep_mode_hook(SimpleNamespace(supports_sleep_mode=bool)) is bool
 
 
 def test_before_030_the_needed_layout_is_that_of_the_current_configuration() -> None:
     config = VllmConfig()
     config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-
-    def older() -> str:
-        return "HND" if get_current_vllm_config() is config else "NHD"
-
-    assert versions.required_cache_layout(older, config) == "HND"
+    older = {True: "HND", False: "NHD"}
+    assert versions.required_cache_layout(lambda: older[get_current_vllm_config() is config], config) == "HND"
     assert versions.required_cache_layout(utils.get_kv_connector_cache_layout, config) is None
     assert versions.required_cache_layout(lambda: "NHD", None) == "NHD"
 
@@ -175,11 +169,13 @@ def test_an_engines_api_servers_are_those_of_its_configuration_or_those_it_answe
     assert CoreProcess(servers).count == counted
 
 
-def test_vllms_engine_has_the_addresses_before_it_builds_the_connector() -> None:
+def test_vllms_engine_has_the_addresses_before_its_scheduler_builds_the_connector_and_both_get_log_stats() -> None:
     source = inspect.getsource(EngineCoreProc.__init__)
     assert "log_stats" in inspect.signature(EngineCoreProc.__init__).parameters
     assert 0 < source.index("self.addresses = addresses") < source.index("super().__init__(")
     assert "outputs" in EngineZmqAddresses.__dataclass_fields__
+    assert "log_stats" in inspect.signature(Scheduler.__init__).parameters
+    assert "KVConnectorFactory.create_connector(" in inspect.getsource(Scheduler.__init__)
 
 
 SHELL = ["sh", "-c", '"$@"; exit', ""]
@@ -205,11 +201,6 @@ def test_an_actor_of_ray_that_builds_the_engine_is_recognised_by_its_name(
         print(subprocess.check_output([*{between!r}, sys.executable, "-c", {question!r}], text=True))
     """
     assert subprocess.check_output([sys.executable, "-c", actor], text=True).split() == [str(is_actor)]
-
-
-def test_vllms_scheduler_gets_log_stats_and_builds_the_connector_in_its_constructor() -> None:
-    assert "log_stats" in inspect.signature(Scheduler.__init__).parameters
-    assert "KVConnectorFactory.create_connector(" in inspect.getsource(Scheduler.__init__)
 
 
 @pytest.mark.parametrize(("served", "name"), [("a", "a"), (["a", "b"], "a"), (("a", "b"), "a")])

@@ -5,7 +5,6 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
 from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.timeline import ring
-from kvobs.testing import BLOCK, Rig, Script
+from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector
 from tests.support.recording_rigs import recording_rig
 from tests.support.recordings import run
 
@@ -37,14 +36,9 @@ def test_the_command_writes_the_run_that_began_last(name: str, tmp_path: Path, a
 
 
 def test_the_command_says_what_a_process_is_in(tmp_path: Path, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvobs.testing import ScriptedConnector
-
     printed: list[str] = []
-
-    def slow(_self: Any) -> None:
-        printed.append(run(tmp_path / "t", "-o", tmp_path / "t.json", "--force")[1])
-
-    monkeypatch.setattr(ScriptedConnector, "wait_for_save", slow)
+    command = (tmp_path / "t", "-o", tmp_path / "t.json", "--force")
+    monkeypatch.setattr(ScriptedConnector, "wait_for_save", lambda _: printed.append(run(*command)[1]))
     recording_rig(tmp_path / "t", a).step()
     assert re.search(
         r"^rank 0 was in wait_for_save of one since \d\d:\d\d:\d\d\.\d{3} \(\S+ \w+\)$", printed[0], re.MULTILINE

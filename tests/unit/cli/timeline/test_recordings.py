@@ -37,14 +37,11 @@ KEY = (What.LOAD_BEGUN, 1, 5)
 EPOCH = 10**18
 
 
-def test_a_begin_and_its_end_are_one_transfer() -> None:
+def test_a_begin_and_its_end_or_the_next_begin_are_one_transfer() -> None:
     (one,) = recorded((100, 0, LOAD, 5), (90, 50, LOADED, 5)).transfers
     assert (one.begun, one.start, one.end) == (EPOCH + 100, EPOCH + 90, EPOCH + 140)
     assert (one.tokens, one.outcome) == (64, "ok")
-
-
-def test_an_order_that_comes_again_ends_the_one_before() -> None:
-    """The scheduler has closed it: a rank need not report."""
+    # An order that comes again ends the one before: the scheduler has closed it, and a rank need not report.
     first, second = recorded((100, 0, LOAD, 5), (200, 0, LOAD, 5)).transfers
     assert (first.end, first.outcome) == (EPOCH + 200, UNREPORTED)
     assert (second.end, second.outcome) == (None, OPEN)

@@ -35,10 +35,6 @@ def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
     assert owners["0", "cpu"].label(signals.CONNECTOR_INFO, "class") == "MeteredConnector"
 
 
-def test_what_is_no_number_is_not_there() -> None:
-    assert parse(f"{LOOKUPS.name} NaN\n{LOADS.name} 1\n") == {(LOADS.name, frozenset()): 1}
-
-
 def test_other_metrics_are_left_alone_even_where_they_are_malformed() -> None:
     text = 'vllm:x{a= 1\nhtml <b>\nkvobs_load_tokens_total{connector="cpu"} 7.0\nkvobs_of_tomorrow_total 1.0\n'
     assert parse(text) == {(LOAD_TOKENS.name, frozenset({("connector", "cpu")})): 7}
@@ -56,9 +52,9 @@ def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
     assert all(map(math.isfinite, values))
 
 
-def test_labels_can_t_steer_a_terminal() -> None:
-    text = LOOKUPS.name + '{connector="\x1b[2Jred\\n"} 1.0\n'
-    assert list(parse(text)) == [(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")}))]
+def test_what_is_no_number_is_not_there_and_labels_can_t_steer_a_terminal() -> None:
+    text = f'{LOADS.name} NaN\n{LOOKUPS.name}{{connector="\x1b[2Jred\\n"}} 1.0\n'
+    assert parse(text) == {(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")})): 1}
 
 
 def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:

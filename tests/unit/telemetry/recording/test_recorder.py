@@ -167,18 +167,15 @@ def test_a_gauge_is_shipped_when_it_changes() -> None:
 # --- its own cost
 
 
-def test_what_recording_costs_is_counted() -> None:
+def test_what_recording_costs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Recorder(1)
     call = mine.timed(0, HOOK, lambda: None)
     for _ in range(100):
         call()
     assert mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0) == int(100 * cost_of_recording()) >= 0
     assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
-
-
-def test_a_recorded_call_costs_its_two_readings_of_the_clock_beyond_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "perf_counter_ns", itertools.count(0, 10).__next__)
-    assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20
+    assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20, "two readings of the clock beyond the call"
 
 
 def test_the_wall_clock_is_near_the_real_one() -> None:

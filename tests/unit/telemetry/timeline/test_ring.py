@@ -92,12 +92,9 @@ def test_what_is_written_while_it_is_read_is_left_out(room: int, before: int, mo
         for i in range(more):
             one.add(before + i, 0, 0)
 
-    def unpack_from(memory: Written) -> Any:
-        return head.unpack_from(memory.memory)
-
-    head = ring.HEAD
+    head, unpack = ring.HEAD, staticmethod(lambda memory: ring.HEAD.unpack_from(memory.memory))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "HEAD", type("Head", (), {"size": head.size, "unpack_from": staticmethod(unpack_from)}))
+        patch.setattr(snapshot, "HEAD", type("Head", (), {"size": head.size, "unpack_from": unpack}))
         content: Any = read(Written(memory, write))
     assert content.records[:, START].tolist() == list(range(max(0, before + more - room), before))
 
