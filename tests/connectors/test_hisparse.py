@@ -58,8 +58,7 @@ class Transfers(Idle):
 
     def start_step(self, metadata: Any, *_: Any, **__: Any) -> None:
         self.now += 1
-        orders = metadata.command.page_transfers if metadata.command else []
-        self.ordered = [order.transfer_id for order in orders]
+        self.ordered = [order.transfer_id for order in (metadata.command.page_transfers if metadata.command else [])]
         self.running += [(self.now + TRANSFER_STEPS, transfer) for transfer in self.ordered]
         self.copies = [copy.dst_block_id for copy in metadata.host_block_copies]
 

@@ -205,9 +205,8 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     with serve(
         model, folder, config, *case.args, tensor_parallel=case.ranks, env=env, timeout=360, launch=SPAWNING
     ) as server:
-        process, scratch = server.process, server.scratch
-        assert process is not None
-        assert scratch is not None
+        process: Any = server.process
+        scratch: Any = server.scratch
         server.complete(prompt("first"), SHORT)  # torch compiles with it, for longer than a client waits
         clients, scraper = Clients(server, SHORT), Scraper(server)
         assert eventually(lambda: clients.answered(time.monotonic() - 2) > 0, WARM_S), "nothing is answered"

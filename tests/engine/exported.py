@@ -46,8 +46,7 @@ class Exported:
     def get(self, path: str, port: int | None = None, accept: str = "text/plain") -> str:
         """Return a page of an exporter; that of the first one by default."""
         url = f"http://{HOST}:{port or self.ports[0]}{path}"
-        request = urllib.request.Request(url, headers={"Accept": accept})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=10) as answer:
             return str(answer.read().decode())
 
     def request(self, path: str, *more: Any) -> bytes:

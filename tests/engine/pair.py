@@ -75,5 +75,4 @@ def hand_over(
     """
     prefilled = pair.prefill.complete(prompt, 1, headers=headers_to_prefill, kv_transfer_params=PREFILL)
     params: dict[str, Any] = prefilled.raw["kv_transfer_params"]
-    answer = pair.decode.complete(prompt, tokens, headers=headers_to_decode, kv_transfer_params=change(params))
-    return params, answer
+    return params, pair.decode.complete(prompt, tokens, headers=headers_to_decode, kv_transfer_params=change(params))

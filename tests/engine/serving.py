@@ -133,8 +133,7 @@ def hit(server: Server, engine: str = "0") -> float:
 
 def ask_all(server: Server, prompts: list[str]) -> dict[str, tuple[int, ...]]:
     with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda text: server.complete(text, TOKENS).tokens, prompts)
-        return dict(zip(prompts, answers, strict=True))
+        return dict(zip(prompts, pool.map(lambda text: server.complete(text, TOKENS).tokens, prompts), strict=True))
 
 
 def resident(server: Server, part: str = "") -> int:

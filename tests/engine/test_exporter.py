@@ -123,8 +123,7 @@ def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: P
             assert eventually(lambda: sum(s.name == "kv.load steered" for s in collector.spans) == 20)
             ours = [s for s in collector.spans if s.scope == "kvobs"]
             loads = [s for s in ours if s.name == "kv.load steered"]
-            ranks = [s.parent_id for s in ours if s.name == "kv.load.rank"]
-            assert sorted(ranks) == sorted(s.span_id for s in loads)
+            assert sorted(s.parent_id for s in ours if s.name == "kv.load.rank") == sorted(s.span_id for s in loads)
             families: Any = text_string_to_metric_families(server.get("/metrics", accept=OPENMETRICS))  # type: ignore[no-untyped-call]
             marked = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
             assert marked & {s.trace_id for s in loads}

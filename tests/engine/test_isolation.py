@@ -107,8 +107,7 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
             assert ask_all(server) == expected, hooks
         assert watch.seen <= failed()
         seen |= watch.seen
-        isolated = {name for name in NAMES if changes(log, name).count("in quarantine") > before[name]}
-        assert isolated == failed()
+        assert {name for name in NAMES if changes(log, name).count("in quarantine") > before[name]} == failed()
         for name in NAMES:
             (folder / name).unlink(missing_ok=True)
         # One that fails during its probation is out for twice as long.

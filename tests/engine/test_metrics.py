@@ -13,16 +13,7 @@ from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from tests.engine import metered, serving
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import (
-    TOKENS,
-    ask_all,
-    eventually,
-    hang_up,
-    prompt,
-    resident,
-    serve,
-    total,
-)
+from tests.engine.serving import TOKENS, ask_all, eventually, hang_up, prompt, resident, serve, total
 
 pytestmark = pytest.mark.engine
 

@@ -19,16 +19,7 @@ from tests.engine.children import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import (
-    BOTH_RANKS_ON_ONE_CORE,
-    TOKENS,
-    ask_all,
-    eventually,
-    of_tests,
-    prompt,
-    serve,
-    total,
-)
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, ask_all, eventually, of_tests, prompt, serve, total
 from tests.support.grpc_collector import GrpcCollector
 
 pytestmark = pytest.mark.engine
@@ -245,8 +236,7 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
         "log": log,
         "files": repr(files),
     }
-    noted = {where for where, content in out.items() if "s3cr3t" in content or repr(ids[:8])[1:-1] in content}
-    assert noted == set()
+    assert {where for where, content in out.items() if "s3cr3t" in content or repr(ids[:8])[1:-1] in content} == set()
 
 
 def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:

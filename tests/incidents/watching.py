@@ -113,8 +113,7 @@ class Watched:
             time.sleep(0.5)
         vllm, recorded = self.vllm(), Recorded.of(self.prometheus, self._began, incident.pace)
         fired = alerts_of(recorded.after(earlier, RESTART_S) if earlier else recorded, self._log.parent)
-        about = {fire.labels["connector"] for fire in fired if "connector" in fire.labels}
-        assert about <= {incident.guilty}, fired
+        assert {fire.labels["connector"] for fire in fired if "connector" in fire.labels} <= {incident.guilty}, fired
         if incident.alert:
             after_s = min((fire.after_s for fire in fired if fire.name == incident.alert), default=float("inf"))
             assert after_s <= incident.within_s, fired

@@ -29,8 +29,7 @@ class Order:
     def delayed(self, random: Random) -> dict[str, Any]:
         """Return how the child is steered, with the ranks' delays drawn at random where none are given."""
         delays = {"0": random.randint(0, 30), "1": random.randint(0, 30)}
-        usual = {"load_ms": delays} if self.steer.get("async") else {"save_ms": delays}
-        return {**usual, **self.steer}
+        return {"load_ms" if self.steer.get("async") else "save_ms": delays, **self.steer}
 
 
 def _loads(mode: str, outcome: str) -> dict[str, int]:

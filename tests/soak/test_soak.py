@@ -102,8 +102,7 @@ def test_growth_is_what_is_added_and_not_noise(level: int, noise: list[int], eac
 
 def test_what_must_not_be_is_reported() -> None:
     leaky = [Sample(i, (100 + i) * MIB, 1_000 * i) for i in range(40)]
-    flat = [Sample(i, 100 * MIB, 1_000) for i in range(40)]
-    assert Result("x", 5, memory={"flat": flat}).mistakes == []
+    assert Result("x", 5, memory={"flat": [Sample(i, 100 * MIB, 1_000) for i in range(40)]}).mistakes == []
     wrong = Result("x", 5, lost=2, doubled=1, memory={"leaky": leaky}, grown_types={"leaky": [("builtins.dict", 9)]})
     lost, doubled, grown = wrong.mistakes
     assert (lost, doubled) == ("2 completions lost", "1 completions doubled")
@@ -116,12 +115,10 @@ def test_what_must_not_be_is_reported() -> None:
 
 @given(st.integers())
 def test_only_children_that_report_at_all_have_ranks_that_do(seed: int) -> None:
-    orders = draw(Random(seed), RANKS, REPORTERS)
-    for plan, reporters in zip(orders.plans, REPORTERS, strict=True):
+    for plan, reporters in zip(draw(Random(seed), RANKS, REPORTERS).plans, REPORTERS, strict=True):
         assert all(plan.received[rank] is not None for rank in plan.fails_on)
         for steps in filter(None, (plan.received, plan.saved)):
-            reporting = {rank for rank, after in enumerate(steps) if after is not None}
-            assert len(reporting) == reporters
+            assert len({rank for rank, after in enumerate(steps) if after is not None}) == reporters
             assert max(after for after in steps if after is not None) < NEVER
 
 

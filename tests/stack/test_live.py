@@ -105,8 +105,7 @@ def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Tar
         assert found == [], "it has data: no gap any more"
     else:
         assert faults(found, labels_of(target.query), target.legend) == [], target.query
-    named = {series["metric"]["connector"] for series in found if "connector" in series["metric"]}
-    assert named <= {*NAMES, NOBODY}
+    assert {series["metric"]["connector"] for series in found if "connector" in series["metric"]} <= {*NAMES, NOBODY}
 
 
 @pytest.mark.parametrize("uid", BOARDS)
@@ -167,5 +166,4 @@ def test_what_an_alert_says_is_filled_in(run: Live) -> None:
 def test_a_panels_exemplars_lead_to_traces_that_were_exported(target: Target, run: Live) -> None:
     found = run.prometheus.api("query_exemplars", query=target.query, start=run.began, end=run.ended)
     traces = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
-    exported = {span.trace_id for span in run.collector.spans if span.scope == "kvobs"}
-    assert traces & exported
+    assert traces & {span.trace_id for span in run.collector.spans if span.scope == "kvobs"}

@@ -195,8 +195,7 @@ class SchedulerHalf(Half):
         if promises or self.index in self.books.tails.get(name, ()):
             self._saves.append(Save(name))
         self.books.end(name, self.index, promises)
-        params = {f"child {self.index}": name} if self.happens(0.2, "params", name) else None
-        return promises, params
+        return promises, {f"child {self.index}": name} if self.happens(0.2, "params", name) else None
 
     def on_register_finished_partial_tail(self, request: Any, block_ids: Any, partial_tail_offloads: Any) -> bool:
         name, character = request.request_id, self.character
@@ -211,8 +210,7 @@ class SchedulerHalf(Half):
         return 1 if self.life.one_reports else None
 
     def on_take_events(self) -> Any:
-        has_any = self._at_times(self.character.chats, "events")
-        events = [f"an event of child {self.index}"] if has_any else []
+        events = [f"an event of child {self.index}"] if self._at_times(self.character.chats, "events") else []
         return iter(events) if self.index % 2 else events
 
     def on_has_pending_block_frees(self) -> bool:

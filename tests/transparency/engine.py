@@ -46,8 +46,7 @@ def live(life: Life, router: str, **options: Any) -> Run:
     try:
         # vLLM's scheduler is to believe in the life's model runner.
         with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(life.runner == "v2"))):
-            engine = Engine(stage, tag, router, options)
-            engine.live()
+            Engine(stage, tag, router, options).live()
     except Exception as error:
         run.error = "".join(traceback.format_exception(error)[-3:])
         run.raised = str(error) if type(error) is ChildError else None

@@ -91,8 +91,7 @@ def test_each_child_has_a_copy_operation_of_its_own(a: Script, b: Script) -> Non
 
 def test_a_failed_load_is_not_repeated() -> None:
     """Both children are asked again; with vLLM's class the first loads and fails until the life is over."""
-    failing = Character(hits=1.0, asynchronous=1.0, fails=1.0, offers_again=1.0)
-    one = life(failing, QUIET)
+    one = life(Character(hits=1.0, asynchronous=1.0, fails=1.0, offers_again=1.0), QUIET)
     stock, ours = live(one, "stock"), live(one, "kvobs")
     assert compare(one, stock, ours).fault is None
     assert ours.causes[0] is Cause.OFFERED_AGAIN

@@ -138,8 +138,7 @@ def guide(folder: Path, arguments: dict[str, list[str]] = charts.GUIDE) -> Path:
         "multi-tier/kustomization.yaml": header | {"resources": ["../base"]},
     }.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump_all(objects) if content is None else yaml.safe_dump(content)
-        (folder / place).write_text(text)
+        (folder / place).write_text(yaml.safe_dump_all(objects) if content is None else yaml.safe_dump(content))
     overlay = folder / "multi-tier-kvobs"
     overlay.mkdir()
     shutil.copy(EXAMPLES / "llm-d/kustomization.yaml", overlay)

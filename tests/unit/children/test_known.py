@@ -55,8 +55,7 @@ def test_what_is_known_is_known_of_vllms_own_connectors() -> None:
 
 
 def test_vllm_imports_the_libraries_that_its_connectors_need() -> None:
-    folder = Path(next(iter(distributed.__path__)))
-    texts = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    texts = "\n".join(path.read_text() for path in Path(next(iter(distributed.__path__))).rglob("*.py"))
     modules = {module for needs in LIBRARIES.values() for need in needs for module in need.modules}
     assert not [name for name in modules if not re.search(rf'(import|from) {re.escape(name)}\b|"{name}"', texts)]
 

@@ -305,8 +305,7 @@ def test_a_steps_wait_is_that_of_its_layers_and_other_hooks(has_layers: tuple[bo
                         loads[child] = spent + once + child
                     if total := spent + (once + child if is_waited_for else 0):
                         expected.setdefault((child, METRICS[hooks]), []).append(total)
-            close = {key: step[key] for key in ("has_forward", "has_sync_loads")}
-            assert waits.stalls.close_step(**close) == loads
+            assert waits.stalls.close_step(**{key: step[key] for key in ("has_forward", "has_sync_loads")}) == loads
             for _ in range(step["flush"]):
                 add(found, waits.observed())
         add(found, waits.observed())

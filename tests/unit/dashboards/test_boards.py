@@ -105,8 +105,7 @@ def test_the_first_line_of_the_overview_is_the_verdict() -> None:
 def test_the_table_of_children_has_the_worst_on_top_and_leads_to_its_board() -> None:
     table = next(panel for panel in panels(OVERVIEW) if panel["type"] == "table")
     assert table["gridPos"]["y"] == max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels(OVERVIEW)[:9])
-    order = [{"desc": True, "displayName": name} for name in ("State", "Failure share")]
-    assert table["options"]["sortBy"] == order
+    assert table["options"]["sortBy"] == [{"desc": True, "displayName": name} for name in ("State", "Failure share")]
     words = next(o for o in table["fieldConfig"]["overrides"] if o["matcher"]["options"] == "State")["properties"]
     shown = next(p["value"] for p in words if p["id"] == "mappings")[0]["options"]
     assert [shown[str(n)]["text"] for n in range(6)] == ["Idle", "OK", "Slow", "Blocks steps", "Failing", "Quarantined"]

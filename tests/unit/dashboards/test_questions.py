@@ -253,8 +253,7 @@ def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
         f'kvobs_stuck_transfers_total{{connector="{name}",rank="1"}}': values
         for name, values in {"young": "_x8 1 1 1 1", "old": "1x20", "again": "1x8 2 2 2 2"}.items()
     }
-    asked = SELECTION.counted(signals.STUCK_TRANSFERS, *by_child)
-    found = answers(tmp_path, series, asked)
+    found = answers(tmp_path, series, SELECTION.counted(signals.STUCK_TRANSFERS, *by_child))
     assert found == {"young": 1, "old": 0, "again": pytest.approx(1, rel=0.4)}
     assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
 

@@ -33,8 +33,7 @@ def context(trace_id: int, span_id: int) -> SpanContext:
 
 
 def sdk_span(name: str, span_id: int = 1, trace_id: int = TRACE, **more: Any) -> ReadableSpan:
-    times = {"start_time": 1_000, "end_time": 2_000}
-    return ReadableSpan(name, context(trace_id, span_id), **(times | more))
+    return ReadableSpan(name, context(trace_id, span_id), **({"start_time": 1_000, "end_time": 2_000} | more))
 
 
 @pytest.fixture(params=[Collector, GrpcCollector])

@@ -71,8 +71,7 @@ def test_before_the_cost_of_computing_is_known_the_first_loads() -> None:
 
 def test_a_load_that_is_late_counts_at_once() -> None:
     choice = choice_of(0.1, 0.3)
-    late = Candidate(0, 1000, 0.0, [(1000, 0.2), (1000, 0.5)])
-    assert choice.decide([late, *offers(0.0, 0.0)[1:]], None).child == 1
+    assert choice.decide([Candidate(0, 1000, 0.0, [(1000, 0.2), (1000, 0.5)]), *offers(0.0, 0.0)[1:]], None).child == 1
 
 
 def test_one_that_is_not_chosen_is_tried_again_the_dearer_the_later() -> None:

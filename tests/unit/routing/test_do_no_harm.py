@@ -300,8 +300,7 @@ def nested(path: str, *scripts: Script) -> dict[str, Any]:
 
 
 def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
-    inner = nested(ROUTERS["stock"], a, b)
-    rig = Rig("kvobs", connectors=[inner, child_config(Script("outer"))], ranks=2)
+    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a, b), child_config(Script("outer"))], ranks=2)
     b.offers["r"] = KV
     a.promises.add("r")
     rig.add("r")

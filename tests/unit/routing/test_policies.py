@@ -182,8 +182,7 @@ def test_without_a_decision_the_first_loads(monkeypatch: pytest.MonkeyPatch, a: 
     """An error of kvobs's own is no reason to end an engine."""
     a.offers["r"], b.offers["r"] = SYNC, (3 * BLOCK, False)
     rig = Rig("kvobs", a, b, kvobs={"load_policy": "fastest"})
-    side = rig.connector._side
-    monkeypatch.setattr(side.offers._policy._choice, "decide", lambda *_: 1 // 0)
+    monkeypatch.setattr(rig.connector._side.offers._policy._choice, "decide", lambda *_: 1 // 0)
     rig.add("r")
     rig.run(3)
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc") if tokens] == [2 * BLOCK]

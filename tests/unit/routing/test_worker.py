@@ -46,8 +46,7 @@ def test_failures_of_several_connectors_are_returned_together(a: Script, b: Scri
 
 
 def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig("kvobs", a, b)
-    side = side_of(rig)
+    side = side_of(Rig("kvobs", a, b))
     answers = {0: (None, {"r"}), 1: ({"s"}, None)}
     for child in side.children:
         monkeypatch.setattr(child.connector, "get_finished", lambda ids, i=child.index: answers[i])

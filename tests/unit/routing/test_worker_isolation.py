@@ -121,8 +121,7 @@ def test_what_fails_at_the_start_is_out_for_good(hook: str) -> None:
 
 def test_one_that_miscounts_its_saves_after_a_failure_is_not_tried_again() -> None:
     """SimpleCPUOffloadConnector takes a save that was never begun for done: what it would load later is not there."""
-    connector = type("OfSimple", (type("SimpleCPUOffloadConnector", (Loader,), {}),), {})()
-    worker = Worker(connector)
+    worker = Worker(type("OfSimple", (type("SimpleCPUOffloadConnector", (Loader,), {}),), {})())
     worker.begin(3)
     worker.fail("wait_for_save")
     assert worker.gates.take_broken() == {(0, FOR_GOOD)}

@@ -33,8 +33,7 @@ def test_there_are_events_and_a_listener_need_not_record_any() -> None:
     assert {"looked_up", "allocated", "admitted", "load_ended", "promised", "saved", "aborted"} < set(EVENTS)
     for event in EVENTS:
         parameters = list(inspect.signature(getattr(TransferListener, event)).parameters.values())[1:]
-        more = {one.name: None for one in parameters}
-        assert getattr(TransferListener(), event)(**more) is None
+        assert getattr(TransferListener(), event)(**{one.name: None for one in parameters}) is None
 
 
 def test_lookups_are_timed_only_where_a_listener_looks_at_them() -> None:

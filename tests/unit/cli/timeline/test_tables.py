@@ -25,8 +25,7 @@ def test_what_is_in_progress_has_its_age_and_the_ranks_that_it_waits_for() -> No
 
 
 def test_more_than_there_is_room_for_is_counted() -> None:
-    many = [(i * MS, 0, LOAD, i) for i in range(tables.IN_PROGRESS_AT_MOST + 3)]
-    lines = in_progress(join([recorded(*many, LAST)]))
+    lines = in_progress(join([recorded(*[(i * MS, 0, LOAD, i) for i in range(tables.IN_PROGRESS_AT_MOST + 3)], LAST)]))
     assert (len(lines), lines[-1]) == (1 + tables.IN_PROGRESS_AT_MOST + 1, "and 3 more")
     assert (in_progress(join([recorded(LAST)])), slowest_loads(join([recorded(LAST)]))) == ([], [])
 

@@ -110,8 +110,7 @@ def test_vllms_own_metrics_are_read_with_kvobss() -> None:
 def test_an_exporter_is_shown_with_its_vllm() -> None:
     """By the engine's number, since a server may have several; without vLLM's answer the rest is shown."""
     vllm = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 5.0\n'
-    exporter = exporting(lambda _recorder: None, {}, [], ("cpu",))
-    with exporter as address, answering(200, vllm) as of_vllm:
+    with exporting(lambda _recorder: None, {}, [], ("cpu",)) as address, answering(200, vllm) as of_vllm:
         rows = [server_row("", None, fetch(url_of(address), other)) for other in (of_vllm, None, of_vllm + "/x\ny")]
     assert [row.running for row in rows] == [3, None, None]
     assert {row.model for row in rows} == {"tiny"}

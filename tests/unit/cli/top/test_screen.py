@@ -174,6 +174,5 @@ def test_many_servers_leave_room_for_connectors_and_those_that_are_down_come_fir
 def test_lines_below_a_connector_are_as_long_as_they_look() -> None:
     """Wide characters take two columns."""
     for n in range(1, 40):
-        row = replace(DISK, call="日" * n, call_s=9.0)
-        lines = shown([replace(SERVER, connectors=(row,))], 80).splitlines()
+        lines = shown([replace(SERVER, connectors=(replace(DISK, call="日" * n, call_s=9.0),))], 80).splitlines()
         assert all(cell_len(line) <= 80 for line in lines[1:])

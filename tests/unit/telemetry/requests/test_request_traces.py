@@ -109,8 +109,7 @@ def strings(value: Any) -> list[str]:
 def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     """Let a request go through all that can happen to it; return what is handed on."""
     traces, request_id = scheduler.traces, mine.request_id
-    seen = scheduler.activated(lambda subject: otel.get_current_span().get_span_context().is_valid)(mine)
-    assert seen is True
+    assert scheduler.activated(lambda subject: otel.get_current_span().get_span_context().is_valid)(mine) is True
     traces.looked_up(mine, 1, 2)
     for hook, error in ((LOOKUP, ""), (ALLOC, "OSError")):
         scheduler.note(hook, mine, is_slow=True, error=error)

@@ -40,8 +40,7 @@ def test_the_last_records_are_there_in_their_order(room: int, records: list[tupl
         one.words[one.live + i] = i + 1
     for start, spent, what, more in records:
         one.add(start, spent, what, more)
-    numbered = [[n, *record, n] for n, record in enumerate(records, 1)]
-    assert rows(memory) == numbered[-room:]
+    assert rows(memory) == [[n, *record, n] for n, record in enumerate(records, 1)][-room:]
     snapshot: Any = read(memory)
     assert (snapshot.about, snapshot.live.tolist()) == (ABOUT, list(range(1, live + 1)))
 
