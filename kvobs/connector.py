@@ -31,6 +31,7 @@ from kvobs.export import destinations
 from kvobs.export.feed import Feed, described, exported
 from kvobs.log import log
 from kvobs.routing import wiring
+from kvobs.routing.gains import step_limits
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.schema import __version__
@@ -75,7 +76,8 @@ class MultiConnector(stock.MultiConnector):
         # vLLM's constructor is skipped: it would build the children itself.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        validated = configured.read(vllm_config.kv_transfer_config, len(wiring.groups_of(kv_cache_config)))
+        groups, (_, steps) = wiring.groups_of(kv_cache_config), step_limits(vllm_config)
+        validated = configured.read(vllm_config.kv_transfer_config, len(groups), steps)
         configuration, specs = validated.configuration, validated.specs
         options = configuration.options
         self._all_support_hma = all_support_hma(specs)

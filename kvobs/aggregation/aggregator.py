@@ -189,10 +189,11 @@ class _Combined:
         if (meta := output.kv_connector_worker_meta) is not None:
             self.meta = meta if self.meta is None else self.meta.aggregate(meta)
         if (events := output.kv_cache_events) is not None:
-            if rank in self.events:
-                self.events[rank].add_events(events.get_all_events())
-            else:
-                self.events[rank] = events
+            mine = self.events.setdefault(rank, events)
+            if hasattr(mine, "add_of_same_rank"):  # its `add_events` counts a further rank
+                mine.add_of_same_rank(events)
+            elif mine is not events:
+                mine.add_events(events.get_all_events())
         if output.invalid_block_ids:
             self.invalid |= output.invalid_block_ids
 

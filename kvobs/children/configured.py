@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def read(parent: KVTransferConfig, groups: int = 1) -> Validated:
-    """Return the options and the children that ``parent`` configures, given the number of KV cache groups.
+def read(parent: KVTransferConfig, groups: int = 1, steps: int = 1) -> Validated:
+    """Return the options and the children that ``parent`` configures.
+
+    It warns of loads that are not used with this number of KV cache groups, and of steps in flight.
 
     Raises:
         ConfigError: with every mistake found, each with its JSON path.
     """
     policy = getattr(parent, "kv_load_failure_policy", None)
     checked = validate(parent.kv_connector_extra_config, policy, KVTransferConfig, engine_id=parent.engine_id)
-    find_classes(checked, class_of, Unbuilt, groups=groups)
+    find_classes(checked, class_of, Unbuilt, groups=groups, steps=steps)
     if checked.mistakes:
         raise ConfigError(checked.mistakes)
     for name, problem in checked.absent.items():

@@ -97,11 +97,13 @@ def name_among(connector_class: type, names: Container[str]) -> str | None:
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
 
 
-def async_only(of: Sequence[ChildSpec], groups: int) -> frozenset[int]:
+def async_only(of: Sequence[ChildSpec], groups: int, steps: int) -> frozenset[int]:
     """Return the isolated children whose synchronous offers are not used.
 
     When such a load fails, vLLM recomputes its blocks, but other children may have saved them unfilled in that step.
-    With several KV cache groups such a failure can't even be reported.
+    With several KV cache groups such a failure can't even be reported. With several ``steps`` in flight, as by async
+    scheduling, vLLM keeps the token of the next one, which was computed on the unfilled blocks.
     """
     savers = {spec.index for spec in of if spec.transfer_config.kv_role != "kv_consumer"}
-    return frozenset(spec.index for spec in of if spec.is_isolated and (savers - {spec.index} or groups > 1))
+    is_unsafe = groups > 1 or steps > 1
+    return frozenset(spec.index for spec in of if spec.is_isolated and (is_unsafe or savers - {spec.index}))

@@ -90,12 +90,18 @@ def validate(
 
 
 def find_classes(
-    checked: Validated, class_of: Callable[[str, Any], type], stand_in: type | None = None, *, groups: int = 1
+    checked: Validated,
+    class_of: Callable[[str, Any], type],
+    stand_in: type | None = None,
+    *,
+    groups: int = 1,
+    steps: int = 1,
 ) -> None:
     """Find each connector's class, and add the mistakes and warnings that follow from the classes.
 
     ``class_of`` returns the class of a name and module, or raises ``NotUsableError``. ``stand_in`` replaces an isolated
-    connector that can't be imported; None: that is a mistake. ``groups`` is the number of KV cache groups.
+    connector that can't be imported; None: that is a mistake. ``groups`` is the number of KV cache groups, and
+    ``steps`` that of steps that vLLM may have in flight.
     """
     for index in checked.entries:
         _find_class(checked, index, class_of, stand_in)
@@ -107,7 +113,7 @@ def find_classes(
         if spec.name in options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
             found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
-    checked.warnings += _unused_hits(checked.specs, groups)
+    checked.warnings += _unused_hits(checked.specs, groups, steps)
 
 
 def path_of(index: int) -> str:
@@ -189,14 +195,17 @@ def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
     ]
 
 
-def _unused_hits(specs: list[ChildSpec], groups: int) -> list[Finding]:
+def _unused_hits(specs: list[ChildSpec], groups: int, steps: int) -> list[Finding]:
     """Warn about isolated connectors whose synchronous loads the router refuses, unless they make none."""
     reason, fix = "after a failed load other connectors would save unfilled blocks", "remove it from the list"
     if groups > 1:
         reason = "with several KV cache groups a failed load can't be reported"
+    elif steps > 1:
+        reason = "with several steps in flight one after a failed load is computed on its unfilled blocks"
+        fix += ", or start vLLM with --no-async-scheduling and without pipeline parallelism"
     else:
         fix += ", or give the other connectors kv_role kv_consumer"
-    refused = async_only(specs, groups)
+    refused = async_only(specs, groups, steps)
     found = []
     for spec in specs:
         is_sync = loads_synchronously(spec)

@@ -90,7 +90,7 @@ class Offers:
     kind, so a repetition with the same answers only calls the children.
 
     ``isolation`` decides which children are asked, and whose answers count; None if none is isolated. Synchronous
-    offers of the children in ``async_only`` are not used.
+    offers are not used of the children in ``async_only``, and of one that does not see the request, by ``visibility``.
     """
 
     def __init__(
@@ -99,12 +99,14 @@ class Offers:
         options: Options,
         recorder: Recorder,
         policy: LoadPolicy,
+        visibility: Sequence[Visibility],
         *,
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
     ) -> None:
         self._lookups = [(child.index, child.get_num_new_matched_tokens) for child in children]
         self._names = [child.name for child in children]
+        self._visibility = visibility
         self._isolation = isolation
         self._async_only = async_only
         self._policy = policy
@@ -167,9 +169,9 @@ class Offers:
                 continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
             offer = Offer(child, *answer)
             offers.append(offer)
-            if offer.tokens and not offer.is_async and child in self._async_only:
-                self._refuse(child)
-            elif offer.tokens >= self._minimum[child]:
+            if offer.tokens and not offer.is_async and self._is_refused(child, request_id):
+                continue
+            if offer.tokens >= self._minimum[child]:
                 usable.append(offer)
         return offers, usable
 
@@ -199,12 +201,18 @@ class Offers:
     def _is_discarded(self, child: int, request_id: str) -> bool:
         return self._isolation is not None and self._isolation.discards(child, request_id)
 
-    def _refuse(self, child: int) -> None:
-        text = (
-            "connector %r is isolated and offers a synchronous load: it is not used, because after a failed load other "
-            "connectors would save unfilled blocks. Such offers are counted as unused (kvobs_unused_offers_total)"
-        )
-        once(f"sync:{self._names[child]}", logging.WARNING, text, self._names[child])
+    def _is_refused(self, child: int, request_id: str) -> bool:
+        """Return whether a synchronous offer of this child is not used."""
+        if child in self._async_only:
+            text = (
+                "connector %r is isolated and offers a synchronous load: it is not used, because after a failed load "
+                "unfilled blocks would be saved or computed on. Such offers are counted as unused "
+                "(kvobs_unused_offers_total)"
+            )
+            once(f"sync:{self._names[child]}", logging.WARNING, text, self._names[child])
+            return True
+        # Its earlier lookup was left open: it is not shown this request's steps, and could not load in one.
+        return self.may_leave_open and not self._visibility[child].saves(request_id)
 
     def _is_waited_for(self, child: int, request_id: str, before: Sequence[_Answer]) -> bool:
         """Return whether the lookup waits for a child that has not answered; ``before`` it are these answers."""

@@ -38,6 +38,7 @@ class Orders:
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
     closed: list[str] = field(default_factory=list)  # requests whose load has ended: forget their blocks
     failed: tuple[str, ...] = ()  # requests whose load every rank must report to vLLM as failed
+    unmade: tuple[str, ...] = ()  # requests of this step's synchronous loads that their children do not know of
     promised: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of new promised saves
     orphaned: list[str] = field(default_factory=list)  # requests that ended while their load is open
     saved: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of promised saves that have ended
@@ -172,6 +173,13 @@ class MultiKVEvents(KVConnectorKVEvents):
             else:
                 mine.add_events(container.get_all_events())
                 mine.increment_workers(container.get_number_of_workers())
+
+    def add_of_same_rank(self, others: MultiKVEvents) -> None:
+        """Add the events of another step of the same rank."""
+        for child, container in others.by_child.items():
+            mine = self.by_child.setdefault(child, container)
+            if mine is not container:
+                mine.add_events(container.get_all_events())
 
     def increment_workers(self, count: int = 1) -> None:
         """Do nothing: ``add_events`` has counted the workers, child by child."""

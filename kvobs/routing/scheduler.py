@@ -20,7 +20,14 @@ from kvobs.routing.completions import Completions
 from kvobs.routing.gains import Gains
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
-from kvobs.routing.metadata import Isolated, LoadOrder, MultiHandshakeMetadata, MultiKVConnectorMetadata, NextOrders
+from kvobs.routing.metadata import (
+    Isolated,
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    NextOrders,
+    Orders,
+)
 from kvobs.routing.outcomes import OpenTransfers
 from kvobs.routing.reuse import PromptReuse
 from kvobs.routing.visibility import Visibility, write_back
@@ -161,6 +168,8 @@ class SchedulerSide:
             step.orders = self.next_orders.take()
             step.orders.failed = self.ledger.take_failures()
             has_sync_loads = step.orders.has_sync_loads
+            if has_sync_loads and self.may_hide:
+                step.orders.unmade = self._unmade(step.orders)
         now_ns = wall_ns()
         self.gains.step_begun(scheduler_output, now_ns, loads=has_sync_loads)
         finished = scheduler_output.finished_req_ids
@@ -176,6 +185,11 @@ class SchedulerSide:
         if self.may_hide:
             step.isolated = Isolated(self.isolation.states(), self._hidden_ends(finished))
         return step
+
+    def _unmade(self, orders: Orders) -> tuple[str, ...]:
+        """Return the synchronous loads of children that are not shown the request: their allocation call has raised."""
+        loads = orders.loads.items()
+        return tuple([r for r, load in loads if not load.is_async and not self.visibility[load.child].saves(r)])
 
     def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
         visibility = self.visibility[child.index]

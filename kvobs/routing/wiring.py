@@ -70,9 +70,10 @@ def scheduler_side(
         options,
         recorder,
         policy,
+        visibility,
         # Without isolated connectors a lookup costs less.
         isolation=isolation if isolates else None,
-        async_only=async_only(specs, len(groups)),
+        async_only=async_only(specs, len(groups), step_limits(vllm_config)[1]),
     )
     completions = Completions(
         children=children,

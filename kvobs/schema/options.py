@@ -127,12 +127,12 @@ class Options(_Strict):
         default="all",
         description="`all`: a lookup waits for the answers of all connectors, as in vLLM's own MultiConnector; "
         "`earlier`: only for those of connectors before the first with a hit. A connector that answers later does "
-        "not save that request",
+        "not save that request, and does not load it within a step",
     )
     lookup_timeout_ms: Positive | None = Field(
         default=None,
         description="limits how long a connector may answer 'not yet'; after that another one may load, and this "
-        "one does not save that request",
+        "one does not save that request, and does not load it within a step",
     )
     slow_call_ms: Positive = Field(
         default=100, description="counts and traces longer calls into a connector as slow, and logs the first"

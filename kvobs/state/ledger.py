@@ -132,6 +132,9 @@ class Ledger:
         if kind is not _RECEIVED and kind is not _SYNC_DONE:
             load.failed_on.add(rank)
             load.needs_echo |= kind in _TO_BE_ECHOED
+            if load.needs_echo and request in self._loads_in:  # the worker collects the blocks after the receipt
+                self._loads_in.remove(request)
+                self.failures.append(request)
             if kind in _OF_BLOCKS:
                 return None  # does not mean that the load has arrived
         if rank in load.arrived:
@@ -204,8 +207,12 @@ class Ledger:
         return failures
 
     def echoed(self, request: str) -> None:
-        """Note that vLLM has read the failure of a load: it may be closed like a complete one."""
-        if self.load(request) is not None:
+        """Note that vLLM has read the failure of a load: it may be closed like a complete one.
+
+        It may read it twice, from the workers' reports and after they were ordered to report it: by the second time the
+        request may have another load.
+        """
+        if (load := self.load(request)) is not None and load.is_in and load.needs_echo:
             if request in self.failures:  # no rank need report it again
                 self.failures.remove(request)
             self._loads_in.append(request)

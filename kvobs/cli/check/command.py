@@ -133,6 +133,7 @@ def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> 
         engines,
         bool(given) and not given.get("no-enable-chunked-prefill") and _is_on(given, "enable-chunked-prefill", "on"),
         given.get(LAUNCHER, ""),
+        2 if given and not given.get("no-async-scheduling") and _is_on(given, "async-scheduling", "on") else 1,
         {**taken, **ports},
     )
 

@@ -1,6 +1,7 @@
 """Workers' outputs, combined: against a model, and what is wrong in vLLM's own class, which must fail here."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvobs import faults
 from kvobs.aggregation import aggregator, rank_tally
 from kvobs.aggregation.aggregator import KVOutputAggregator
+from kvobs.routing.metadata import MultiKVEvents
 from kvobs.state.transfers import Stuck
 from tests.support.scripted import Events, Stats
 from tests.support.stock import wrong_in_stock
@@ -243,14 +245,16 @@ def test_metadata_that_does_not_merge_is_an_error() -> None:
         KVOutputAggregator(2).aggregate([said(kv_connector_worker_meta=Meta(0)), said(kv_connector_worker_meta="?")])
 
 
-def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step() -> None:
+@pytest.mark.parametrize("of", [lambda events: events, lambda events: MultiKVEvents({0: events})])
+def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step(of: Callable[[Events], Any]) -> None:
     aggregator = KVOutputAggregator(2)
-    assert aggregator.aggregate([None, said(kv_cache_events=Events("a", "b"))]) is None
-    assert aggregator.aggregate([None, said(kv_cache_events=Events("c"))]) is None
-    noted = result(aggregator, said(kv_cache_events=Events("a", "c")), said(kv_cache_events=Events("d")))
+    assert aggregator.aggregate([None, said(kv_cache_events=of(Events("a", "b")))]) is None
+    assert aggregator.aggregate([None, said(kv_cache_events=of(Events("c")))]) is None
+    noted = result(aggregator, said(kv_cache_events=of(Events("a", "c"))), said(kv_cache_events=of(Events("d"))))
     assert noted.kv_cache_events.get_number_of_workers() == 2
     noted.kv_cache_events.aggregate()
-    assert noted.kv_cache_events.events == ["a", "c"]
+    common = noted.kv_cache_events.get_all_events()
+    assert (common if isinstance(noted.kv_cache_events, Events) else common[0][1].get_all_events()) == ["a", "c"]
     assert result(aggregator, said(), said()).kv_cache_events is None
 
 

@@ -56,7 +56,10 @@ class Asker:
         ]
         chosen, gains = Options(**options), cast("Any", SimpleNamespace(cost=ComputeCost(2048)))
         policy = policies.configured(chosen, children, gains)
-        self.offers = Offers(children, chosen, self.recorder, policy, isolation=isolation, async_only=async_only)
+        self.visibility = [Visibility() for _ in answers]
+        self.offers = Offers(
+            children, chosen, self.recorder, policy, self.visibility, isolation=isolation, async_only=async_only
+        )
 
     def _lookup(self, i: int) -> Any:
         def lookup(request: Any, num_computed_tokens: int) -> Answer:
@@ -434,6 +437,24 @@ def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Scrip
     assert len(b.called("get_num_new_matched_tokens")) == asked
     assert b.called("request_finished") == ["r"]
     assert tokens_of(b) == []
+    assert_nothing_is_left(rig)
+
+
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_one_that_was_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
+    """It is not shown the request's steps, and LMCache reads there what it has to load."""
+    a.offers["r"], b.offers["r"] = [MISS if is_preempted else KV, MISS], [NOT_YET, NOT_YET, (2 * BLOCK, False)]
+    rig = Rig("kvobs", a, b, kvobs={"lookup_timeout_ms": 1e-6})
+    request = rig.add("r", max_tokens=9)
+    rig.run(3)
+    if is_preempted:
+        assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    else:
+        a.say(0, failed="r")
+    rig.run(3)
+    assert set(tokens_of(b)) == {0}
+    assert request.num_computed_tokens > 2 * BLOCK
+    rig.run(9)
     assert_nothing_is_left(rig)
 
 

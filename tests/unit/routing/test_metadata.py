@@ -86,6 +86,8 @@ def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
     """Through the calls that vLLM's aggregator makes."""
     ranks: list[Any] = [MultiKVEvents({0: Events("x", "y")}), MultiKVEvents({0: Events("x"), 2: Events("z")})]
     merged, other = ranks
+    merged.add_of_same_rank(MultiKVEvents({0: Events("z")}))  # of an earlier step
+    other.add_of_same_rank(MultiKVEvents({}))
     merged.add_events(other.get_all_events())
     merged.increment_workers(1)
     assert merged.get_number_of_workers() == 2

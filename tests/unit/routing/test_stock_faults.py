@@ -300,16 +300,24 @@ def test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect(router: st
     assert request.num_computed_tokens == 2 * BLOCK
 
 
+@pytest.mark.parametrize("is_received_later", [True, False])
 @wrong_in_stock(RuntimeError, "block errors with several KV cache groups end the engine")
-def test_w16_with_several_groups_the_load_fails_and_is_recomputed(router: str, a: Script, b: Script) -> None:
+def test_w16_with_several_groups_the_load_fails_and_is_recomputed(
+    router: str, a: Script, b: Script, is_received_later: bool
+) -> None:
     a.offers["r"] = [KV, (0, False)]
     rig = started(router, a, b, ranks=2, groups=2)
     a.bad_blocks[1] = {a.called("update_state_after_alloc")[0][2][1][1]}
+    rig.run(int(is_received_later))
     for rank in (0, 1):
         a.say(rank, received="r")
-    rig.run(8)
+    computed = 0
+    for _ in range(8):
+        rig.step()
+        computed = max(computed, rig.scheduled.num_scheduled_tokens.get("r", 0))
     assert rig.status("r") == "gone"
     if router == "kvobs":
+        assert computed > 2 * BLOCK, "nothing of the load is left"
         assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
         assert counted(rig, "kvobs_load_tokens_total", 0) == 0
         assert_nothing_is_left(rig)

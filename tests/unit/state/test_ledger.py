@@ -334,6 +334,21 @@ def test_a_load_that_its_child_withdrew_can_still_fail() -> None:
     assert load.failed
 
 
+def test_a_failure_that_is_read_twice_ends_one_load() -> None:
+    """The workers were ordered to report it when the last rank's report was on its way: vLLM reads both."""
+    ledger = opened()
+    ledger.record(report(ReportKind.FAILED, "r", 0))
+    assert ledger.fail("r", 5)
+    assert ledger.take_failures() == ("r",)
+    ledger.echoed("r")
+    assert ledger.take_loads_in() == ["r"]
+    assert ledger.close_load("r") is not None
+    ledger.propose("r", (1, True))
+    ledger.admit("r", 16, 2)
+    ledger.echoed("r")
+    assert ledger.take_loads_in() == []
+
+
 @pytest.mark.parametrize("sibling_is_first", [True, False])
 def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_other(sibling_is_first: bool) -> None:
     """FlexKV promises at an abort, and reports no more than the end of the load."""

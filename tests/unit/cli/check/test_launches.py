@@ -33,6 +33,9 @@ def with_key(connector: str, value: str) -> str:
     return f'{{"kv_connector": "{connector}", {BOTH}, "kv_connector_extra_config": {value}}}'
 
 
+ALONE = router(EXAMPLE, kvobs='{"isolate": ["ExampleConnector"]}').replace(
+    BOTH, f'"kv_load_failure_policy": "recompute", {BOTH}', 1
+)
 OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
 LINE = f"--kv-transfer-config '{OURS}'"
 OFF, STOCK_OFF = "kv_connector: kvobs is not enabled", "kv_connector_module_path: kvobs is not enabled"
@@ -97,6 +100,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "propagate": (router(CPU, kvobs='{"tracing": {"propagate": true}}'), 1, ("propagate: has no effect",)),
     "kvobs in a connector": (router(with_key("NixlConnector", '{"kvobs": {}}')), 1, ("kvobs: has no effect in a",)),
     "chunks": (f"vllm serve m {K} '{router(EXAMPLE, CPU)}'", 1, ("found ExampleConnector with chunked prefill",)),
+    "steps in flight": (f"vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which offers synchronous loads only: its hits are not used, because with several steps",)),
+    "a step at a time": (f"vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ()),
     "no chunks": (f"vllm serve m --no-enable-chunked-prefill {K} '{router(EXAMPLE)}'", 1, ()),
     "the demo's": (f"vllm serve MODEL --no-enable-chunked-prefill {K} '{json.dumps(multi_connector(*GPU_CONNECTORS))}'", 1, ()),
     "opposite roles": (router(CPU.replace("both", "producer"), NIXL.replace("both", "consumer")), 1, ("found 'kv_consumer', while that of connectors[0] is 'kv_producer'",)),
