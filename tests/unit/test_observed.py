@@ -259,8 +259,7 @@ def test_kv_events(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> Non
     engine = Observed(monkeypatch, a, b, ranks=1)
     a.answers["take_events"] = [BlockRemoved([1], "CPU")]
     engine.rig.add("r")
-    engine.step()
-    engine.step()
+    engine.step(2)
     assert engine.value("kvobs_kv_events_total", "one", type="removed", medium="cpu") >= 1
 
 

@@ -109,12 +109,8 @@ def test_one_of_64_engines_fires_alone_and_all_fire_each(name: str, tmp_path: Pa
     alert, scenes = BY_NAME[name], SCENES[name]
     fires = scenes.fires[0]
     instances = [f"gpu-{number}:8000" for number in range(1, MANY + 1)]
-    one = engine(fires.series)
-    for instance in instances[1:]:
-        one |= engine(scenes.healthy, {"instance": instance})
-    every: dict[str, str] = {}
-    for instance in instances:
-        every |= engine(fires.series, {"instance": instance})
+    one = engine(fires.series) | merged(engine(scenes.healthy, {"instance": other}) for other in instances[1:])
+    every = merged(engine(fires.series, {"instance": instance}) for instance in instances)
     is_of_one = "instance" in alert.about  # a job with one target is not missing, a fleet with one bad engine works
     tests = [
         case(one, [], {fires.at: {"": 1} if is_of_one else {}}, name),

@@ -32,6 +32,8 @@ def test_the_least_time_until_the_request_resumes_wins() -> None:
     assert (decision.child, decision.reason, decision.about) == (0, FASTEST, 0)
     assert decision.predicted == pytest.approx({0: 0.25, 1: 0.3, 2: 0.31})
     assert (decision.computing_s, decision.offered) == (1.0, (0, 1, 2))
+    late = Candidate(0, 1000, 0.0, [(1000, 0.2), (1000, 0.5)])
+    assert choice_of(0.1, 0.3).decide([late, *offers(0.0, 0.0)[1:]], None).child == 1, "what is late counts at once"
 
 
 @pytest.mark.parametrize(("first", "wins"), [(0.1, 0), (0.109, 0), (0.112, 1)])
@@ -67,11 +69,6 @@ def test_before_the_cost_of_computing_is_known_the_first_loads() -> None:
     assert (decision.child, decision.reason, decision.predicted) == (0, UNKNOWN, {})
     only_of_one = choice_of(0.001, 0.1).decide(offers(None, 0.1), None)
     assert only_of_one.child == 1, "an offer of which only the rest is unknown loses"
-
-
-def test_a_load_that_is_late_counts_at_once() -> None:
-    choice = choice_of(0.1, 0.3)
-    assert choice.decide([Candidate(0, 1000, 0.0, [(1000, 0.2), (1000, 0.5)]), *offers(0.0, 0.0)[1:]], None).child == 1
 
 
 def test_one_that_is_not_chosen_is_tried_again_the_dearer_the_later() -> None:
@@ -221,12 +218,15 @@ def races(name: str) -> tuple[dict[str, Race], dict[str, Race]]:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_it_is_no_worse_than_the_better_of_the_others(name: str) -> None:
-    found, _ = races(name)
+def test_it_is_no_worse_than_the_better_of_the_others_and_its_regret_is_small(name: str) -> None:
+    """Most of the regret is paid where the flapping one is 25 times slower than what it wins when it is up."""
+    found, of_fixed = races(name)
     for what in ("p50", "p95"):
         better = min(getattr(found["first"], what), getattr(found["longest"], what))
         assert getattr(found["fastest"], what) <= 1.03 * better, what
     assert found["fastest"].trials() <= 2 + len(found["fastest"].seconds) / 40
+    best = min(each.mean for each in of_fixed.values())
+    assert found["fastest"].mean / best - 1 < (0.1 if name == "short prompts" else 0.05)
 
 
 def test_it_is_better_where_neither_of_the_others_is_always_right() -> None:
@@ -237,14 +237,6 @@ def test_it_is_better_where_neither_of_the_others_is_always_right() -> None:
         gains[name] = getattr(found["fastest"], what) / min(others)
     assert max(gains.values()) < 0.99, gains
     assert gains["all lengths"] < 0.9, gains
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_its_regret_is_small(name: str) -> None:
-    """Most of it is paid where the flapping one is 25 times slower than what it wins when it is up."""
-    of_policies, of_fixed = races(name)
-    best = min(each.mean for each in of_fixed.values())
-    assert of_policies["fastest"].mean / best - 1 < (0.1 if name == "short prompts" else 0.05)
 
 
 CHANGES_AT, BACK_AT = 200, 400

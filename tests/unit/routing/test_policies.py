@@ -99,16 +99,14 @@ def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:
     assert decision.predicted[0] == pytest.approx(0.02 + 0.01, rel=0.1)
 
 
-def test_a_synchronous_load_takes_what_its_step_waited_for_it(policy: Policy) -> None:
-    policy.load(0, 500, is_async=False, ranks=took(20 * MS, 30 * MS))
-    assert policy.decide(1000).predicted[0] == pytest.approx(0.03 + 0.015, rel=0.05)
-
-
-@pytest.mark.parametrize(("failed", "more_s"), [({}, 0), ({"failed_on": {0}}, 0.105)])
-def test_the_tokens_of_a_failed_load_are_computed(policy: Policy, failed: dict[str, Any], more_s: float) -> None:
-    """Otherwise one that fails at once would be the fastest."""
-    policy.load(0, 1, **failed)
-    assert policy.decide(1000).predicted[0] == pytest.approx(0.001 + more_s + 0.015, rel=0.05)
+@pytest.mark.parametrize(
+    ("ms", "how", "takes_s"),
+    [(1, {}, 0.001), (1, {"failed_on": {0}}, 0.106), (500, {"is_async": False, "ranks": took(20 * MS, 30 * MS)}, 0.03)],
+)
+def test_what_a_load_is_taken_to_last(policy: Policy, ms: int, how: dict[str, Any], takes_s: float) -> None:
+    """One that fails at once would be the fastest: its tokens are computed. Of a synchronous one its step's wait."""
+    policy.load(0, ms, **how)
+    assert policy.decide(1000).predicted[0] == pytest.approx(takes_s + 0.015, rel=0.05)
 
 
 def test_without_an_estimate_computing_is_taken_to_last_as_long_as_the_failed_load(policy: Policy) -> None:

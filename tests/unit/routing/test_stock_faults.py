@@ -193,9 +193,11 @@ def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: st
     rig = Rig(router, connectors=[child_config(a, "PipelineAwareConnector"), child_config(b)])
     a.handshake = Handshake("a")
     a.calls.clear()
+    b.calls.clear()
     sent = {(pp, 0): rig.workers[0].get_handshake_metadata() for pp in (0, 1)}
     rig.connector.set_xfer_handshake_metadata_pp_aware(sent)
     assert list(a.called("set_xfer_handshake_metadata_pp_aware")[0]) == [(0, 0), (1, 0)]
+    assert b.called("set_xfer_handshake_metadata") == [{}]
 
 
 @wrong_in_stock(AssertionError, "None from one child hides the other's count: the request is never released")

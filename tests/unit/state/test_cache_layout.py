@@ -1,7 +1,6 @@
 """Which blocks a load fills, what is lost with bad ones, and what a token weighs."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -50,14 +49,10 @@ PER_TOKEN = 2 * 2 * 64 * 4  # K and V, heads, head size, bytes
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_token_weighs_what_all_layers_of_all_ranks_hold_of_it(ranks: int) -> None:
-    groups = [KVCacheGroupSpec(["a", "b", "c"], spec()), KVCacheGroupSpec(["d"], spec(32))]
-    assert CacheLayout.of(groups, ranks) == CacheLayout((16, 32), 4 * PER_TOKEN * ranks)
-
-
-def test_a_group_of_layers_that_differ_has_their_sum_as_its_page() -> None:
-    mixed: Any = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec(), "b": spec()})
-    group = SimpleNamespace(kv_cache_spec=mixed, layer_names=["a", "b"])
-    assert CacheLayout.of([group], 1).bytes_per_token == 2 * PER_TOKEN
+    differing = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"e": spec(), "f": spec()})  # its page is a sum
+    groups = [(["a", "b", "c"], spec()), (["d"], spec(32)), (["e", "f"], differing)]
+    made = CacheLayout.of([KVCacheGroupSpec(*group) for group in groups], ranks)
+    assert made == CacheLayout((16, 32, 16), 6 * PER_TOKEN * ranks)
 
 
 @pytest.mark.parametrize(("exempt", "factor"), [({}, 2), ({"dcp_sharded": True}, 2), ({"dcp_sharded": False}, 1)])

@@ -90,12 +90,6 @@ def test_ranks_say_it_without_the_scheduler(spent: tuple[int | None, ...], outco
     assert one.spent_ns == max(ns or 0 for ns in spent)
 
 
-def test_when_a_rank_got_an_order_may_be_unknown() -> None:
-    """Its begin is overwritten, and the connector's report had none."""
-    one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), recorded((150, 0, LOADED, 5), rank=0)]))
-    assert [(part.start, part.spent_ns) for part in one.parts] == [(None, None)]
-
-
 def test_engines_and_runs_are_apart() -> None:
     each = {"engine": 1}, {"engine": 2}, {"engine": 1, "run": "q"}
     joined = join([recorded(BEGUN, rank=rank, **more) for more in each for rank in (None, 0)])
@@ -110,6 +104,11 @@ def test_a_rank_may_report_a_save_before_it_is_promised() -> None:
     assert only(join([recorded((200, 0, save, 5)), early, recorded((210, 0, save, 5), rank=1)])).waits_for == [1]
 
 
-def test_what_a_rank_never_reported_is_not_open_once_it_is_over() -> None:
-    one = only(join([recorded(BEGUN, (100, 90, LOADED, 5)), recorded(BEGUN, rank=0)]))
-    assert ([part.outcome for part in one.parts], one.waits_for) == ([UNREPORTED], [])
+def test_once_a_load_is_over_its_begin_or_end_on_a_rank_may_be_unknown() -> None:
+    """The begin is overwritten, and the connector's report had none; what a rank never reported is not open."""
+    ended, begun = (
+        only(join([recorded(BEGUN, (100, 90, LOADED, 5)), recorded(own, rank=0)]))
+        for own in ((150, 0, LOADED, 5), BEGUN)
+    )
+    assert [(part.start, part.spent_ns) for part in ended.parts] == [(None, None)]
+    assert ([part.outcome for part in begun.parts], begun.waits_for) == ([UNREPORTED], [])

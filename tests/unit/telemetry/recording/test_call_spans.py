@@ -87,12 +87,9 @@ def test_calls_of_a_step_share_its_trace_and_those_of_none_have_one_each() -> No
     together = [calls.one(child=child).trace_id for child in (0, 1)]
     assert together == [trace.trace_id] * 2
     assert len({*alone, *together}) == 4
-
-
-def test_below_level_calls_a_step_has_no_trace_and_what_is_slow_in_it_one_of_its_own() -> None:
-    calls = Calls()
-    assert calls.spans.begin_step() is None
-    assert len({calls.one(is_slow=True).trace_id for _ in range(2)}) == 2
+    below = Calls()
+    assert below.spans.begin_step() is None, "below level calls a step has no trace, and what is slow in it its own"
+    assert len({below.one(is_slow=True).trace_id for _ in range(2)}) == 2
 
 
 @pytest.mark.parametrize("roots", [True, False])

@@ -100,6 +100,8 @@ def test_what_is_looked_up_after_a_preemption_is_a_span_of_its_own() -> None:
     assert first.span_id != second.span_id == second.span_id
     assert (first.parent_id, second.parent_id) == ("", first.span_id), "one root only"
     assert second.attributes["kv_transfer.lookups"] == 3
+    unwritten = trace_of(None, is_sampled=False, lookups=1)
+    assert (Writer().looked_up(unwritten), unwritten.above) == ([], ""), "nobody's parent"
 
 
 @pytest.mark.parametrize(("is_sampled", "is_slow"), list(product([True, False], repeat=2)))
@@ -109,12 +111,6 @@ def test_a_lookup_is_seen_with_its_trace_or_because_it_was_slow(is_sampled: bool
     expected = Reason.SLOW if is_slow else Reason.PARENT if is_sampled else None
     assert [one.reason for one in found] == ([expected] if expected else [])
     assert (trace.lookups, trace.is_slow) == (0, False)
-
-
-def test_a_root_that_was_not_written_is_nobodys_parent() -> None:
-    trace = trace_of(None, is_sampled=False, lookups=1)
-    assert Writer().looked_up(trace) == []
-    assert trace.above == ""
 
 
 @given(st.text(max_size=2_000))
@@ -242,12 +238,9 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     assert [
         (one.name, one.parent_id, one.start_ns, one.end_ns, one.attributes["kv_transfer.rank"]) for one in ranks
     ] == [("kv.save.rank", head.span_id, 120, 150, 0), ("kv.save.rank", head.span_id, 120, 350, 1)]
+    assert Writer().saved(trace_of(is_sampled=False), save_of(), 10**12) == [], "with its trace only"
 
 
 def test_a_save_that_was_done_before_its_promise_has_no_length_and_no_ranks() -> None:
     (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(0, 20, 50)}), 100)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 100, 0)
-
-
-def test_a_save_is_seen_with_its_trace_only() -> None:
-    assert Writer().saved(trace_of(is_sampled=False), save_of(), 10**12) == []

@@ -86,6 +86,7 @@ def test_a_trace_lasts_as_long_as_its_request() -> None:
     mine = request("r", {"traceparent": "bad"})
     first = scheduler.traces.of(mine)
     assert scheduler.traces.of(mine) is first
+    assert scheduler.traces._active(mine) is scheduler.traces._active(mine), "made once"
     assert scheduler.malformed() == {"headers": 1}, "counted once a request"
     scheduler.traces.request_ended("r")
     scheduler.traces.request_ended("r")
@@ -281,18 +282,12 @@ def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:
     assert len(scheduler.traces) == 0
 
 
-def test_a_save_done_before_its_promise_is_written_at_once() -> None:
-    scheduler = Scheduler()
+def test_a_save_done_before_its_promise_is_written_at_once_and_of_an_abandoned_one_nothing() -> None:
+    scheduler, abandoned = Scheduler(), Save(True, is_abandoned=True)
     scheduler.traces.of(request())
     scheduler.traces.promised("r", {}, {1: Save(True, True, promised_ns=3)})
     (saved,) = scheduler.written()
     assert (saved.title, saved.start_ns, saved.end_ns) == ("kv.save cpu", 3, 3)
-
-
-def test_of_an_abandoned_save_nothing_is_written_and_nothing_stays() -> None:
-    scheduler = Scheduler()
-    scheduler.traces.of(request())
-    abandoned = Save(True, is_abandoned=True)
     scheduler.traces.promised("r", {1: abandoned}, {})
     scheduler.traces.request_ended("r")
     scheduler.traces.saved("r", 1, abandoned, 5)
@@ -318,14 +313,6 @@ def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() 
     assert handed(Scheduler().traces) is None
     begun = (other := Scheduler().traces).of(request())
     assert handed(other) == TraceContext(begun.trace_id, begun.lookup_id, True), "where the trace begins here"
-
-
-# --- activation
-
-
-def test_the_context_is_made_once_a_request() -> None:
-    traces, mine = Scheduler().traces, request()
-    assert traces._active(mine) is traces._active(mine)
 
 
 # --- where nothing is traced, or kvobs fails

@@ -143,7 +143,11 @@ def test_exactly_what_vllm_appends_is_cut(given_id: str, random_digits: str) -> 
 
 @pytest.mark.parametrize("sent", [SAMPLED, UNSAMPLED])
 def test_for_others_it_is_a_remote_parent(sent: TraceContext) -> None:
-    found = trace.get_current_span(trace_context.as_otel(sent)).get_span_context()
+    token = attach(set_value("key", "value"))
+    context = as_otel(sent)
+    detach(token)
+    assert get_value("key", context) is None, "of the active context there is nothing in it"
+    found = trace.get_current_span(context).get_span_context()
     assert (found.trace_id, found.span_id) == (int(sent.trace_id, 16), int(sent.span_id, 16))
     assert (found.is_remote, found.is_valid, found.trace_flags.sampled) == (True, True, sent.is_sampled)
 
@@ -171,11 +175,3 @@ def test_an_error_goes_on_untouched_and_leaves_no_context_behind(error: BaseExce
         trace_context.activated(fail, lambda subject: trace_context.as_otel(SAMPLED))("r")
     assert raised.value is error
     assert current() == 0
-
-
-def test_what_is_in_the_active_context_is_not_in_a_requests() -> None:
-    token = attach(set_value("key", "value"))
-    try:
-        assert get_value("key", as_otel(SAMPLED)) is None
-    finally:
-        detach(token)
