@@ -38,7 +38,4 @@ def test_every_row_names_hooks_and_an_existing_test_and_says_what_and_why_in_a_s
 
 def test_the_comparison_lets_pass_what_is_declared_and_nothing_else() -> None:
     assert sorted({*ALLOWED, *FROM_HERE.values(), *NOT_SEEN}) == sorted(row.name for row in DEVIATIONS)
-
-
-def test_every_cause_of_a_mark_has_its_deviation() -> None:
-    assert set(FROM_HERE) == set(Cause)
+    assert set(FROM_HERE) == set(Cause), "every cause of a mark has its deviation"

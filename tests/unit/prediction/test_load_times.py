@@ -50,11 +50,6 @@ def take(times: LoadTimes, cost: Cost, dice: random.Random, loads: int, *, noise
         times.observe(tokens, factor * cost.of(tokens) * max(0.2, dice.gauss(1, noise)))
 
 
-def test_nothing_is_known_before_a_load_has_ended() -> None:
-    assert LoadTimes().predict(100) is None
-    assert LoadTimes().predict(100, [(100, 5.0)]) is None
-
-
 @given(COSTS, st.lists(SIZES, min_size=8, max_size=40), SIZES)
 def test_a_line_is_found(cost: Cost, sizes: list[int], tokens: int) -> None:
     times = times_of(*((size, cost.of(size)) for size in (100, *sizes, 1000)))
@@ -84,6 +79,7 @@ def test_a_larger_load_never_takes_less(loads: list[tuple[int, float]], tokens: 
 
 @given(SIZES, SECONDS)
 def test_the_first_load_is_what_the_next_of_its_size_takes(tokens: int, seconds: float) -> None:
+    assert LoadTimes().predict(tokens) is LoadTimes().predict(tokens, [(tokens, seconds)]) is None, "before it"
     times = times_of((tokens, seconds))
     assert expected(times, tokens) == pytest.approx(seconds)
     assert seconds < expected(times, 3 * tokens) < 3 * seconds, "nothing is known of the shape"
