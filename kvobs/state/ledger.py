@@ -207,11 +207,7 @@ class Ledger:
         return failures
 
     def echoed(self, request: str) -> None:
-        """Note that vLLM has read the failure of a load: it may be closed like a complete one.
-
-        It may read it twice, from the workers' reports and after they were ordered to report it: by the second time the
-        request may have another load.
-        """
+        """Note that vLLM has read a load's failure, and close it; it may read it again when another load is open."""
         if (load := self.load(request)) is not None and load.is_in and load.needs_echo:
             if request in self.failures:  # no rank need report it again
                 self.failures.remove(request)
@@ -357,8 +353,7 @@ class Ledger:
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
-        early: dict[int, Save] = {}
-        promised: dict[int, Save] = {}
+        early, promised = dict[int, Save](), dict[int, Save]()
         for child, expected in promises:
             save = entry.saves.setdefault(child, Save())
             save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns

@@ -79,9 +79,9 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
         ("topology.py", "json.loads(path.read_bytes())"),  # a model's config.json, for the command kvobs topology
-        ("source.py", "json.loads(text, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
-        ("source.py", "json.loads(value or '')"),
-        ("source.py", "json.loads(json.dumps(config, default=str))"),
+        ("launch.py", "json.loads(text, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
+        ("launch.py", "json.loads(_plain(value))"),
+        ("launch.py", "json.loads(json.dumps(config, default=str))"),
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
         ("snapshot.py", "json.loads(bytes(memory[HEAD.size:HEAD.size + length]))"),  # for the command kvobs timeline
