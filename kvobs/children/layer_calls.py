@@ -53,7 +53,7 @@ class LayerCalls:
         source = _source(self.hook, len(self.children), place, self._live, keeps_all=keeps_all)
         scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
-            "marks": self._box.floats,
+            "begun": self._box.floats,
             "clock": perf_counter,
             # Calls up to this are not slow, and in the first bucket.
             "limit": min(2 ** signals.CALL_DURATION.bounds[0], self._recorder.slow_ns(self.hook)) / 1e9,
@@ -77,11 +77,10 @@ class LayerCalls:
     def _failed(self, scope: dict[str, Any], error: BaseException) -> None:
         """Count the calls of a fan-out that a child's exception ended: the completed ones and the failed one."""
         try:
-            self._box.floats[self._box.place_of_layers(self.hook) + 1] = ended = perf_counter()
             if self._flight is not None:
-                self._flight.layer_times[self._live[-1]] = ended
+                self._flight.layer_times[self._live[-1]] = perf_counter()
             readings = [scope[f"t{i}"] for i in range(len(self.children)) if f"t{i}" in scope]
-            stamps = [*map(_ns, readings), _ns(ended)]
+            stamps = [*map(_ns, readings), _ns(perf_counter())]
             for child, begin, end in zip(self.children, stamps, stamps[1:-1], strict=False):
                 self._recorder.add_call(child.index, self.hook, begin, end - begin)
             failed = self.children[len(readings) - 1]
@@ -161,29 +160,29 @@ def _source(hook: str, children: int, place: int, live: Sequence[int], *, keeps_
     sums = "".join(f"s{i}, " for i in numbers)
     row = "".join(f"t{i}, " for i in (*numbers, children))
     # The child that is being called, for the flight recorder.
-    live_from = [f"; times[{at}] = t{i}" for i, at in enumerate(live)] or [""] * (children + 1)
+    marks = [f"; times[{at}] = t{i}" for i, at in enumerate(live)] or [""] * (children + 1)
     if not children:
         return f"def unrolled():\n    return lambda {arguments}{more}: None, lambda: (0, (), 0.0)\n"
     lines = [
         "def unrolled():",
-        f"    short, {sums}= 0, {'0.0, ' * children}",
-        f"    def {hook}({arguments}{calls}, marks=marks, clock=clock, limit=limit{more}):",
-        f"        nonlocal short, {sums[:-2]}",
+        f"    short, {sums}last = 0, {'0.0, ' * (children + 1)}",
+        f"    def {hook}({arguments}{calls}, begun=begun, clock=clock, limit=limit{more}):",
+        f"        nonlocal short, {sums}last",
         *([f"        if kwargs: return general({arguments}, **kwargs)"] if more else []),
         "        try:",
-        f"            t0 = marks[{place}] = clock(){live_from[0]}",
-        *(f"            c{i}({arguments})\n            t{i + 1} = clock(){live_from[i + 1]}" for i in numbers),
+        f"            t0 = begun[{place}] = clock(){marks[0]}",
+        *(f"            c{i}({arguments})\n            t{i + 1} = clock(){marks[i + 1]}" for i in numbers),
         "        except BaseException as error:",
         "            failed(locals(), error)",
         "            raise",
-        f"        marks[{place + 1}] = t{children}",
+        f"        last = t{children}",
         *([f"        every.append(({row}))"] if keeps_all else []),
         f"        if t{children} - t0 > limit:",
         f"            long.append((short, ({row})))",
         "        else:",
         "            short += 1",
         *(f"            s{i} += t{i + 1} - t{i}" for i in numbers),
-        f"    return {hook}, lambda: (short, ({sums}), marks[{place + 1}])",
+        f"    return {hook}, lambda: (short, ({sums}), last)",
     ]
     return "\n".join(lines)
 

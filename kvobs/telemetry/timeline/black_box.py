@@ -4,8 +4,8 @@ Each process of an engine writes one page of shared memory with plain stores, al
 is held, and after the process is gone. A call has two words, its begin and the begin of the last one that ended: while
 they differ it is in progress. Times are ns of the monotonic clock, which all processes of a machine share.
 
-The layer hooks, called hundreds of times per step, write when their fan-out began and ended. A thread that looks once a
-second reads from the stack which connector such a call is in.
+The layer hooks, called hundreds of times per step, write their begin only. Which connector such a call is in, and
+whether it has ended, is read from the stack by a thread that looks once a second.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ _NAME = 64  # bytes of an exception's class
     RAISED_STEPS,  # number of steps that have ended once its step has, too
     RAISED_CLASS,
 ) = range(10)
-_MARKS = RAISED_CLASS + _NAME // _WORD  # of each layer hook begin and end of its last call, in seconds; its connectors
-_EACH = 3
-_PAIRS = _MARKS + _EACH * len(_LAYER_HOOKS)
+_MARKS = RAISED_CLASS + _NAME // _WORD  # of each layer hook the begin of its last call, in seconds
+_PAIRS = _MARKS + len(_LAYER_HOOKS)
 _DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
 
@@ -147,14 +146,12 @@ class BlackBox:
 
     @staticmethod
     def place_of_layers(hook: str) -> int:
-        """Return the position of the two words for the begin and the end of a layer hook's calls, in seconds."""
-        return _MARKS + _EACH * _LAYER_HOOKS.index(hook)
+        """Return the position of the word for the begin of a layer hook's calls, in seconds."""
+        return _MARKS + _LAYER_HOOKS.index(hook)
 
     def watch(self, hook: str, code: CodeType, lines: Mapping[int, int]) -> None:
         """Watch the calls of a layer hook: ``code`` calls a connector in each of these ``lines``."""
-        at = self.place_of_layers(hook)
-        self.words[at + 2] = sum(1 << child for child in lines.values())
-        self._codes[code] = at, lines
+        self._codes[code] = self.place_of_layers(hook), lines
 
     @faults.contained("record")
     def look(self) -> None:
@@ -307,22 +304,18 @@ class Page:
     def _layer_call(self, others_ns: int) -> Iterator[Call]:
         """Yield the call of a layer hook that is in progress, if it began after the other hooks' calls."""
         words, floats = self.words, self._floats
-        at = max(range(_MARKS, _PAIRS, _EACH), key=floats.__getitem__)
-        mark, ended, children = floats[at], floats[at + 1], words[at + 2]
+        at = max(range(_MARKS, _PAIRS), key=floats.__getitem__)
+        mark = floats[at]
         since_ns, now_ns = round(mark * 1e9), perf_counter_ns()
         if not words[SINCE] or since_ns <= max(words[SINCE], others_ns) or now_ns - since_ns < LOOK_NS:
             return
+        name = UNKNOWN  # the GIL is held: by this call, or by what runs after it, such as a driver that hangs
         if now_ns - words[LOOKED] < BLIND_NS or not self.is_alive:
             child = words[SEEN_IN] - 1 if floats[SEEN] == mark else -1
             if child < 0:
                 return
             name = self._names[child]
-        elif ended >= mark:  # something else keeps the thread from looking
-            return
-        else:
-            is_one = children.bit_count() == 1
-            name = self._names[children.bit_length() - 1] if is_one else UNKNOWN
-        yield Call(name, _LAYER_HOOKS[(at - _MARKS) // _EACH], self.rank, since_ns)
+        yield Call(name, _LAYER_HOOKS[at - _MARKS], self.rank, since_ns)
 
     def raised(self) -> Call | None:
         """Return the last exception, if it ends the engine: no call has begun since, or no step but those it ended.
