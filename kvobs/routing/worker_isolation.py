@@ -1,8 +1,8 @@
 """Decide which hooks of isolated connectors a worker skips, and report their failures to the scheduler.
 
 A connector that failed is still called, with its exceptions contained, so that its own state stays correct. Skipped
-are: a step for which it built no metadata, since hooks would assert; its saves in a step whose synchronous load failed;
-and everything after a failure of a hook that is called only once.
+are: a step for which it built no metadata, since hooks would assert; its saves in a step whose synchronous load failed
+or was never made; and everything after a failure of a hook that is called only once.
 """
 
 import logging
@@ -50,12 +50,13 @@ class WorkerGates:
         self._raised.clear()
         for _, load in _loads(meta):
             self._loads.setdefault(load.child, []).append(load)
+        unfilled = {meta.orders.loads[request].child for request in meta.orders.unmade} if meta.orders else ()
         for index, gate in self._gates.items():
             if meta.isolated is not None:
                 self._states[index] = meta.isolated.states[index]
             gate.began = False
             if index not in self._failed_for_good:
-                gate.closed = _STEP if meta.metadata[index] is None else _OPEN
+                gate.closed = _STEP if meta.metadata[index] is None else _SAVING if index in unfilled else _OPEN
 
     def failed_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[int, str, bool]]:
         """Return the failed asynchronous loads of this step: child, request, whether it can't have begun.

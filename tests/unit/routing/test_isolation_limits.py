@@ -132,10 +132,7 @@ def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its
     assert lone.rig.output.invalid_block_ids == set(a.called("update_state_after_alloc")[0][2][0][:2])
     assert lone.request.num_computed_tokens == 0
     assert bool(a.called("start_load_kv")) is hook.endswith(("load_kv", "layer_load", "after_alloc"))
-    if hook == "update_state_after_alloc":
-        assert a.called("build_connector_meta")[0].scheduled == frozenset(), "it has nothing to save"
-    else:
-        assert a.called("save_kv_layer") == a.called("wait_for_save") == []
+    assert a.called("save_kv_layer") == a.called("wait_for_save") == [], "others may share the unfilled blocks"
     a.raises.clear()
     lone.rig.run(5)
     assert list(lone.request.output_token_ids) == [7, 7, 7]
