@@ -19,7 +19,7 @@ from kvobs.telemetry.recording.recorder import Recorder
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-EVERY_NS = 1_000_000_000  # between flushes
+EVERY_NS = 2_000_000_000  # between flushes
 SOON_NS = 100_000_000  # the same, where many spans wait
 _HOOK = "get_kv_connector_stats"
 
@@ -93,7 +93,8 @@ class FlushRule:
 
     An idle engine has no steps, so the last steps of a burst must send everything. Numbers are sent:
 
-        every second of work: more often, a flush would be in one step of twenty, and in their 99th percentile
+        every two seconds of work: more often, it would be in the 99th percentile of steps of 5 ms, since what it leaves
+            to EngineCore makes another step longer, too
         after 100 ms, if half of the places for spans are taken
         in a step without a forward that passes on finished requests: vLLM runs one after the last request of a burst
         in a step without a forward in which a worker has something to report (the worker decides): a transfer that

@@ -160,7 +160,7 @@ def top(
         ),
     ],
     *,
-    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 4.0,
     once: Annotated[bool, typer.Option("--once", help="Scrape twice, print the difference, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --once.")] = False,
     cacert: CaCert = None,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
-_LEARNED_FROM = 256  # steps at the latest; usually those of a flush
+_LEARNED_FROM = 512  # steps at the latest; usually those of a flush
 _DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
 _STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
 _ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}

@@ -6,7 +6,7 @@ step. CPU time of the process, so that neighbours are not measured, and the expo
 truth run side by side, the slowest one's. The floor is vLLM's own router, which reads the clock before and after each
 call into a connector and keeps nothing.
 
-A flush comes once a second. With cold caches other things fill them before each part of a step, and between two layers,
+A flush comes every two seconds. With cold caches other things fill them before each part of a step, and between two layers,
 as a model's Python and its data do. That is not counted.
 """
 
@@ -164,9 +164,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("cold, 1 rank", 1, True, 6, 2 * FLUSH_EVERY),
-    Case("cold, 8 ranks", 8, True, 3, FLUSH_EVERY),
-    Case("warm, 1 rank", 1, False, 8, 4 * FLUSH_EVERY),
+    Case("cold, 1 rank", 1, True, 4, FLUSH_EVERY),
+    Case("cold, 8 ranks", 8, True, 2, FLUSH_EVERY),
+    Case("warm, 1 rank", 1, False, 6, 2 * FLUSH_EVERY),
 )
 FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
