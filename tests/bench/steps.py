@@ -6,8 +6,8 @@ step. CPU time of the process, so that neighbours are not measured, and the expo
 truth run side by side, the slowest one's. The floor is vLLM's own router, which reads the clock before and after each
 call into a connector and keeps nothing.
 
-A flush comes every two seconds. With cold caches other things fill them before each part of a step, and between two layers,
-as a model's Python and its data do. That is not counted.
+A flush comes every two seconds. With cold caches other things fill them before each part of a step, and between two
+layers, as a model's Python and its data do. That is not counted.
 """
 
 from __future__ import annotations
