@@ -36,7 +36,7 @@ Undo = Callable[[], None]
 def find() -> dict[str, str]:
     """Return seam -> the place that its faults are counted by; a seam is called "package.module:function"."""
     found: dict[str, str] = {}
-    for finder, _ in _finders():
+    for finder, _ in FINDERS:
         assert not found.keys() & finder.seams.keys(), "two seams of one name"
         found |= finder.seams
     return found
@@ -45,7 +45,7 @@ def find() -> dict[str, str]:
 def instrument(point: Point) -> Undo:
     """Have every seam of this process call ``point`` all along its block; return what undoes it."""
     changed: list[tuple[FunctionType, CodeType]] = []
-    for finder, tree in _finders():
+    for finder, tree in FINDERS:
         module = importlib.import_module(f"kvobs.{finder.module}")
         compiled = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
         codes = {code.co_qualname: code for code in _codes(compiled)}
@@ -125,6 +125,10 @@ def _call(seam: str, number: int, at: ast.stmt) -> ast.stmt:
     for node in ast.walk(call):
         ast.copy_location(node, at)
     return call
+
+
+FINDERS = tuple(_finders())
+"""Made while no thread of an engine logs a traceback: CPython 3.11 can not parse in two threads at a time."""
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
