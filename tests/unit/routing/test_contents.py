@@ -98,7 +98,6 @@ class Filling(Rig):
     def _forward(self, worker: Any, scheduled: Any) -> None:
         life, rank = Life.current, worker._vllm_config.parallel_config.rank
         worker.start_load_kv(None)
-        self.doubtful: list[tuple[Any, int, str]] = []
         for request_id, n in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             keys, blocks = keys_of(request), self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -113,6 +112,7 @@ class Filling(Rig):
         worker.wait_for_save()
 
     def step(self) -> Any:
+        self.doubtful: list[tuple[Any, int, str]] = []
         output = super().step()
         for request, computed, where in self.doubtful:  # vLLM takes it back where it hears that a block is bad
             if request.num_computed_tokens >= computed and "ABORTED" not in request.status.name:
