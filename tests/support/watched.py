@@ -57,6 +57,7 @@ FAULTS = {
     "raises": _raise,
     "exits": lambda: os._exit(3),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is killed late": lambda: os.system(f"sleep 1.5; kill -9 {os.getpid()}"),  # in a call long enough to be seen
     "returns": lambda: None,
     "stays after it": lambda: None,
     "raises, and goes on": _raise,
