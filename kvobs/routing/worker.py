@@ -210,17 +210,11 @@ class WorkerSide:
             bad = child.get_block_ids_with_load_errors()
             if bad:
                 passed_on |= self._attribute(child, bad)
-        if self.gates is not None or self._orders.unmade:
-            passed_on |= self._unfilled()
-        return passed_on
-
-    def _unfilled(self) -> set[int]:
-        """Return the blocks of synchronous loads that isolated connectors have failed, here or before."""
-        failed = {request: self._orders.loads[request] for request in self._orders.unmade}
         if self.gates is not None and self._meta is not None:
-            failed.update(self.gates.failed_sync_loads(self._meta))
-        self._failed_syncs.update(failed)
-        return {block for load in failed.values() for group in load.blocks for block in group}
+            for request, load in self.gates.failed_sync_loads(self._meta):
+                self._failed_syncs.add(request)
+                passed_on |= {block for group in load.blocks for block in group}
+        return passed_on
 
     def _attribute(self, child: Child, bad: set[int]) -> set[int]:
         """Return a child's bad blocks to pass on to vLLM: all except those of another child's load.

@@ -74,7 +74,7 @@ class WorkerGates:
         ]
 
     def failed_sync_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[str, LoadOrder]]:
-        """Return the synchronous loads of this step whose connector failed while it loaded."""
+        """Return the synchronous loads of this step whose connector failed while it loaded, or at the allocation."""
         return [
             (request, load)
             for request, load in _loads(meta)

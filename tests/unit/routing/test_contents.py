@@ -114,10 +114,10 @@ class Filling(Rig):
     def step(self) -> Any:
         self.doubtful: list[tuple[Any, int, str]] = []
         output = super().step()
-        for request, computed, where in self.doubtful:  # vLLM takes it back where it hears that a block is bad
+        for request, computed, where in self.doubtful:  # vLLM lowers the number of computed tokens when a load fails
             if request.num_computed_tokens >= computed and "ABORTED" not in request.status.name:
                 Life.current.wrong.append(where)
-            else:  # vLLM keeps its blocks in the cache, also when it is not computed again
+            else:  # its prefix cache keeps the blocks, even if the request is not computed again
                 cache = self.scheduler.kv_cache_manager
                 cache.evict_blocks({block for group in cache.get_block_ids(request.request_id) for block in group})
         return output

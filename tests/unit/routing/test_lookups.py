@@ -442,7 +442,7 @@ def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Scrip
 
 @pytest.mark.parametrize("is_preempted", [True, False])
 def test_one_that_was_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
-    """It is not shown the request's steps, and LMCache reads there what it has to load."""
+    """A connector whose lookup was left open is not shown the request's steps, from which LMCache takes its loads."""
     a.offers["r"], b.offers["r"] = [MISS if is_preempted else KV, MISS], [NOT_YET, NOT_YET, (2 * BLOCK, False)]
     rig = Rig("kvobs", a, b, kvobs={"lookup_timeout_ms": 1e-6})
     request = rig.add("r", max_tokens=9)
