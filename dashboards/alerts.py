@@ -10,7 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from dashboards import fleet_alerts, rules, telemetry_alerts
-from dashboards.incident_alerts import BRIEFLY, INCIDENTS, OF_CHILD, SOME_TIME, blocking, of_child, oldest
+from dashboards.incident_alerts import (
+    BRIEFLY,
+    INCIDENTS,
+    OF_CHILD,
+    SOME_TIME,
+    blocking,
+    of_child,
+    oldest,
+    unless_polling,
+)
 from dashboards.promql import ratio, time_in_use
 from dashboards.rules import Alert, Asks, Group, Severity
 from dashboards.site import Site
@@ -113,7 +122,7 @@ def connector_blocks_scheduler(site: Site) -> Alert:
         site,
         "ConnectorBlocksScheduler",
         Severity.WARNING,
-        f"{rules.SCHEDULER_SHARE} > {site.scheduler_share}",
+        f"{rules.SCHEDULER_SHARE} > {site.scheduler_share} {unless_polling(site)}",
         "5m",
         "Calls into a KV connector take much of the scheduler's time.",
         f"{blocking('five minutes')}.",

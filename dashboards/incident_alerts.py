@@ -14,7 +14,8 @@ from dashboards.promql import Selection
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
 from dashboards.telemetry_alerts import ENGINE, OF_ENGINE, OVERVIEW, PREFIX, beside_vllm
-from kvobs.schema import signals
+from kvobs.schema import signals, verdicts
+from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 CHILD = (*ENGINE, "connector")
 OF_CHILD = "{{ $labels.connector }} on " + OF_ENGINE
@@ -57,8 +58,7 @@ def call_hangs(site: Site) -> Alert:
 
 def requests_not_resumed(site: Site) -> Alert:
     asks, vllm = Asks(site.scope), Selection(rules.WINDOW, site.scope)
-    steps, before = (f"sum without (kind) ({asks.series(signals.STEP_SECONDS)}{at})" for at in ("", " offset 90s"))
-    waits = f"{oldest(site, 'resume')} > {site.load_age_s} unless ignoring (connector, kind) {steps} != {before}"
+    waits = f"{oldest(site, 'resume')} > {site.load_age_s} unless ignoring (connector, kind) {computing(site)}"
     # vLLM's own numbers say it too, without the connector; its target is another one on the same host.
     loaded = vllm.vllm_series("num_requests_kv_fetch_by_stage", 'stage="completed_waiting"')
     # Two minutes are not over where the first sample is younger.
@@ -106,7 +106,7 @@ def connector_blocks_engine(site: Site) -> Alert:
         site,
         "ConnectorBlocksEngine",
         Severity.CRITICAL,
-        f"({' or '.join(share)}) > {site.blocked_share}",
+        f"({' or '.join(share)}) > {site.blocked_share} {unless_polling(site)}",
         "0m",
         "An engine spends most of its time in calls into a KV connector.",
         f"{blocking('90 seconds')}: all requests of this engine wait.",
@@ -122,6 +122,22 @@ INCIDENTS: tuple[Callable[[Site], Alert], ...] = (
     connector_blocks_engine,
 )
 """About an engine that stands still: evaluated most often."""
+
+
+def computing(site: Site) -> str:
+    """Return a value for each engine that has computed a step within 90 seconds."""
+    asks = Asks(site.scope)
+    return "{} != {}".format(
+        *(f"sum without (kind) ({asks.series(signals.STEP_SECONDS)}{at})" for at in ("", " offset 90s"))
+    )
+
+
+def unless_polling(site: Site) -> str:
+    """Return the end of a share: without quick calls on engines that compute nothing, which poll."""
+    asks, own = Asks(site.scope), "ignoring (connector, kind)"
+    mean = asks.mean(signals.CALL_DURATION, hook="|".join(SCHEDULER_HOOKS))
+    waiting = asks.series(signals.IN_FLIGHT, kind="lookup|load|resume")
+    return f"unless ({mean} < {verdicts.POLL_S} and {own} ({waiting} > 0 unless {own} {computing(site)}))"
 
 
 def blocking(span: str) -> str:

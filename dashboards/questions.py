@@ -187,9 +187,19 @@ def quarantined(*by: str) -> str:
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
 
 
-def scheduler_share(*by: str) -> str:
+def scheduler_share(*by: str, of: Selection = SELECTION) -> str:
     """Return the share of time that the scheduler spends in calls into connectors."""
-    return SELECTION.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
+    return of.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
+
+
+def _blocking(*by: str) -> str:
+    """Return that share without quick calls on engines that compute nothing while requests wait, which poll."""
+    engine = replace(SELECTION, child='connector=~".+"')
+    waiting = f"{engine.series(signals.IN_FLIGHT, kind='lookup|load|resume')} > 0"
+    polling = f"{waiting} unless {ENGINE} {engine.rates(signals.STEP_SECONDS)} > 0"
+    others = replace(SELECTION, among=f"{_INFO} unless {ENGINE} ({polling})")
+    mean = SELECTION.mean(signals.CALL_DURATION, *by, hook="|".join(SCHEDULER_HOOKS))
+    return f"({scheduler_share(*by, of=others)} or {scheduler_share(*by)} and {mean} >= {verdicts.POLL_S})"
 
 
 def link_share(*, at_most: bool = False) -> str:
@@ -247,7 +257,7 @@ def measures(*by: str) -> dict[str, str]:
         "resume": wedged(*by),
         "quarantined": quarantined(*by),
         "failing_share": failing_share(*by),
-        "scheduler_share": scheduler_share(*by),
+        "scheduler_share": _blocking(*by),
         "load_p99": SELECTION.quantile(0.99, signals.LOAD_DURATION, *by),
         "time_in_calls": SELECTION.rate(signals.CALL_DURATION, *by, part="_sum"),
         "in_progress": SELECTION.gauge(signals.IN_FLIGHT, *by),

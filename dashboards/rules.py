@@ -163,9 +163,9 @@ class Asks:
         since = f"{series} - {series} offset {FEW_WINDOW} and ignoring ({_own(signal)}) ({same})"
         return without(signal, (), f"{since} or {series}")
 
-    def mean(self, signal: Signal, *keep: str, window: str = WINDOW) -> str:
+    def mean(self, signal: Signal, *keep: str, window: str = WINDOW, **labels: str) -> str:
         """Return a histogram's mean."""
-        total, count = (self.rate(signal, *keep, part=part, window=window) for part in ("_sum", "_count"))
+        total, count = (self.rate(signal, *keep, part=part, window=window, **labels) for part in ("_sum", "_count"))
         return ratio(total, count)
 
     def quantile(self, q: float, signal: Signal, *keep: str) -> str:

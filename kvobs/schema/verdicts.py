@@ -23,7 +23,13 @@ HANGS = State(
 )
 QUARANTINED = State("Quarantined", {"quarantined": 1}, "new requests do without it")
 FAILING = State("Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads and exceptions")
-BLOCKING = State("Blocks steps", {"scheduler_share": 0.1}, "{scheduler_share:.0%} or more of the scheduler's time")
+BLOCKING = State(
+    "Blocks steps",
+    {"scheduler_share": 0.1},
+    "{scheduler_share:.0%} or more of the scheduler's time, without mere polls",
+)
+POLL_S = 0.01
+"""Seconds. While requests wait and nothing is computed, the scheduler polls: quicker calls block no step then."""
 SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")
 WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
 IDLE = State("Idle", {"configured": 0}, "nothing to do")

@@ -41,6 +41,7 @@ NOT_OURS = {
 }  # fmt: skip
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
 """An engine is of this role by any connector, whichever are chosen."""
+ANY_CONNECTOR = "=~.+"
 OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
 GREYS_AND_TINTS = {looks.IDLE, looks.VLLM, looks.BY_QUANTILE["p50"]}
 
@@ -173,13 +174,14 @@ def selections(board: Board) -> list[str]:
         labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
         labels = [] if metric(selector).startswith("otelcol_") else labels
         labels += ["job", "instance"] if signal else []
-        is_about_engines = matchers(selector).get("role") in OF_ONE_ROLE
+        of = matchers(selector)
+        is_about_engines = of.get("role") in OF_ONE_ROLE or of.get("connector") == ANY_CONNECTOR
         labels += ["connector"] if signal and signal.scope is Scope.CHILD and not is_about_engines else []
         labels += ["cluster"]
         or_none = ""
         if metric(selector) == "ALERTS":  # not all have all labels
             labels, or_none = ["cluster", "job", "instance", "model_name", "engine", "connector"], "|"
-        missing = [label for label in labels if matchers(selector).get(label) != f"=~${label}{or_none}"]
+        missing = [label for label in labels if of.get(label) != f"=~${label}{or_none}"]
         wrong += [f"{where}: {metric(selector)} without {', '.join(missing)}"] if missing else []
     return wrong
 

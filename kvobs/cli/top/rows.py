@@ -7,7 +7,7 @@ from typing import Any
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
 from kvobs.demo.scrapes import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.schema import signals
-from kvobs.schema.verdicts import IDLE, judge
+from kvobs.schema.verdicts import IDLE, POLL_S, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 RATES = (
@@ -96,6 +96,9 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
     all_grown = Numbers.of(grown.items())
     seen_share = _seen_share(all_grown)
+    waits = {
+        owner[0] for owner, n in owners.items() if n.total(signals.IN_FLIGHT) > n.total(signals.IN_FLIGHT, kind="save")
+    }
     vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
     return Server(
         address,
@@ -110,7 +113,7 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
-            _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm)
+            _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm, waits=owner[0] in waits)
             for owner, numbers in sorted(connectors, key=_configured)
         ),
         seen_share=seen_share,
@@ -140,8 +143,10 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Numbers, vllm: Numbers) -> ConnectorRow:
-    """Return a connector's row; ``own`` are kvobs's own numbers of its engine."""
+def _connector(
+    owner: Owner, numbers: Numbers, between_s: float | None, own: Numbers, vllm: Numbers, *, waits: bool
+) -> ConnectorRow:
+    """Return a connector's row; ``own`` are kvobs's own numbers of its engine, of which a request ``waits``."""
     seconds = between_s or 1
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
@@ -152,6 +157,10 @@ def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Num
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
     calls = [(age, where) for where, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, key=lambda entry: entry[0], default=(None, None))
+    scheduler_s, scheduler_calls = (
+        sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
+        for part in ("_sum", "_count")
+    )
     row = ConnectorRow(
         *owner,
         numbers.label(signals.CONNECTOR_INFO, "class"),
@@ -163,7 +172,7 @@ def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Num
         unused_tokens=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
-        scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS) / seconds,
+        scheduler_s=scheduler_s / seconds,
         load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
         gain_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
@@ -180,6 +189,7 @@ def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Num
         call_s=call_s,
     )
     computes = between_s is not None and own.total(signals.STEP_SECONDS) > 0
+    polls = waits and not computes and scheduler_s < POLL_S * scheduler_calls
     state, state_by, value = judge(
         {
             "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
@@ -188,7 +198,7 @@ def _connector(owner: Owner, numbers: Numbers, between_s: float | None, own: Num
             "resume": None if computes else ages.get("resume"),
             "quarantined": row.quarantined,
             "failing_share": (failed + raised) / max(numbers.total(signals.LOADS) + raised, 1),
-            "scheduler_share": row.scheduler_s if between_s is not None else None,
+            "scheduler_share": None if between_s is None or polls else row.scheduler_s,
             "load_p99": row.load_p99_s,
             "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
             "in_progress": numbers.total(signals.IN_FLIGHT),

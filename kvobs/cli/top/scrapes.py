@@ -24,7 +24,7 @@ NO_METRICS = (
 # Of vLLM's own metrics, which an exporter does not have.
 RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
 _OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
-# A part of kvobs's metrics: calls by hook, of which the sum is read, are two thirds of all.
+# A part of kvobs's metrics: buckets of calls by hook are two thirds of all.
 READ = (
     *(signals.LOOKUPS, signals.LOADS, signals.LOAD_DURATION, signals.LOAD_TOKENS, signals.LOAD_STALL),
     *(signals.PREFILL_SAVED, signals.LOAD_WAITED),
@@ -35,7 +35,7 @@ READ = (
     *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED, signals.STEP_SECONDS),
     *(signals.REUSE_DISTANCE, signals.LOCAL_CACHE_TOKENS),
 )
-_NAMES = {f"{signals.CALL_DURATION.name}_sum"} | {
+_NAMES = {f"{signals.CALL_DURATION.name}{part}" for part in ("_sum", "_count")} | {
     f"{signal.name}{part}"
     for signal in READ
     for part in (("_bucket", "_count", "_sum") if signal.kind is Kind.HISTOGRAM else ("",))

@@ -24,6 +24,7 @@ def child(name: str, **counters: str) -> dict[str, str]:
 
 CALLED = {"call_duration_seconds_sum": "0+0.01x20"}
 OLDEST = 'kvobs_oldest_in_flight_seconds{{connector="{}",kind="{}"}}'.format
+COUNT = 'kvobs_call_duration_seconds_count{connector="blocking",hook="get_num_new_matched_tokens"}'
 STEP = 'kvobs_step_seconds_total{{kind="{}"}}'.format
 
 
@@ -66,6 +67,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         'kvobs_call_in_progress_seconds{connector="hanging",hook="h",rank="0"}': "10x20",
         'kvobs_engine_ended{connector="fatal",hook="h",reason="SIGKILL"}': "1x20",
         'kvobs_engine_ended{connector="",hook="",reason="SIGKILL"}': "1x20",
+        COUNT: "0+300x20",  # of a fiftieth of a second
         **{OLDEST(f"with {kind}", kind): "15x20" for kind in ("lookup", "load", "resume", "save")},
         **{f'kvobs_in_flight{{connector="with {kind}",kind="{kind}"}}': "1x20" for kind in ("load", "save")},
     }
@@ -78,11 +80,14 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     asked = questions.verdict(*by_child)
     names = {number: name for number, (name, _) in looks.VERDICTS.items()}
     assert {of: names[int(number)] for of, number in answers(tmp_path, series, asked).items()} == states
+    # A scheduler that computes nothing polls: it blocks no step.
+    asking = series | {COUNT: "0+700x20"}
+    assert names[int(answers(tmp_path, asking, asked)["blocking"])] == "Slow"
     # Where a step computes, a loaded request may wait for others.
-    computing = series | {STEP("decode"): RISING, OLDEST("with resume", "load"): "0x20"}
+    computing = asking | {STEP("decode"): RISING, OLDEST("with resume", "load"): "0x20"}
     again = {of: names[int(number)] for of, number in answers(tmp_path, computing, asked).items()}
     assert set(states) - set(again) == {"with resume"}
-    assert {of: again[of] for of in hanging[:-1]} == dict.fromkeys(hanging[:-1], "Hangs")
+    assert {of: again[of] for of in again} == {of: states[of] for of in again}
 
 
 def test_a_connector_of_an_engine_with_requests_is_not_idle(tmp_path: Path) -> None:

@@ -104,6 +104,17 @@ def computing(recorder: Recorder) -> None:
     recorder.count_own(slot(signals.STEP_SECONDS, "decode"), MS)
 
 
+def polling(recorder: Recorder) -> None:
+    for _ in range(200):
+        called(recorder)
+
+
+def both(recorder: Recorder) -> None:
+    polling(recorder)
+    computing(recorder)
+
+
+ASKED = {(0, signals.IN_FLIGHT, "lookup"): 1}
 STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, tuple[str, str]]] = [
     (lambda _: None, {}, 0, ("Idle", "configured")),
     (lambda _: None, {}, 1, ("OK", "requests")),
@@ -116,8 +127,10 @@ STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, 
     (lambda _: None, waiting("load") | {(0, signals.QUARANTINED): 1}, 0, ("Hangs", "load")),
     (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),
     (lambda recorder: count(recorder, 0, signals.LOADS, 1, "sync", "failed"), {}, 0, ("Failing", "failing_share")),
-    (lambda recorder: called(recorder, 200), {}, 0, ("Blocks steps", "scheduler_share")),
+    (lambda recorder: called(recorder, 200), ASKED, 0, ("Blocks steps", "scheduler_share")),
     (lambda recorder: called(recorder, 100), {}, 0, ("OK", "time_in_calls")),
+    (polling, ASKED, 0, ("OK", "time_in_calls")),
+    (both, ASKED, 0, ("Blocks steps", "scheduler_share")),
     (lambda recorder: recorder.observe(0, signals.LOAD_DURATION, 2000 * MS, "async"), {}, 0, ("Slow", "load_p99")),
 ]
 

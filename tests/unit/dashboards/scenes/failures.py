@@ -57,7 +57,7 @@ def many_failing(policy: str, ending: str) -> Scenes:
     """Many engines of a cluster whose loads fail, with this ``failure_policy``."""
     well, bad = ("0+1x400", "0+99x400"), ("0+1x400", "0+9x400")
     thin = [(ONE_IN_FOUR_MINUTES, ok) for ok in ("0+0x400", "0+0.125x400", "0+0.25x400")]
-    worse = [("0+2x400", "0+8x400"), ("0+3x400", "0+7x400")]
+    worse, idle = [("0+2x400", "0+8x400"), ("0+3x400", "0+7x400")], ("5+0x400", "90+0x400")
     says = (
         f"On {{}} of the engines of job kvobs that load from disk, these loads fail. {ending} "
         "What the engines share may be the cause: the store, the network, a new version. Worst: {}."
@@ -69,11 +69,7 @@ def many_failing(policy: str, ending: str) -> Scenes:
         fires=(
             Fires(engines(policy, bad, *worse, *[well] * 9), "20m", says.format("25%", worst)),
             # Idle engines do not hide it, nor do those that never had a load.
-            Fires(
-                engines(policy, bad, *worse, *[("5+0x400", "90+0x400"), ("_x400", "_x400")] * 9),
-                "20m",
-                says.format("100%", worst),
-            ),
+            Fires(engines(policy, bad, *worse, *[idle, ("_x400", "_x400")] * 9), "20m", says.format("100%", worst)),
             # No engine has enough of them for an alert of its own.
             Fires(engines(policy, *thin), "30m", says.format("100%", "gpu-1:8000/0 gpu-101:8000/0 gpu-102:8000/0")),
         ),

@@ -12,6 +12,7 @@ NOTHING: Series = {}
 UP, UNKNOWN = "1+0x400", "_x400"
 START, OLD = "kvobs_start_time_seconds", "-86400+0"
 """Of a process that began a day before: followed by the number of its samples."""
+NEW = {"up": "_x40 1+0x100", START: "_x40 1170+0x90"}
 BUILD = 'kvobs_build_info{version="0.1.0",vllm_version="0.32.0"}'
 
 
@@ -54,13 +55,9 @@ def rare(metric: str, says: str, more: Mapping[str, str] = NOTHING, beside: Seri
             # The first after a restart.
             Fires({metric: "3+0x60 _x2 1+0x20", START: f"{OLD}x60 _x1 1830+0x90"}, "34m", says.format("1"), more),
             # The first, a minute after the engine's start: a new pod.
-            Fires(
-                {metric: "_x42 1+0x20", "up": "_x40 1+0x100", START: "_x40 1170+0x90"}, "23m", says.format("1"), more
-            ),
+            Fires({metric: "_x42 1+0x20"} | NEW, "23m", says.format("1"), more),
             # The first, before the engine was scraped.
-            Fires(
-                {metric: "_x40 1+0x20", "up": "_x40 1+0x100", START: "_x40 1170+0x90"}, "21m", says.format("1"), more
-            ),
+            Fires({metric: "_x40 1+0x20"} | NEW, "21m", says.format("1"), more),
             # The first, while nothing was scraped for ten minutes, which began after the engine.
             Fires({metric: "_x60 1+0x40", START: f"{OLD}x40 _x19 {OLD}x100"}, "32m", says.format("1"), more),
         ),

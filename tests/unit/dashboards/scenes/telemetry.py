@@ -86,13 +86,11 @@ SCENES = {
     ),
     "KvobsScrapedTwice": Scenes(
         healthy={BUILD: UP},
-        fires=(
-            Fires(
-                {BUILD: UP, AGAIN: UP}, "20m",
-                f"2 jobs scrape kvobs metrics of {OF_ENGINE}. Boards show multiples of the real rates, and alerts fire "
-                "once per job.",
-            ),
-        ),
+        fires=(Fires(
+            {BUILD: UP, AGAIN: UP}, "20m",
+            f"2 jobs scrape kvobs metrics of {OF_ENGINE}. Boards show multiples of the real rates, and alerts fire "
+            "once per job.",
+        ),),
         ended={BUILD: UP, AGAIN: "1+0x100 stale"}, idle={BUILD: UP, AGAIN: UNKNOWN},
         quiet=({BUILD: "1+0x20 stale", BUILD.replace("0.1.0", "0.1.1"): "_x20 1+0x300"},),  # an update
     ),
@@ -103,12 +101,10 @@ SCENES = {
     ),
     "KvobsTelemetryDropping": Scenes(
         healthy={DROPPED: "0+1x400"},
-        fires=(
-            Fires(
-                {DROPPED: "0+30x400"}, "30m",
-                f"1 spans a second are lost on {OF_ENGINE}. Traces have gaps; metrics are complete.",
-            ),
-        ),
+        fires=(Fires(
+            {DROPPED: "0+30x400"}, "30m",
+            f"1 spans a second are lost on {OF_ENGINE}. Traces have gaps; metrics are complete.",
+        ),),
         ended={DROPPED: "0+30x100 3000+0x300"}, idle={DROPPED: "100000+0x400"},
         quiet=({DROPPED: "0+0x40 500+0x360"},),  # a burst
     ),

@@ -8,6 +8,7 @@ OLDEST_LOOKUP = OLDEST.replace("save", "lookup")
 OLDEST_RESUME = OLDEST.replace("save", "resume")
 STEPS = 'kvobs_step_seconds_total{kind="decode"}'
 LOADED, RUNNING = 'vllm:num_requests_kv_fetch_by_stage{stage="completed_waiting"}', "vllm:num_requests_running"
+ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
 IN_CALLS = f"in calls into {OF_CHILD}. No step runs during such a call"
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 RANK_1 = {"rank": "1"}
@@ -43,6 +44,7 @@ def scheduler_times(lookups: str, steps: str = "0+0.3x400", of_a_worker: str = "
     """Return seconds in three hooks; 30 of a sample's seconds are the whole time."""
     return {
         'kvobs_call_duration_seconds_sum{hook="get_num_new_matched_tokens"}': lookups,
+        'kvobs_call_duration_seconds_count{hook="get_num_new_matched_tokens"}': "0+5000x400",  # 1 or 4 ms each
         'kvobs_call_duration_seconds_sum{hook="build_connector_meta"}': steps,
         'kvobs_call_duration_seconds_sum{hook="start_load_kv"}': of_a_worker,
     }
@@ -52,10 +54,10 @@ def scheduler_share(healthy: str, bad: str, share: str, span: str, therefore: st
     says = f"The scheduler spent {share} of the last {span} {IN_CALLS}{therefore}"
     return Scenes(
         healthy=scheduler_times(healthy),
-        fires=(Fires(scheduler_times(f"0{bad}x100"), "20m", says),),
+        fires=(Fires({**scheduler_times(f"0{bad}x100"), **ASKED, STEPS: "0+1x100"}, "20m", says),),
         ended=scheduler_times(f"0{bad}x100 {int(bad[1:]) * 100}{healthy[1:]}"),
         idle=scheduler_times("400+0x400", "5+0x400", "5+0x400"),
-        quiet=quiet,
+        quiet=(*quiet, {**scheduler_times(f"0{bad}x400"), **ASKED, STEPS: "9+0x400"}),
     )
 
 
@@ -84,13 +86,11 @@ ENDED_SAYS = f"The last life of {OF_ENGINE} ended within the last fifteen minute
 SCENES = {
     "KvobsCallHangs": Scenes(
         healthy={CALL: "5+0x400"},
-        fires=(
-            Fires(
-                {CALL: "0+30x100"}, "2m",
-                f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
-                "all requests of this engine wait.", {"hook": "wait_for_save", "rank": "1"},
-            ),
-        ),
+        fires=(Fires(
+            {CALL: "0+30x100"}, "2m",
+            f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
+            "all requests of this engine wait.", {"hook": "wait_for_save", "rank": "1"},
+        ),),
         ended={CALL: "_x40 0+30x58 stale _x300"}, idle={},
         quiet=(
             {'kvobs_call_in_progress_seconds{hook="other",rank="1"}': "0+30x400"},
@@ -177,13 +177,11 @@ SCENES = {
     ),
     "KvobsKvEventsStopped": Scenes(
         healthy=saves_and_events("0+2x400", "0+9x400"),
-        fires=(
-            Fires(
-                saves_and_events("0+2x400", "0+9x40 360+0x360"), "50m",
-                f"{OF_CHILD} ended 60 saves in the last fifteen minutes, without an event for routers. Requests are no "
-                "longer sent to where their prefix is.",
-            ),
-        ),
+        fires=(Fires(
+            saves_and_events("0+2x400", "0+9x40 360+0x360"), "50m",
+            f"{OF_CHILD} ended 60 saves in the last fifteen minutes, without an event for routers. Requests are no "
+            "longer sent to where their prefix is.",
+        ),),
         ended=saves_and_events("0+2x400", "0+0x99 0+9x300"), idle=saves_and_events("200+0x400", "900+0x400"),
         quiet=(
             saves_and_events("0+2x400", "_x400"),  # it never has events
