@@ -77,6 +77,8 @@ def _fix_of_import(name: str, module: Any, error: BaseException) -> str:
         return f"correct kv_connector_module_path, or install the package that has the module {missing!r}"
     if missing:
         return f"install the package that has the module {missing!r} in this environment"
+    if isinstance(error.__cause__, AttributeError) and error.__cause__.name == name:
+        return "correct kv_connector, or kv_connector_module_path: that module has no such class"
     return "correct kv_connector_module_path, or the class's own module, as the error says"
 
 

@@ -6,6 +6,7 @@ What a class does when it is built is not known here.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -183,16 +184,22 @@ def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
 
 
 def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
-    """Return a warning for each key of an entry that is within its extra configuration, where vLLM ignores it."""
-    extra = entry.get(PATH)
+    """Return a warning for each key within an entry's extra configuration that belongs elsewhere."""
+    found, extra = list[Finding](), entry.get(PATH)
     if not isinstance(extra, Mapping):
-        return []
-    found = "has no effect here: vLLM reads it one level up only"
-    return [
-        Finding(_join(path, f"{PATH}.{key}"), found, fix=f"move it out of {PATH}, beside kv_connector")
-        for key in extra
-        if key.startswith("kv_") and key in TransferConfig.model_fields
-    ]
+        return found
+    for key in extra:
+        where = _join(path, f"{PATH}.{key}")
+        if key.startswith("kv_") and key in TransferConfig.model_fields:
+            text = "has no effect here: vLLM reads it one level up only"
+            found.append(Finding(where, text, fix=f"move it out of {PATH}, beside kv_connector"))
+        elif "connectors" in extra and key in Options.model_fields:
+            found.append(
+                Finding(where, "has no effect here: it is an option of kvobs", fix=f"move it into {PATH}.kvobs")
+            )
+        elif "connectors" in extra and key != "kvobs" and get_close_matches(key.lower(), ["kvobs"], cutoff=0.8):
+            found.append(Finding(where, "has no effect: nothing reads this key", fix="use 'kvobs'"))
+    return found
 
 
 def _unused_hits(specs: list[ChildSpec], groups: int, steps: int) -> list[Finding]:

@@ -34,7 +34,6 @@ HOOKS = (
     "get_kv_connector_kv_cache_events", "build_connector_worker_meta", "clear_connector_metadata",
 )  # fmt: skip
 
-
 NAMES = tuple(f"Connector-{i}" for i in range(CHILDREN))
 CLASS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector:NixlConnector"
 

@@ -31,7 +31,6 @@ BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 """While a transfer is pending vLLM's workers spin: on all of two cores, the server and the test may get no CPU for
 seconds (Linux 6.18), and what is to happen during the transfer happens after it. `serve` leaves that core to them."""
 
-
 SPAWNING = Server.launch
 """For `serve`, where a test is about processes that start or end, or about what they import."""
 

@@ -21,7 +21,6 @@ from tests.soak.report import Result, markdown
 
 Part = Callable[[int, int, Callable[[str], None]], Result]
 
-
 PARTS: dict[str, tuple[Part, int]] = {
     "inprocess": (inprocess.run, 200_000),
     "isolated": (isolated.run, 20_000),

@@ -136,7 +136,6 @@ EVERYTHING = Story(
 )
 """Every metric that one engine without NIXL or a GPU can have, in one run."""
 
-
 LONG = 4
 _DOCUMENT = Ask(document=True, documents=DOCUMENTS // 2, length=LONG)
 _LOADING = (

@@ -70,7 +70,6 @@ FIRING = {
 }
 """Alerts that such a run must raise, and about whom."""
 
-
 STORES = pytest.mark.parametrize("store", ["prometheus", "victoria"])
 
 

@@ -51,7 +51,6 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     max_leaves=8,
 )
 
-
 span_ids = st.integers(1, 2**64 - 1).map(lambda n: f"{n:016x}")
 times = st.integers(0, 2**63 - 1)
 attribute_values = st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)

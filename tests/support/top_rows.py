@@ -22,7 +22,6 @@ ROWS = st.builds(
     st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
 )  # fmt: skip
 
-
 SERVERS = st.lists(
     st.builds(
         Server, NAMES, st.none() | NAMES, NAMES, st.just("0.32.0"), st.just("0.1.0"), MAYBE, MAYBE, COUNTS,

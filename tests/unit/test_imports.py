@@ -22,7 +22,6 @@ WITHOUT_TORCH = (
     *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
 )
 
-
 MODULES = house.modules()
 
 

@@ -119,10 +119,12 @@ def _check_all(sources: list[Source], own: dict[str, Any], out: Console, should_
 def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> Flags:
     """Return vLLM's options: those of this command, else those beside the configuration."""
     given, options = source.flags, {**source.flags, **own}
-    engines = max(1, int(given.get("data-parallel-size-local", given.get("data-parallel-size", 1))))
+    is_one = _is_one_of_several(given)
+    engines = 1 if is_one else max(1, int(given.get("data-parallel-size-local", given.get("data-parallel-size", 1))))
     ports = {int(given.get("port", 8000)): "--port of vLLM's API server"} if given else {}
     if engines > 1:
         ports[int(given.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
+    is_async = given and not given.get("no-async-scheduling") and _is_on(given, "async-scheduling", "on")
     nixl = source.environment.get(_NIXL_PORT, os.environ.get(_NIXL_PORT, "5600"))
     if nixl.isdecimal() and "Nixl" in str(source.config):
         ports |= dict.fromkeys(range(int(nixl), int(nixl) + engines), f"{_NIXL_PORT} of NixlConnector")
@@ -133,18 +135,23 @@ def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> 
         engines,
         bool(given) and not given.get("no-enable-chunked-prefill") and _is_on(given, "enable-chunked-prefill", "on"),
         given.get(LAUNCHER, ""),
-        2 if given and not given.get("no-async-scheduling") and _is_on(given, "async-scheduling", "on") else 1,
+        max(2 if is_async else 1, int(given.get("pipeline-parallel-size", 1))),
         {**taken, **ports},
     )
 
 
 def _api_servers(given: Mapping[str, Any]) -> int:
     """Return how many API servers there are by default: `vllm serve` starts one for each engine that it balances."""
-    others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb", "enable-elastic-ep")
-    if given.get(LAUNCHER) or "data-parallel-rank" in given or any(_is_on(given, other) for other in others):
+    if given.get(LAUNCHER) or _is_one_of_several(given) or _is_on(given, "enable-elastic-ep"):
         return 1
     is_hybrid = "data-parallel-start-rank" in given or _is_on(given, "data-parallel-hybrid-lb")
     return int(given.get("data-parallel-size-local" if is_hybrid else "data-parallel-size", 1)) or 1
+
+
+def _is_one_of_several(given: Mapping[str, Any]) -> bool:
+    """Return whether each engine of the group has a command and an API server, behind an external load balancer."""
+    others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb")
+    return "data-parallel-rank" in given or any(_is_on(given, other) for other in others)
 
 
 def _is_on(given: Mapping[str, Any], name: str, default: str = "0") -> bool:

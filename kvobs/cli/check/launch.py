@@ -20,7 +20,10 @@ NETWORK = "network_mode"
 OPTION, SIZE = "kv-transfer-config", "kv-offloading-size"
 HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloading[-_]size)\b")
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
-_NUMBERS = {"port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"}
+_NUMBERS = {
+    *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
+    "pipeline-parallel-size",
+}
 _NEEDED = re.compile(r"""["'](?:kv_|cpu_bytes)\w*["']\s*:\s*["']?[$`]""")
 _NUMBER = re.compile(r'("(?:[^"\\]|\\.)*")|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b')
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
@@ -33,6 +36,7 @@ _SHORT = {
     "asc": "api-server-count", "dp": "data-parallel-size", "dpe": "data-parallel-external-lb",
     "dph": "data-parallel-hybrid-lb", "dpl": "data-parallel-size-local", "dpn": "data-parallel-rank",
     "dpm": "data-parallel-multi-port-external-lb", "dpp": "data-parallel-rpc-port", "dpr": "data-parallel-start-rank",
+    "pp": "pipeline-parallel-size",
 }  # fmt: skip
 
 
@@ -206,7 +210,8 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
 _SEPARATORS = ";&|()\n"
-_ASSIGNMENT = re.compile(r"(?:Environment=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_CONTAINERS = {"docker", "nerdctl", "podman"}
+_ASSIGNMENT = re.compile(r"(?:Environment=|--env=|-e)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"(?ms)(?<!<)(<<-?\s*\\?(['\"]?)(\w+)\2[^\n]*\n)(?:.*?\n)??[ \t]*\3[ \t]*$")
 _COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<![^\s;&|()])#(?:\\\r?\n|[^\n])*""", re.DOTALL)
 _BRACED = r"[^{}]*+"
@@ -223,10 +228,12 @@ def of_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator
         words = expanded(command, known)
         given = _assigned(words)
         known |= given
-        if words and (words[0] in ("export", "ENV") or words[0].startswith("Environment=")):
+        if words and (words[0] in ("export", "declare", "typeset", "ENV") or words[0].startswith("Environment=")):
             exported |= given | {word: known[word] for word in words if word in known}
+        elif words and words[0] == "unset":
+            exported = {name: value for name, value in exported.items() if name not in words}
         network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
-        variables = {**exported, **given, NETWORK: network}
+        variables = {**_passed_on(words, exported | given), NETWORK: network}
         if any(map(HAS_OPTION.match, words)):
             yield from tried(place, of_words, words, place, variables)
         for word in words:  # a line for another shell: bash -c, ssh
@@ -234,10 +241,23 @@ def of_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator
                 yield from of_script(word, place, variables)
 
 
+def _passed_on(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an engine gets of a command's: in a container those that the command names."""
+    start = next((i for i, word in enumerate(words) if word in _CONTAINERS), None)
+    if start is None:
+        return dict(variables)
+    named = {word.removeprefix("--env=") for word in words[start:]}
+    return {name: value for name, value in variables.items() if name in named} | _assigned(words[start:])
+
+
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command; a here-document counts if it starts vLLM."""
     text = _HERE_DOCUMENT.sub(lambda match: match[0] if HAS_OPTION.search(match[0]) else match[1], text)
-    text = re.sub(r"\\\r?\n", " ", _COMMENT.sub(lambda match: match[1] or "", text))
+    text = re.sub(
+        r"\\\r?\n|(?<=[\s=])\$(?=')",
+        lambda match: "" if match[0] == "$" else " ",
+        _COMMENT.sub(lambda match: match[1] or "", text),
+    )
     lexer = shlex.shlex(re.sub(r"\$\(\(.*?\)\)+", "$arithmetic", text), posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:

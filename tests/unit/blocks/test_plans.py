@@ -82,7 +82,6 @@ PERMUTED = [layer_of(torch.empty(4, 64, 256), torch.empty(4, 256, 64).transpose(
 ONE, FOUR = [Run(0, 0, 1)], [Run(0, 0, 4)]
 SINGLES = [Run(i, i, 1) for i in range(0, 16, 2)]
 
-
 NINE = torch.empty(64, 9, dtype=torch.int16)[:, :8]
 ODD = [layer_of(NINE, twin(NINE))]  # not of eight bytes
 EVERY = Has(batch=True, kernel=True)

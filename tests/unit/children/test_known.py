@@ -20,7 +20,6 @@ NAMES = (
     "OffloadingConnector", "SimpleCPUOffloadConnector"
 )  # fmt: skip
 
-
 NIXL = ["nixl", "NIXL", "nixlconnector", "NixlConector", "NixlConnectorV1"]
 UNKNOWN = ["", *["x", "Connector", "FooConnector", "RedisConnector", "SimpleConnector", "SharedStorageConnector"]]
 OTHERS = {

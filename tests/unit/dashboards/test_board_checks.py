@@ -74,7 +74,6 @@ SPOILED: dict[str, Spoil] = {
     "annotations": lambda board: board["annotations"]["list"].pop(),
 }
 
-
 MORE = [
     ("registered", expr("kvobs_load_duration_seconds_bucket{", '{__name__=~"kvobs_load_duration_.*",')),
     ("first_load", lambda board: board.update(schemaVersion=42)),

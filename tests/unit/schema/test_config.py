@@ -125,7 +125,7 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
         ({"isolate": ["x"]}, "kvobs.isolate[0]: found 'x', allowed: "),
         ({"reset_after_failed_sync_load": ["x"]}, "kvobs.reset_after_failed_sync_load[0]: found 'x', allowed: "),
-        ({"names": "cpu"}, "kvobs.names: found 'cpu', allowed: a valid tuple"),
+        ({"names": "cpu"}, "kvobs.names: found 'cpu', allowed: a list of names"),
         ({"names": [1]}, "kvobs.names[0]: found 1, allowed: a valid string"),
         ({"names": ["a", "b", "c"]}, "kvobs.names: found 3 names, allowed: at most 2, one per connector"),
         ({"names": ["a", "a"]}, "kvobs.names: found 'a' for 2 connectors, allowed: a distinct name for each"),

@@ -69,10 +69,9 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "single, no role": ({"kv_connector": "ExampleConnector"}, ["kv_role"]),
 }  # fmt: skip
 
-
 CURES = {
     "no role": 'add "kv_role": "kv_both"', "isolated, hands KV over": "remove it from the list",
-    "isolated, policy fail": 'set it to "recompute" at the top level',
+    "no class": "correct kv_connector, or", "isolated, policy fail": 'set it to "recompute" at the top level',
 }  # fmt: skip
 
 

@@ -227,7 +227,6 @@ LABELS = st.dictionaries(
     st.sampled_from(("", "0", "1", "hit", "load", "+Inf", "0.5", "-1", "²", "NaN", "x" * 99)),
 )
 
-
 SERIES = [f"{signal.name}{part}" for signal in READ for part in ("", "_bucket", "_sum", "_count")]
 NUMBERS = st.sampled_from(("0", "1", "-5", "1e300", "NaN", "+Inf", "0.25"))
 
