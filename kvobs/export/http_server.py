@@ -176,7 +176,9 @@ class Server:
         name = re.sub(r":\d*$", "", host).strip("[]").lower()
         with suppress(ValueError):
             return bool(ipaddress.ip_address(name))
-        return "." not in name or name.endswith(".localhost") or name in (self._host, socket.gethostname().lower())
+        return (
+            "." not in name or name.endswith(".localhost") or name in (self._host.lower(), socket.gethostname().lower())
+        )
 
 
 def _is_loopback(address: str) -> bool:
@@ -190,6 +192,8 @@ def is_reached_from_elsewhere(host: str) -> bool:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; OSError if that fails."""
+    if port >= 1 << 16:  # of an engine far down a data-parallel group
+        raise OSError(errno.EINVAL, f"there is no port {port}")
     family, address = _resolve(host, port)
     is_6 = family == socket.AF_INET6
     return socket.create_server((address, port), family=family, backlog=PLACES, dualstack_ipv6=is_6)

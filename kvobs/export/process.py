@@ -89,7 +89,8 @@ class Exporter:
         signal.signal(signal.SIGTERM, self._asked_to_end)
         if self._push is not None:
             self._push.start()
-        self._channel.sendall(wire.to_line({"pid": os.getpid()}))
+        with suppress(OSError):  # the engine has ended: its lines are there all the same
+            self._channel.sendall(wire.to_line({"pid": os.getpid()}))
         for line in lines(self._channel, rest, self._tick):
             self._apply(line)
             if self._said_goodbye:
@@ -228,9 +229,9 @@ class Exporter:
             return
         gap = self._longest_gap()
         wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, gap * 1.5)
-        readers = sum(at > ended - gap * 1.1 for at in self._scrapes)  # more than one may scrape it
+        readers = sum(at > ended - gap * 1.1 for at in tuple(self._scrapes))  # more than one may scrape it
         while lingers and time.monotonic() - ended < wanted:
-            if self._said_goodbye and 0 < readers <= sum(at > ended for at in self._scrapes):
+            if self._said_goodbye and 0 < readers <= sum(at > ended for at in tuple(self._scrapes)):
                 time.sleep(0.1)  # for the answer to get out
                 break
             time.sleep(0.05)
@@ -238,7 +239,7 @@ class Exporter:
 
     def _longest_gap(self) -> float:
         """Return the longest time between the last scrapes, as far as it is known."""
-        gaps = [after - before for before, after in pairwise(self._scrapes)]
+        gaps = [after - before for before, after in pairwise(tuple(self._scrapes))]
         return max(gaps, default=self._engine.linger_s if self._scrapes else 0.0)
 
 

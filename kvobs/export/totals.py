@@ -228,7 +228,10 @@ class Exposition:
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Return the content type that a client accepts, and the text."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except Exception:  # prometheus_client's own, of a version that is none
+            encode, content_type = choose_encoder("")
         made, last_type, text = self._last
         now = self._clock()
         if content_type != last_type or now - made >= FRESH_S:

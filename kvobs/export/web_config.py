@@ -45,7 +45,7 @@ def context(path: str) -> ssl.SSLContext:
         return _context(msgspec.yaml.decode(Path(path).read_bytes(), type=_WebConfig), Path(path).parent)
     except msgspec.DecodeError as error:
         reason = f"{error}. Supported is tls_server_config with {', '.join(_Tls.__struct_fields__)}"
-    except (OSError, ValueError) as error:  # the first is also that of ssl
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # of ssl, too, and of YAML's own tags
         reason = str(error)
     raise UnusableError(errno.EINVAL, f"{path}: {' '.join(reason.split())}")
 

@@ -138,8 +138,8 @@ class Offers:
                 continue
             tokens, is_async = lookup(request, num_computed_tokens)
             if tokens is not None:
-                # ExampleConnector may answer less than vLLM has itself.
-                answers.append((tokens, bool(is_async)) if tokens > 0 else _MISSED)
+                # ExampleConnector may answer less than vLLM has itself; a number of numpy's would not be encoded.
+                answers.append((int(tokens), bool(is_async)) if tokens > 0 else _MISSED)
             elif self._waits_always or self._is_waited_for(child, request_id, answers):
                 answers.append(_WAITED_FOR)
                 if not self._compares:

@@ -28,7 +28,6 @@ FILES = {*SOURCES, *ALL_TEXTS}
 
 # --- files and modules
 
-
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OUTSIDE_FENCES = {page: FENCE.sub("", text) for page, text in ALL_TEXTS.items()}
 

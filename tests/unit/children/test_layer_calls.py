@@ -172,7 +172,6 @@ def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.Monke
 
 # --- what the tracer gets
 
-
 SLOW_NS = 1_000
 traced_steps = st.lists(
     st.lists(st.lists(st.integers(0, 2 * SLOW_NS), min_size=2, max_size=2), min_size=1, max_size=4), max_size=4

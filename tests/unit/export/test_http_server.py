@@ -252,10 +252,10 @@ def test_a_taken_port_is_an_os_error(pages: Pages) -> None:
         Server("127.0.0.1", pages.port, pages.metrics, lambda: (True, {}))
 
 
-@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid", "192.0.2.1"])
-def test_where_it_cannot_listen_is_an_os_error_with_a_reason(host: str) -> None:
+@pytest.mark.parametrize(("host", "port"), [("a..b", 0), ("no-such-host.invalid", 0), ("192.0.2.1", 0), ("::1", 65536)])
+def test_where_it_cannot_listen_is_an_os_error_with_a_reason(host: str, port: int) -> None:
     with pytest.raises(OSError) as error:  # noqa: PT011 - the system's texts
-        listen(host, 0)
+        listen(host, port)
     assert error.value.strerror
 
 

@@ -120,6 +120,17 @@ def test_asked_to_end_it_waits_for_its_engine_a_little(made: Callable[..., proce
         assert exporter._is_over() is (clock.now == process.AFTER_SIGTERM_S == 5)
 
 
+def test_the_lines_of_an_engine_that_has_ended_already_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    theirs.close()
+    with ours:
+        (exporter := process.Exporter(ours, engine(port=None))).run(
+            wire.to_line(wire.message(Increments({0: 2}, [], {})))
+        )
+    assert list(map(sum, exporter._totals._counts.values())) == [2]
+
+
 def test_asked_to_end_while_its_engine_goes_on_it_reads_what_has_come_and_leaves(monkeypatch: Any) -> None:
     """As systemd asks all processes of a unit: the engine, which may answer for minutes, starts another exporter."""
     ours, theirs = socket.socketpair()

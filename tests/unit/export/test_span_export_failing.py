@@ -21,7 +21,6 @@ from tests.support.cutters import Cutter, Hanging, Make
 
 # --- exporters that fail
 
-
 TRANSPORT, GRPC = (
     logging.getLogger(name) for name in ("urllib3.connectionpool", "opentelemetry.exporter.otlp.proto.grpc.exporter")
 )

@@ -279,6 +279,7 @@ def test_scrapes_at_the_same_time_get_the_same_text() -> None:
     totals.add(Increments({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
     assert page.text("") == before
     assert page.text(OPENMETRICS) != before
+    assert page.text("text/plain; version=x")[0] == before[0], "as without a wish"
     now += FRESH_S
     assert page.text("") != before
 

@@ -24,6 +24,7 @@ TLS = "tls_server_config: {cert_file: server.pem, key_file: server.key, "
 REFUSED = {
     "": "Expected `object`, got `null`",
     "[": "while parsing a flow node",
+    "a: !!timestamp x": "NoneType",
     "basic_auth_users: {a: b}": "unknown field `basic_auth_users`. Supported is tls_server_config with "
     "cert_file, key_file, client_ca_file, client_auth_type, min_version",
     "tls_server_config: {cert_file: server.pem}": "missing required field `key_file`",

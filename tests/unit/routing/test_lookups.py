@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -102,6 +103,12 @@ def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> 
     assert Asker(*answers, wait_for="earlier").ask() == earlier(answers)
     assert Asker(*answers, load_policy="longest").ask() == longest(answers)
     assert Asker(*answers, load_policy="fastest").ask() == first(answers), "nothing can be predicted yet"
+
+
+def test_a_number_of_numpys_is_offered_as_a_plain_one_which_vllm_can_encode() -> None:
+    offer = Asker((cast("Any", np.int64(32)), True)).ask()
+    assert offer == Offer(0, 32, True)
+    assert type(offer.tokens if offer else None) is int
 
 
 def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list[str]:

@@ -88,10 +88,7 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"load_policy": "best"}, "kvobs.load_policy: found 'best', allowed: 'first', 'longest' or 'fastest'"),
         ({"load_policy": 1}, "kvobs.load_policy: found 1, allowed: 'first', 'longest' or 'fastest'"),
         ({"min_tokens": 16}, "kvobs.min_tokens: found 16, allowed: an object"),
-        (
-            {"min_tokens": {CPU: 0}},
-            "min_tokens.OffloadingConnector: found 0, allowed: greater than or equal to 1",
-        ),
+        ({"min_tokens": {CPU: 0}}, "min_tokens.OffloadingConnector: found 0, allowed: greater than or equal to 1"),
         ({"min_tokens": {CPU: 1.5}}, "kvobs.min_tokens.OffloadingConnector: found 1.5, allowed: a valid integer"),
         ({"link_gbps": {CPU: 0}}, "kvobs.link_gbps.OffloadingConnector: found 0, allowed: greater than 0"),
         ({"link_gbps": {CPU: "400"}}, "kvobs.link_gbps.OffloadingConnector: found '400', allowed: a valid number"),
