@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from dashboards import rules
-from dashboards.promql import Selection
+from dashboards.promql import SCHEDULER_CALLS, WAITS, Selection
 from dashboards.rules import Alert, Asks, Severity
 from dashboards.site import Site
 from dashboards.telemetry_alerts import ENGINE, OF_ENGINE, OVERVIEW, PREFIX, beside_vllm
 from kvobs.schema import signals, verdicts
-from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 CHILD = (*ENGINE, "connector")
 OF_CHILD = "{{ $labels.connector }} on " + OF_ENGINE
@@ -135,8 +134,8 @@ def computing(site: Site) -> str:
 def unless_polling(site: Site) -> str:
     """Return the end of a share: without quick calls on engines that compute nothing, which poll."""
     asks, own = Asks(site.scope), "ignoring (connector, kind)"
-    mean = asks.mean(signals.CALL_DURATION, hook="|".join(SCHEDULER_HOOKS))
-    waiting = asks.series(signals.IN_FLIGHT, kind="lookup|load|resume")
+    mean = asks.mean(signals.CALL_DURATION, hook=SCHEDULER_CALLS)
+    waiting = asks.series(signals.IN_FLIGHT, kind=WAITS)
     return f"unless ({mean} < {verdicts.POLL_S} and {own} ({waiting} > 0 unless {own} {computing(site)}))"
 
 

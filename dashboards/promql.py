@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvobs.schema.signals import OPEN, SIGNALS, Kind, Signal, labelnames
+from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 CLUSTER = "cluster"
 ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
@@ -15,6 +16,10 @@ ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
 SITE_LABELS = (CLUSTER, "namespace", "pod")
 """Labels that some sites have, and others have not."""
 CHILD = "connector"
+SCHEDULER_CALLS = "|".join(SCHEDULER_HOOKS)
+"""The hooks within the scheduler's step, as values of the label ``hook``."""
+WAITS = "lookup|load|resume"
+"""What requests wait for, as values of the label ``kind``."""
 ENGINE = f"on ({', '.join(ENGINE_LABELS)})"
 """What joins series of one engine."""
 

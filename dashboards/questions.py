@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dashboards.promql import ENGINE, ENGINE_LABELS, SITE_LABELS, Selection, ratio, share, time_in_use
+from dashboards.promql import (
+    ENGINE,
+    ENGINE_LABELS,
+    SCHEDULER_CALLS,
+    SITE_LABELS,
+    WAITS,
+    Selection,
+    ratio,
+    share,
+    time_in_use,
+)
 from kvobs.schema import signals, verdicts
-from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 VARIABLES = (*ENGINE_LABELS, "connector")
 ROLE = "role"
@@ -189,16 +198,16 @@ def quarantined(*by: str) -> str:
 
 def scheduler_share(*by: str, of: Selection = SELECTION) -> str:
     """Return the share of time that the scheduler spends in calls into connectors."""
-    return of.rate(signals.CALL_DURATION, *by, part="_sum", hook="|".join(SCHEDULER_HOOKS))
+    return of.rate(signals.CALL_DURATION, *by, part="_sum", hook=SCHEDULER_CALLS)
 
 
 def _blocking(*by: str) -> str:
     """Return that share without quick calls on engines that compute nothing while requests wait, which poll."""
     engine = replace(SELECTION, child='connector=~".+"')
-    waiting = f"{engine.series(signals.IN_FLIGHT, kind='lookup|load|resume')} > 0"
+    waiting = f"{engine.series(signals.IN_FLIGHT, kind=WAITS)} > 0"
     polling = f"{waiting} unless {ENGINE} {engine.rates(signals.STEP_SECONDS)} > 0"
     others = replace(SELECTION, among=f"{_INFO} unless {ENGINE} ({polling})")
-    mean = SELECTION.mean(signals.CALL_DURATION, *by, hook="|".join(SCHEDULER_HOOKS))
+    mean = SELECTION.mean(signals.CALL_DURATION, *by, hook=SCHEDULER_CALLS)
     return f"({scheduler_share(*by, of=others)} or {scheduler_share(*by)} and {mean} >= {verdicts.POLL_S})"
 
 

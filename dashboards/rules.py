@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import yaml
 
-from dashboards.promql import Selection, ratio
+from dashboards.promql import SCHEDULER_CALLS, Selection, ratio
 from dashboards.site import Site
 from kvobs.schema import signals
 from kvobs.schema.signals import Kind, Scope, Signal
-from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 WINDOW = "5m"
 """Of rates: at least four scrapes, whatever their interval."""
@@ -225,7 +224,7 @@ def recordings(asks: Asks) -> tuple[Recording, ...]:
 
 def scheduler_share(asks: Asks, window: str = WINDOW) -> str:
     """Return the share of the scheduler's time that calls into each connector take."""
-    return asks.rate(signals.CALL_DURATION, part="_sum", window=window, hook="|".join(SCHEDULER_HOOKS))
+    return asks.rate(signals.CALL_DURATION, part="_sum", window=window, hook=SCHEDULER_CALLS)
 
 
 HEADER = "# Made by `python -m dashboards`; change what makes it.\n"

@@ -193,7 +193,7 @@ def is_reached_from_elsewhere(host: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; OSError if that fails."""
     if port >= 1 << 16:  # of an engine far down a data-parallel group
-        raise OSError(errno.EINVAL, f"there is no port {port}")
+        raise OSError(errno.EINVAL, f"port {port} is above 65535, the highest")
     family, address = _resolve(host, port)
     is_6 = family == socket.AF_INET6
     return socket.create_server((address, port), family=family, backlog=PLACES, dualstack_ipv6=is_6)

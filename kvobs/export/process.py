@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -65,7 +65,7 @@ class Exporter:
         self._push = self._make_push() if engine.otlp_metrics and not is_disabled() else None
         self._server: Server | None = None
         self._began, self._bind_at = time.monotonic(), 0.0
-        self._scrapes = deque[float](maxlen=8)
+        self._scrapes: tuple[float, ...] = ()  # when the last were; replaced as a whole, by the thread that serves
         self._last_payload_s = engine.began_ns / 1e9
         self._is_up = True
         self._said_goodbye = False
@@ -187,7 +187,7 @@ class Exporter:
             log.warning("kvobs's metrics at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
 
     def _text(self, accept: str) -> tuple[str, bytes]:
-        self._scrapes.append(time.monotonic())
+        self._scrapes = (*self._scrapes[-7:], time.monotonic())
         return self._exposition.text(accept)
 
     def _refresh(self) -> None:
@@ -229,9 +229,9 @@ class Exporter:
             return
         gap = self._longest_gap()
         wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, gap * 1.5)
-        readers = sum(at > ended - gap * 1.1 for at in tuple(self._scrapes))  # more than one may scrape it
+        readers = sum(at > ended - gap * 1.1 for at in self._scrapes)  # more than one may scrape it
         while lingers and time.monotonic() - ended < wanted:
-            if self._said_goodbye and 0 < readers <= sum(at > ended for at in tuple(self._scrapes)):
+            if self._said_goodbye and 0 < readers <= sum(at > ended for at in self._scrapes):
                 time.sleep(0.1)  # for the answer to get out
                 break
             time.sleep(0.05)
@@ -239,7 +239,7 @@ class Exporter:
 
     def _longest_gap(self) -> float:
         """Return the longest time between the last scrapes, as far as it is known."""
-        gaps = [after - before for before, after in pairwise(tuple(self._scrapes))]
+        gaps = [after - before for before, after in pairwise(self._scrapes)]
         return max(gaps, default=self._engine.linger_s if self._scrapes else 0.0)
 
 

@@ -124,7 +124,6 @@ def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> 
     ports = {int(given.get("port", 8000)): "--port of vLLM's API server"} if given else {}
     if engines > 1:
         ports[int(given.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
-    is_async = given and not given.get("no-async-scheduling") and _is_on(given, "async-scheduling", "on")
     nixl = source.environment.get(_NIXL_PORT, os.environ.get(_NIXL_PORT, "5600"))
     if nixl.isdecimal() and "Nixl" in str(source.config):
         ports |= dict.fromkeys(range(int(nixl), int(nixl) + engines), f"{_NIXL_PORT} of NixlConnector")
@@ -133,9 +132,9 @@ def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> 
         str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
         int(options.get("api-server-count", _api_servers(given))),
         engines,
-        bool(given) and not given.get("no-enable-chunked-prefill") and _is_on(given, "enable-chunked-prefill", "on"),
+        _is_left_on(given, "enable-chunked-prefill"),
         given.get(LAUNCHER, ""),
-        max(2 if is_async else 1, int(given.get("pipeline-parallel-size", 1))),
+        max(2 if _is_left_on(given, "async-scheduling") else 1, int(given.get("pipeline-parallel-size", 1))),
         {**taken, **ports},
     )
 
@@ -152,6 +151,11 @@ def _is_one_of_several(given: Mapping[str, Any]) -> bool:
     """Return whether each engine of the group has a command and an API server, behind an external load balancer."""
     others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb")
     return "data-parallel-rank" in given or any(_is_on(given, other) for other in others)
+
+
+def _is_left_on(given: Mapping[str, Any], name: str) -> bool:
+    """Return whether vLLM's options are known, and leave on what is on by default."""
+    return bool(given) and not given.get(f"no-{name}") and _is_on(given, name, "on")
 
 
 def _is_on(given: Mapping[str, Any], name: str, default: str = "0") -> bool:

@@ -253,11 +253,8 @@ def _passed_on(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command; a here-document counts if it starts vLLM."""
     text = _HERE_DOCUMENT.sub(lambda match: match[0] if HAS_OPTION.search(match[0]) else match[1], text)
-    text = re.sub(
-        r"\\\r?\n|(?<=[\s=])\$(?=')",
-        lambda match: "" if match[0] == "$" else " ",
-        _COMMENT.sub(lambda match: match[1] or "", text),
-    )
+    text = re.sub(r"\\\r?\n", " ", _COMMENT.sub(lambda match: match[1] or "", text))
+    text = re.sub(r"(?<=[\s=])\$(?=')", "", text)  # bash's $'...'
     lexer = shlex.shlex(re.sub(r"\$\(\(.*?\)\)+", "$arithmetic", text), posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:

@@ -125,9 +125,8 @@ def test_the_lines_of_an_engine_that_has_ended_already_are_applied(monkeypatch: 
     monkeypatch.setattr("signal.signal", lambda *_: None)
     theirs.close()
     with ours:
-        (exporter := process.Exporter(ours, engine(port=None))).run(
-            wire.to_line(wire.message(Increments({0: 2}, [], {})))
-        )
+        exporter = process.Exporter(ours, engine(port=None))
+        exporter.run(wire.to_line(wire.message(Increments({0: 2}, [], {}))))
     assert list(map(sum, exporter._totals._counts.values())) == [2]
 
 
@@ -240,11 +239,11 @@ def test_the_last_numbers_are_served_for_a_while(  # noqa: PLR0917 - a table's c
     def sleep(slept_s: float) -> None:
         clock.now += slept_s
         if clock.now >= scraped_at > 0:
-            exporter._scrapes.append(scraped_at + 0.01)
+            exporter._scrapes += (scraped_at + 0.01,)
 
     exporter, calls, clock.now, clock.sleep = made(), Mock(), 1000.0, sleep
     exporter._watch, exporter._cutter, exporter._push, exporter._server = calls.w, calls.c, calls.p, calls.s
-    exporter._scrapes, exporter._said_goodbye = scrapes[:], said_goodbye
+    exporter._scrapes, exporter._said_goodbye = tuple(scrapes), said_goodbye
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_let_go_of_stderr", calls.stderr)
         exporter._close()
