@@ -31,7 +31,6 @@ from kvobs.export import destinations
 from kvobs.export.feed import Feed, described, exported
 from kvobs.log import log
 from kvobs.routing import wiring
-from kvobs.routing.gains import step_limits
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.schema import __version__
@@ -76,8 +75,7 @@ class MultiConnector(stock.MultiConnector):
         # vLLM's constructor is skipped: it would build the children itself.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        groups, (_, steps) = wiring.groups_of(kv_cache_config), step_limits(vllm_config)
-        validated = configured.read(vllm_config.kv_transfer_config, len(groups), steps)
+        validated = configured.read(vllm_config.kv_transfer_config, wiring.conditions_of(vllm_config, kv_cache_config))
         configuration, specs = validated.configuration, validated.specs
         options = configuration.options
         self._all_support_hma = all_support_hma(specs)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvobs.children import known
 from kvobs.children.child import Unbuilt
 from kvobs.children.specs import ChildSpec
+from kvobs.children.sync_loads import SAFE, Conditions
 from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
 from kvobs.log import line, log
 from kvobs.schema.config import ConfigError
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def read(parent: KVTransferConfig, groups: int = 1, steps: int = 1) -> Validated:
+def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
     """Return the options and the children that ``parent`` configures.
 
-    It warns of loads that are not used with this number of KV cache groups, and of steps in flight.
+    It warns of synchronous loads that are not used, or not safe, under these conditions.
 
     Raises:
         ConfigError: with every mistake found, each with its JSON path.
     """
     policy = getattr(parent, "kv_load_failure_policy", None)
     checked = validate(parent.kv_connector_extra_config, policy, KVTransferConfig, engine_id=parent.engine_id)
-    find_classes(checked, class_of, Unbuilt, groups=groups, steps=steps)
+    find_classes(checked, class_of, Unbuilt, conditions=conditions)
     if checked.mistakes:
         raise ConfigError(checked.mistakes)
     for name, problem in checked.absent.items():

@@ -1,9 +1,9 @@
-"""A configured connector: its name, class and configuration; the rules about isolation and synchronous loads."""
+"""A configured connector: its name, class and configuration, and whether it can be isolated."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,20 +22,6 @@ as soon as a later one is."""
 
 LOAD_ENDS_SAVE = frozenset({"FlexKVConnectorV1"})
 """Connector classes that promise to save a request that ends during their load of it, and then report the load only."""
-
-SYNC_ONLY = frozenset({"LMCacheConnectorV1", "ExampleConnector"})
-"""Connector classes that only ever offer synchronous loads."""
-
-ASYNC_ONLY = frozenset(
-    {
-        "HF3FSKVConnector",
-        "LMCacheMPConnector",
-        "MooncakeStoreConnector",
-        "OffloadingConnector",
-        "SimpleCPUOffloadConnector",
-    }
-)
-"""Connector classes that only ever offer asynchronous loads."""
 
 STATED_BYTES: dict[str, dict[str, bool]] = {
     "HF3FSKVConnector": {"hf3fs_file_size": True},
@@ -79,13 +65,6 @@ def why_not_isolated(spec: ChildSpec) -> str | None:
     return None if name is None else HAND_OFF[name]
 
 
-def loads_synchronously(spec: ChildSpec) -> bool | None:
-    """Return whether this child offers synchronous loads: only such (True), none (False), or unknown (None)."""
-    if name_among(spec.connector_class, SYNC_ONLY) is not None:
-        return True
-    return False if spec.connector_class.__name__ in ASYNC_ONLY else None  # a subclass may differ
-
-
 def load_ends_save(connector: object) -> bool:
     """Return whether a connector, or one within a router of vLLM, reports no save of what ended during its load."""
     within = getattr(connector, "_connectors", ())
@@ -95,15 +74,3 @@ def load_ends_save(connector: object) -> bool:
 def name_among(connector_class: type, names: Container[str]) -> str | None:
     """Return the first of these class names that a class or one of its bases has."""
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
-
-
-def async_only(of: Sequence[ChildSpec], groups: int, steps: int) -> frozenset[int]:
-    """Return the isolated children whose synchronous offers are not used.
-
-    When such a load fails, vLLM recomputes its blocks, but other children may have saved them unfilled in that step.
-    With several KV cache groups such a failure can't even be reported. With several ``steps`` in flight, as by async
-    scheduling, vLLM keeps the token of the next one, which was computed on the unfilled blocks.
-    """
-    savers = {spec.index for spec in of if spec.transfer_config.kv_role != "kv_consumer"}
-    is_unsafe = groups > 1 or steps > 1
-    return frozenset(spec.index for spec in of if spec.is_isolated and (is_unsafe or savers - {spec.index}))

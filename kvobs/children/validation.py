@@ -11,15 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvobs.children.specs import (
-    HAND_OFF,
-    ChildSpec,
-    async_only,
-    is_kvobs,
-    loads_synchronously,
-    name_among,
-    why_not_isolated,
-)
+from kvobs.children.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
+from kvobs.children.sync_loads import SAFE, Conditions, loads_synchronously, unsafe_loads, unused_offers
 from kvobs.schema import config
 from kvobs.schema.config import PATH, Configuration
 from kvobs.schema.findings import Finding, cut, unknown
@@ -49,6 +42,8 @@ class Validated:
     """The result of a validation."""
 
     configuration: Configuration  # the options and names; the defaults if there are mistakes in them
+    policy: object = "fail"  # vLLM's kv_load_failure_policy
+    conditions: Conditions = SAFE  # of the engine
     entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # with a class, by position: name
     transfers: dict[int, Any] = field(default_factory=dict)  # the valid transfer configurations of these, by position
     specs: list[ChildSpec] = field(default_factory=list)  # the children whose entry is valid and whose class is known
@@ -66,7 +61,7 @@ def validate(
     ``transfer_class`` is vLLM's ``KVTransferConfig``, or ``TransferConfig`` without vLLM.
     """
     configuration, mistakes = config.validate(extra)
-    checked = Validated(configuration, mistakes=mistakes)
+    checked = Validated(configuration, policy, mistakes=mistakes)
     if configuration.options.isolate and policy != "recompute":
         found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
         fix = f'set it to "recompute" {_ON_TOP}'
@@ -95,14 +90,12 @@ def find_classes(
     class_of: Callable[[str, Any], type],
     stand_in: type | None = None,
     *,
-    groups: int = 1,
-    steps: int = 1,
+    conditions: Conditions = SAFE,
 ) -> None:
     """Find each connector's class, and add the mistakes and warnings that follow from the classes.
 
     ``class_of`` returns the class of a name and module, or raises ``NotUsableError``. ``stand_in`` replaces an isolated
-    connector that can't be imported; None: that is a mistake. ``groups`` is the number of KV cache groups, and
-    ``steps`` that of steps that vLLM may have in flight.
+    connector that can't be imported; None: that is a mistake.
     """
     for index in checked.entries:
         _find_class(checked, index, class_of, stand_in)
@@ -114,7 +107,12 @@ def find_classes(
         if spec.name in options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
             found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
-    checked.warnings += _unused_hits(checked.specs, groups, steps)
+    checked.conditions = conditions
+    checked.warnings += unused_offers(checked.specs, conditions)
+    unsafe = unsafe_loads(checked.specs, conditions, checked.policy)
+    for spec in checked.specs:  # of the others the router warns at the first synchronous load
+        if spec.index in unsafe and loads_synchronously(spec.connector_class):
+            checked.warnings.append(unsafe[spec.index])
 
 
 def path_of(index: int) -> str:
@@ -199,31 +197,6 @@ def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
             )
         elif "connectors" in extra and key != "kvobs" and get_close_matches(key.lower(), ["kvobs"], cutoff=0.8):
             found.append(Finding(where, "has no effect: nothing reads this key", fix="use 'kvobs'"))
-    return found
-
-
-def _unused_hits(specs: list[ChildSpec], groups: int, steps: int) -> list[Finding]:
-    """Warn about isolated connectors whose synchronous loads the router refuses, unless they make none."""
-    reason, fix = "after a failed load other connectors would save unfilled blocks", "remove it from the list"
-    if groups > 1:
-        reason = "with several KV cache groups a failed load can't be reported"
-    elif steps > 1:
-        reason = "with several steps in flight one after a failed load is computed on its unfilled blocks"
-        fix += ", or start vLLM with --no-async-scheduling and without pipeline parallelism"
-    else:
-        fix += ", or give the other connectors kv_role kv_consumer"
-    refused = async_only(specs, groups, steps)
-    found = []
-    for spec in specs:
-        is_sync = loads_synchronously(spec)
-        if spec.index in refused and is_sync is not False and why_not_isolated(spec) is None:
-            hits = (
-                "which offers synchronous loads only: its hits are not used"
-                if is_sync
-                else "whose synchronous loads, if it makes any, are not used"
-            )
-            text = f"found {spec.name!r}, {hits}, because {reason}"
-            found.append(Finding(f"{PATH}.kvobs.isolate", text, fix=fix if is_sync else f"if it makes any, {fix}"))
     return found
 
 

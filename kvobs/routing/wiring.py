@@ -13,7 +13,8 @@ from kvobs.children.child import Child
 from kvobs.children.collector import Collector, FlushRule, Sink
 from kvobs.children.configured import all_support_hma
 from kvobs.children.layer_calls import Stalls
-from kvobs.children.specs import async_only, load_ends_save
+from kvobs.children.specs import load_ends_save
+from kvobs.children.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.children.validation import Validated
 from kvobs.routing import policies
 from kvobs.routing.completions import Completions, OutputView
@@ -24,6 +25,7 @@ from kvobs.routing.metadata import NextOrders
 from kvobs.routing.outcomes import OpenTransfers, Outcomes
 from kvobs.routing.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
 from kvobs.routing.scheduler import SchedulerSide
+from kvobs.routing.sync_load_warnings import SyncLoadWarnings
 from kvobs.routing.visibility import Visibility
 from kvobs.routing.worker import WorkerSide
 from kvobs.routing.worker_isolation import WorkerGates
@@ -31,6 +33,7 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener, TransferListeners
 from kvobs.telemetry.recorders import Telemetry
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,7 +66,9 @@ def scheduler_side(
     gains = Gains(recorder, TransferListeners(listeners), *step_limits(vllm_config))
     policy = policies.configured(options, children, gains)
     learning = [policy] if isinstance(policy, TransferListener) else []
-    listener = TransferListeners([*listeners, gains, *learning])
+    unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
+    warning = [SyncLoadWarnings(unsafe)] if unsafe else []
+    listener = TransferListeners([*listeners, gains, *learning, *warning])
 
     offers = Offers(
         children,
@@ -73,7 +78,7 @@ def scheduler_side(
         visibility,
         # Without isolated connectors a lookup costs less.
         isolation=isolation if isolates else None,
-        async_only=async_only(specs, len(groups), step_limits(vllm_config)[1]),
+        async_only=async_only(specs, validated.conditions),
     )
     completions = Completions(
         children=children,
@@ -137,6 +142,12 @@ def worker_side(
         tracer=telemetry.tracer,
         flight=telemetry.flight,
     )
+
+
+def conditions_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Conditions:
+    """Return the properties by which an engine can, or can't, recompute a failed synchronous load."""
+    _, steps = step_limits(vllm_config)
+    return Conditions(len(groups_of(kv_cache_config)), steps, versions.has_v2_runner(vllm_config))
 
 
 def groups_of(kv_cache_config: KVCacheConfig | None) -> list[KVCacheGroupSpec]:

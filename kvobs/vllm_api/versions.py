@@ -145,6 +145,7 @@ def stats_reader() -> Callable[[Any], dict[str, Any]]:
 # The front end
 
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def has_rust_frontend() -> bool:
@@ -308,6 +309,11 @@ class EnginePlace(NamedTuple):
 
     number: int
     on_host: int
+
+
+def has_v2_runner(vllm_config: Any) -> bool:
+    """Return whether workers use vLLM's V2 model runner, which is the default on GPUs since 0.30."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def engine_place(vllm_config: Any) -> EnginePlace:

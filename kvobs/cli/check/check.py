@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvobs.children import validation
 from kvobs.children.known import PD_ROUTER, ROUTER
 from kvobs.children.specs import HAND_OFF
+from kvobs.children.sync_loads import SAFE, Conditions
 from kvobs.cli.check import destinations, rules, vllm_source
 from kvobs.cli.check.launch import DYNAMO_VLLM, RAY
 from kvobs.cli.check.source import Router, corrected, rewrite, router_of
@@ -45,7 +46,7 @@ _LAST_PORT = 65535
 class Flags:
     """Further options of vLLM's start, and ports that others on the host have; ``launcher`` is empty if not known.
 
-    ``steps`` may be in flight.
+    ``conditions`` are those of a failed synchronous load.
     """
 
     disable_log_stats: bool = False
@@ -54,7 +55,7 @@ class Flags:
     engines_here: int = 1
     has_chunked_prefill: bool = False
     launcher: str = ""
-    steps: int = 1
+    conditions: Conditions = SAFE
     taken: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -84,7 +85,7 @@ class Checked:
     metrics_go_to: str = ""
     spans_go_to: str = ""
     ports: range = range(0)
-    steps: int = 1
+    conditions: Conditions = SAFE
     connectors: list[CheckedConnector] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     mistakes: list[Finding] = field(default_factory=list)
@@ -120,7 +121,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritte
     by_variable = is_variable and (plugins is None or "kvobs" in plugins.split(","))
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
-    checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config), steps=flags.steps)
+    checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config), conditions=flags.conditions)
     checked.add(slips)
     if router is not Router.KVOBS and not is_rewritten:
         checked.add(warnings=[_not_enabled(config, router, plugins if is_variable else None)])
@@ -348,7 +349,7 @@ def check_classes(checked: Checked) -> None:
         found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
         fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
         checked.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
-    validation.find_classes(validated, classes.class_of, steps=checked.steps)
+    validation.find_classes(validated, classes.class_of, conditions=checked.conditions)
     checked.add(validated.mistakes, validated.warnings)
     connectors = dict(zip(validated.entries, checked.connectors, strict=True))
     has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in checked.connectors)

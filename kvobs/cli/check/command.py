@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvobs.children.sync_loads import Conditions
 from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
 from kvobs.cli.check.launch import LAUNCHER, NETWORK, Source
 from kvobs.cli.check.live import Looked, look
@@ -21,6 +22,7 @@ from kvobs.cli.check.source import Router, read
 from kvobs.cli.output import examples
 from kvobs.cli.web import CaCert, Cert, Key, url_of, use_certificates
 from kvobs.schema.findings import Finding
+from kvobs.vllm_api.versions import V2_RUNNER
 
 _PROMETHEUS_PORT = 9090
 _OF_CHECK = re.compile(r"(KVOBS|OTEL|DYN)_|VLLM_(PLUGINS|USE_RUST_FRONTEND)$|PROMETHEUS_MULTIPROC_DIR$")
@@ -134,9 +136,18 @@ def _flags(source: Source, own: Mapping[str, Any], taken: Mapping[int, str]) -> 
         engines,
         _is_left_on(given, "enable-chunked-prefill"),
         given.get(LAUNCHER, ""),
-        max(2 if _is_left_on(given, "async-scheduling") else 1, int(given.get("pipeline-parallel-size", 1))),
+        _conditions(source),
         {**taken, **ports},
     )
+
+
+def _conditions(source: Source) -> Conditions:
+    """Return what is known of the engine's scheduling and runner; else vLLM's defaults on GPUs."""
+    given = source.flags
+    is_async = not given or _is_left_on(given, "async-scheduling")
+    runner = source.environment.get(V2_RUNNER, os.environ.get(V2_RUNNER, "1"))
+    steps = max(2 if is_async else 1, int(given.get("pipeline-parallel-size", 1)))
+    return Conditions(steps=steps, has_v2_runner=runner.lower() not in ("0", "false"))
 
 
 def _api_servers(given: Mapping[str, Any]) -> int:

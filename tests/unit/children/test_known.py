@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.children import known
 from kvobs.children.known import LIBRARIES, cure, is_installed, nearest
-from kvobs.children.specs import HAND_OFF, NEVER_AGAIN, SYNC_ONLY
+from kvobs.children.specs import HAND_OFF, NEVER_AGAIN
+from kvobs.children.sync_loads import ASYNC_ONLY
 
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
@@ -49,7 +50,7 @@ def test_a_removed_connector_has_no_namesake_and_a_new_name_is_one_that_this_vll
 def test_what_is_known_is_known_of_vllms_own_connectors() -> None:
     is_a_base, was_removed = "NixlBaseConnector", "P2pNcclConnector"
     assert {is_a_base, was_removed} <= {*HAND_OFF}
-    known_here = {*LIBRARIES, *SYNC_ONLY, *NEVER_AGAIN, *HAND_OFF} - {is_a_base, was_removed}
+    known_here = {*LIBRARIES, *ASYNC_ONLY, *NEVER_AGAIN, *HAND_OFF} - {is_a_base, was_removed}
     assert known_here <= {*KVConnectorFactory._registry}
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
-from kvobs.children.specs import async_only
 from kvobs.children.validation import Validated, clashing_layouts, find_classes, transfer_config, validate
 from kvobs.schema import config
 from kvobs.schema.findings import Finding
@@ -136,10 +135,10 @@ def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_w
         assert checked.specs == []
 
 
-def classes(extra: dict[str, Any], groups: int = 1, steps: int = 1) -> Validated:
+def classes(extra: dict[str, Any]) -> Validated:
     """Return a validation in which each connector's class has its name, and nothing else."""
     checked = validate(extra, "recompute", TransferConfig)
-    find_classes(checked, lambda name, module: type(name, (), {}), groups=groups, steps=steps)
+    find_classes(checked, lambda name, module: type(name, (), {}))
     return checked
 
 
@@ -151,35 +150,3 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
     }
     says = "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
     assert classes(extra).mistakes == [Finding(f"{config.PATH}.kvobs.min_tokens.nixl", says, fix="remove it")]
-
-
-SIBLINGS = "because after a failed load other connectors would save unfilled blocks"
-GROUPS = "because with several KV cache groups a failed load can't be reported"
-STEPS = "because with several steps in flight one after a failed load is computed on its unfilled blocks"
-
-
-@pytest.mark.parametrize("sibling", ["kv_both", "kv_producer", "kv_consumer", None])
-@pytest.mark.parametrize(("groups", "steps"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("ExampleConnector", "found 'best', which offers synchronous loads only: its hits are not used, "),
-        ("Kvblockd", "found 'best', whose synchronous loads, if it makes any, are not used, "),
-        ("OffloadingConnector", None),
-    ],
-)
-def test_isolation_wasting_hits_is_a_warning(
-    name: str, found: str | None, groups: int, steps: int, sibling: str | None
-) -> None:
-    """Exactly where the router refuses the offers: ``async_only`` is what it is given."""
-    others = [] if sibling is None else [{"kv_connector": "Other", "kv_role": sibling}]
-    connectors = [{"kv_connector": name, "kv_role": "kv_both"}, *others]
-    checked = classes({"connectors": connectors, "kvobs": {"names": ["best"], "isolate": ["best"]}}, groups, steps)
-    assert checked.mistakes == []
-    reason = (
-        GROUPS if groups > 1 else STEPS if steps > 1 else SIBLINGS if sibling in ("kv_both", "kv_producer") else None
-    )
-    assert async_only(checked.specs, groups, steps) == ({0} if reason else set())
-    assert [warning.found for warning in checked.warnings] == ([found + reason] if found and reason else [])
-    assert all(("kv_consumer" in warning.fix) == (reason == SIBLINGS) for warning in checked.warnings)
-    assert {warning.path for warning in checked.warnings} <= {f"{config.PATH}.kvobs.isolate"}

@@ -6,6 +6,7 @@ import pytest
 
 from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script
+from kvobs.vllm_api.versions import V2_RUNNER
 from tests.support.best_effort import FAILURE, KV, SYNC, Isolating
 from tests.support.rig import assert_nothing_is_left, child_config, counted
 
@@ -114,6 +115,17 @@ def test_a_synchronous_hit_is_used_where_no_other_connector_saves(a: Script, b: 
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK]
     lone.rig.run(4)
     assert counted(lone.rig, "kvobs_loads_total", 0, "sync", "ok") == 1
+    assert_nothing_is_left(lone.rig)
+
+
+def test_under_the_v2_runner_a_synchronous_hit_is_not_used(a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute wrong answers after a failure, in silence: W23."""
+    monkeypatch.setenv(V2_RUNNER, "1")
+    lone = Lone(a)
+    lone.rig.run(4)
+    assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [0]
+    assert counted(lone.rig, "kvobs_unused_offers_total", 0) == 1
+    assert list(lone.request.output_token_ids) == [7, 7, 7]
     assert_nothing_is_left(lone.rig)
 
 

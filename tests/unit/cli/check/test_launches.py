@@ -36,6 +36,7 @@ def with_key(connector: str, value: str) -> str:
 ALONE = router(EXAMPLE, kvobs='{"isolate": ["ExampleConnector"]}').replace(
     BOTH, f'"kv_load_failure_policy": "recompute", {BOTH}', 1
 )
+RECOMPUTED = ALONE.replace(', "kvobs": {"isolate": ["ExampleConnector"]}', "")
 OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
 LINE = f"--kv-transfer-config '{OURS}'"
 OFF, STOCK_OFF = "kv_connector: kvobs is not enabled", "kv_connector_module_path: kvobs is not enabled"
@@ -102,9 +103,13 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "kvobs in a connector": (router(with_key("NixlConnector", '{"kvobs": {}}')), 1, ("kvobs: has no effect in a",)),
     "kvobs misspelt": (OURS.replace('"connectors"', '"Kvob": {}, "isolate": [], "x": 1, "connectors"'), 1, ("Kvob: has no effect: nothing reads", "isolate: has no effect here: it is an option of kvobs")),
     "chunks": (f"vllm serve m {K} '{router(EXAMPLE, CPU)}'", 1, ("found ExampleConnector with chunked prefill",)),
-    "steps in flight": (f"vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which offers synchronous loads only: its hits are not used, because with several steps",)),
-    "a step at a time": (f"vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ()),
-    "a step in each stage": (f"vllm serve m -pp 2 --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ("because with several steps",)),
+    "vllm's defaults": (f"vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which offers synchronous loads only: its hits are not used, because vLLM's V2 model runner",)),
+    "steps in flight": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which offers synchronous loads only: its hits are not used, because with several steps",)),
+    "a step at a time": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ()),
+    "a step in each stage": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m -pp 2 --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ("because with several steps",)),
+    "synchronous loads": (RECOMPUTED, 1, ("kv_load_failure_policy: found 'recompute', and 'ExampleConnector' loads synchronously: vLLM's V2 model runner",)),
+    "synchronous loads that are recomputed": (f"VLLM_USE_V2_MODEL_RUNNER=false vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{RECOMPUTED}'", 1, ()),
+    "synchronous loads that fail": (RECOMPUTED.replace("recompute", "fail"), 1, ()),
     "no chunks": (f"vllm serve m --no-enable-chunked-prefill {K} '{router(EXAMPLE)}'", 1, ()),
     "the demo's": (f"vllm serve MODEL --no-enable-chunked-prefill {K} '{json.dumps(multi_connector(*GPU_CONNECTORS))}'", 1, ()),
     "opposite roles": (router(CPU.replace("both", "producer"), NIXL.replace("both", "consumer")), 1, ("found 'kv_consumer', while that of connectors[0] is 'kv_producer'",)),

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvobs.children.known import ELSEWHERE, LIBRARIES, REMOVED, RENAMED
-from kvobs.children.specs import ASYNC_ONLY, SYNC_ONLY
+from kvobs.children.sync_loads import ASYNC_ONLY
 from kvobs.cli.check import vllm_source
 
 
@@ -25,7 +25,7 @@ def test_the_version_and_the_names_are_vllms() -> None:
 def test_the_tables_agree_with_vllms_names() -> None:
     """A connector that was renamed or removed, or belongs to another package, is not vLLM's; all others are."""
     names = KVConnectorFactory._registry.keys()
-    assert names >= {*RENAMED.values(), *LIBRARIES, *SYNC_ONLY, *ASYNC_ONLY}
+    assert names >= {*RENAMED.values(), *LIBRARIES, *ASYNC_ONLY}
     assert names.isdisjoint({*RENAMED, *REMOVED, *ELSEWHERE} - {"KvobsConnector"})
 
 
