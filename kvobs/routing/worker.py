@@ -72,7 +72,7 @@ class WorkerSide:
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
-        self._unknown: dict[str, Any] = {}
+        self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
         self._handling_preemptions = [child for child in self.children if child.does("handle_preemptions")]
         self._with_events = [child for child in self.children if child.does("get_kv_connector_kv_cache_events")]
 
@@ -157,7 +157,8 @@ class WorkerSide:
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
         ordered = self._orders.failed
-        unknown, self._unknown = self._unknown, {}
+        unknown = {name: agreed(values) for name, values in self._unknown.items()} if self._unknown else {}
+        self._unknown.clear()
         return KVConnectorTransferResults(
             finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **unknown
         )
@@ -180,13 +181,10 @@ class WorkerSide:
         return self.gates.finished(child.index, finished) if self.gates is not None else finished
 
     def _note_unknown(self, results: Any) -> None:
-        """Keep further result fields of newer vLLM versions: passed on unchanged, merged over several children."""
+        """Keep further result fields of newer vLLM versions, if they have content."""
         for name in UNKNOWN_RESULTS:
-            value, other = getattr(results, name), self._unknown.get(name)
-            if not other:
-                self._unknown[name] = value
-            elif value:
-                self._unknown[name] = other | value
+            if value := getattr(results, name):
+                self._unknown.setdefault(name, []).append(value)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Collect the children's reports in vLLM before 0.30, which has no ``get_transfer_results``."""
@@ -374,6 +372,20 @@ def _checked(meta: KVConnectorMetadata) -> MultiKVConnectorMetadata:
     if not isinstance(meta, MultiKVConnectorMetadata):
         raise TypeError(f"metadata of another connector reached kvobs: {type(meta).__name__}")
     return meta
+
+
+def agreed(values: Sequence[Any]) -> Any:
+    """Return one value for several children's: sets united, and dicts joined without entries that two of them dispute.
+
+    As in vLLM's router a disputed entry is nobody's. Other values must be equal; else the first one's type, empty.
+    """
+    first, *others = values
+    if isinstance(first, set):
+        return first.union(*others)
+    if isinstance(first, dict):
+        entries = {key: value for each in values for key, value in each.items()}
+        return {k: v for k, v in entries.items() if all(each.get(k, v) == v for each in values)}
+    return first if all(other == first for other in others) else type(first)()
 
 
 def _size(load: LoadOrder) -> int:

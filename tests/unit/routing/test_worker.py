@@ -196,6 +196,21 @@ def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(a: Script, b: Script, m
     assert side.get_transfer_results(set()) == Newer(), "once"
 
 
+@pytest.mark.parametrize(
+    ("values", "one"),
+    [
+        ([{"p"}, {"q"}, {"p"}], {"p", "q"}),
+        ([{"p": 1}, {"q": 2}], {"p": 1, "q": 2}),
+        ([{"p": 1, "q": 2}, {"p": 3, "q": 2}, {"p": 1}], {"q": 2}),  # W24
+        (["a", "a"], "a"),
+        (["a", "b"], ""),
+        ([3], 3),
+    ],
+)
+def test_values_on_which_children_disagree_are_nobodys(values: list[object], one: object) -> None:
+    assert worker.agreed(values) == one
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, a: Script, b: Script) -> None:
     """A child may report on one rank for all: the others are passed its loads and saves, too."""
