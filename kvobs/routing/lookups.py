@@ -186,11 +186,21 @@ class Offers:
                 else:
                     self.waited_for[child].end(request_id)
             elif isinstance(answer, tuple):
-                since = asked.pending_since.pop(child, None)
-                if since is not None:
-                    self.waited_for[child].end(request_id)
-                    self._recorder.observe(child, signals.LOOKUP_DELAY, wall_ns() - since)
-                self._count(asked, child, _HIT if answer[0] > 0 else _MISS)
+                self._count_answer(request_id, asked, child, answer[0])
+            elif asked.pending_since.pop(child, None) is not None:  # not asked any more: nobody waits for it
+                self.waited_for[child].end(request_id)
+
+    def _count_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
+        since = asked.pending_since.pop(child, None)
+        if since is not None:
+            self.waited_for[child].end(request_id)
+            self._recorder.observe(child, signals.LOOKUP_DELAY, wall_ns() - since)
+        self._count(asked, child, _HIT if tokens > 0 else _MISS)
+
+    def answered_late(self, request_id: str, child: int, tokens: int) -> None:
+        """Count the answer to a lookup that was left open."""
+        if (asked := self._asked.get(request_id)) is not None:
+            self._count_answer(request_id, asked, child, tokens)
 
     def _count(self, asked: _Asked, child: int, outcome: int) -> None:
         """Count an outcome of a request's lookups once; repeated lookups appear in the calls."""
@@ -296,9 +306,15 @@ class OpenLookups:
     kvobs makes and vLLM does not, and only if an option says not to wait.
     """
 
-    def __init__(self, children: Sequence[Child], visibility: Sequence[Visibility]) -> None:
+    def __init__(
+        self,
+        children: Sequence[Child],
+        visibility: Sequence[Visibility],
+        answered: Callable[[str, int, int], None],
+    ) -> None:
         self._children = children
         self._visibility = visibility
+        self._answered = answered  # receives the request, the child and the tokens
         self._open: dict[str, _Open] = {}
 
     def has(self, child: int, request_id: str) -> bool:
@@ -330,6 +346,7 @@ class OpenLookups:
                 tokens, _ = child.get_num_new_matched_tokens(request, computed)
                 if tokens is not None:
                     children.remove(index)
+                    self._answered(request_id, index, tokens)
                     child.update_state_after_alloc(request, blocks, 0)
             if not children:
                 del self._open[request_id]

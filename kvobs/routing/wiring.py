@@ -98,7 +98,7 @@ def scheduler_side(
         visibility=visibility,
         isolation=isolation,
         offers=offers,
-        open_lookups=OpenLookups(children, visibility),
+        open_lookups=OpenLookups(children, visibility, offers.answered_late),
         completions=completions,
         next_orders=next_orders,
         listener=listener,

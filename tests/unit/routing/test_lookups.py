@@ -21,7 +21,7 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_gone_after, assert_nothing_is_left, counts_of, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
@@ -346,6 +346,17 @@ def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clo
     assert [len(lookups) for lookups in waited_for] == [0, 0]
 
 
+def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:
+    """As in a quarantine by a slow call: the request runs without its answer."""
+    asked = {0, 1}
+    isolation = SimpleNamespace(asks=lambda child, request: child in asked, discards=lambda child, request: False)
+    asker = Asker((16, True), (None, False), isolation=isolation)
+    assert asker.ask() is None
+    asked.remove(1)
+    assert asker.ask() == Offer(0, 16, True)
+    assert [len(lookups) for lookups in asker.offers.waited_for] == [0, 0]
+
+
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
 def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer: Answer) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
@@ -377,7 +388,8 @@ def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_an
         update_state_after_alloc=lambda request, *given: calls.append((request.request_id, *given)),
     )
     children = [Child(0, "0", SimpleNamespace(), Recorder(2)), Child(1, "1", connector, Recorder(2))]
-    lookups = OpenLookups(children, [Visibility(), Visibility()])
+    answered: list[Any] = []
+    lookups = OpenLookups(children, [Visibility(), Visibility()], lambda *answer: answered.append(answer))
     for request_id in answers:
         lookups.leave_open(SimpleNamespace(request_id=request_id), "blocks", 48, {1})
     for _ in range(2):
@@ -391,6 +403,7 @@ def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_an
     for _ in range(2):
         lookups.poll(lambda child: False)
     assert calls == [("r", 48)] * 3 + [("r", "blocks", 0)]
+    assert answered == [("r", 1, KV[0])]
     assert lookups._open == {}
 
 
@@ -417,6 +430,7 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
     assert_gone_after(rig, a, 8, received="r")
     assert len(b.called("get_num_new_matched_tokens")) == asked == 3
     assert tokens_of(b) == [0, 0], "the second is that of the allocation after the load, as in vLLM"
+    assert [counted(rig, "kvobs_lookups_total", 1, outcome) for outcome in ("pending", "hit", "miss")] == [1, 1, 0]
     assert all("r" not in shown.scheduled for shown in b.called("build_connector_meta"))
     assert "r" in frozenset().union(*(shown.finished for shown in b.called("build_connector_meta")))
     assert_nothing_is_left(rig)
