@@ -216,7 +216,7 @@ class Completions:
         """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
         load = self.ledger.load(request_id)
         if load is not None:
-            lost = self.layout.lost(load.blocks, bad_blocks, load.tokens)
+            lost = self.layout.lost(load.blocks, bad_blocks, load.local_tokens, load.tokens)
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
     def _close(self, loads: Iterable[str], saves: Iterable[str]) -> None:

@@ -46,15 +46,15 @@ class CacheLayout:
             loaded.append(tuple(i for i in part if i != 0))
         return tuple(loaded)
 
-    def lost(self, blocks: Blocks, bad: Collection[int], tokens: int) -> int:
-        """Return how many of a load's ``tokens`` are lost when the blocks ``bad`` have failed.
+    def lost(self, blocks: Blocks, bad: Collection[int], local: int, external: int) -> int:
+        """Return how many of a load's ``external`` tokens are lost when the blocks ``bad`` have failed.
 
-        vLLM keeps the tokens before the first bad block. A load begins at a block's start, since vLLM computes whole
-        blocks itself; tokens in a partial first block are not subtracted.
+        ``blocks`` are those of ``loaded``. vLLM keeps the tokens before the first bad block; of a sliding window the
+        blocks before it are null blocks, which ``loaded`` leaves out.
         """
-        kept = tokens
+        end = kept = local + external
         for size, ids in zip(self.block_sizes, blocks, strict=False):
             first = next((i for i, block in enumerate(ids) if block in bad), None)
             if first is not None:
-                kept = min(kept, first * size)
-        return tokens - kept
+                kept = min(kept, (-(-end // size) - len(ids) + first) * size)
+        return end - max(kept, local)

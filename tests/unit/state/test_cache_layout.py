@@ -22,22 +22,33 @@ def test_the_blocks_of_a_load_are_beyond_local_tokens(local: int, external: int,
 def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys_but_unknown_ones_are_taken_whole() -> None:
     assert CacheLayout((16, 32)).loaded([[1, 2, 3, 4], [0, 9]], 0, 64) == ((1, 2, 3, 4), (9,))
     assert CacheLayout(()).loaded([[1, 2]], 16, 16) == ((1, 2),)
-    assert CacheLayout(()).lost(((1, 2),), {1}, 32) == 0
+    assert CacheLayout(()).lost(((1, 2),), {1}, 0, 32) == 0
 
 
 @pytest.mark.parametrize(
     ("bad", "lost"), [({12}, 32), ({11}, 48), ({13, 12}, 32), ({13}, 16), (set(), 0), ({99}, 0)], ids=str
 )
 def test_what_comes_before_the_first_bad_block_is_kept(bad: set[int], lost: int) -> None:
-    assert CacheLayout((16,)).lost(((11, 12, 13),), bad, 48) == lost
+    assert CacheLayout((16,)).lost(((11, 12, 13),), bad, 32, 48) == lost
 
 
-@given(st.integers(1, 8), st.sets(st.integers(0, 9)), st.integers(0, 15))
-def test_never_more_is_lost_than_was_to_be_loaded(blocks: int, bad: set[int], missing: int) -> None:
-    tokens = blocks * 16 - missing
-    lost = CacheLayout((16,)).lost((tuple(range(blocks)),), bad, tokens)
-    assert 0 <= lost <= tokens
-    assert (lost == tokens) is (0 in bad)
+@given(st.data(), st.integers(0, 80), st.integers(1, 200))
+def test_tokens_are_lost_from_the_first_bad_block_on(data: st.DataObject, local: int, external: int) -> None:
+    """Also where null blocks stand for those before a sliding window, as counted token by token."""
+    layout, window, end = CacheLayout((16, 32)), data.draw(st.integers(1, 300)), local + external
+    tables = []
+    for group, size in enumerate(layout.block_sizes):
+        ids = [100 * (group + 1) + i for i in range(-(-end // size))]
+        tables.append([0] * (max(0, end - window) // size * group) + ids[max(0, end - window) // size * group :])
+    blocks = layout.loaded(tables, local, external)
+    bad = data.draw(st.sets(st.sampled_from([*sum(blocks, ()), 999])))
+    lost = {
+        token
+        for table, size in zip(tables, layout.block_sizes, strict=True)
+        for token in range(local, end)
+        if bad.intersection(table[local // size : token // size + 1])
+    }
+    assert layout.lost(blocks, bad, local, external) == len(lost)
 
 
 def spec(block_size: int = 16) -> FullAttentionSpec:
