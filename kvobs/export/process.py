@@ -131,7 +131,8 @@ class Exporter:
             for record in self._cutter.cut(taken.spans, self._engine.index):
                 self._totals.mark(record, time.time())
             self._count(signals.SELF_SECONDS, "cut", time.perf_counter_ns() - applied)
-        if (payload_s := message.get("payload_s", 0.0)) > self._last_payload_s:  # else it is what was counted here
+        # An equal one is what was counted here; an earlier one comes after the clock was put back.
+        if (payload_s := message.get("payload_s", 0.0)) not in (0.0, self._last_payload_s):
             self._last_payload_s = payload_s
             self._count(signals.SELF_SECONDS, "apply", applied - begin)
 

@@ -287,6 +287,13 @@ def test_a_port_that_cannot_be_had_is_tried_again(
     assert "kvobs's metrics at port 7: every client" in caplog.messages[-1]
 
 
+def test_after_the_clock_was_put_back_the_last_numbers_are_of_the_past(made: Any, clock: Any) -> None:
+    exporter = made()
+    for clock.now, payload_s in ((5000.0, 4999.5), (1400.0, 1399.5)):
+        exporter._apply(wire.to_line(wire.message(Increments.none()) | {"payload_s": payload_s}))
+        assert exporter._health()[1]["seconds_since_last_payload"] == 0.5
+
+
 def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> None:
     exporter = made(pid=5, began_ns=0)
     exporter._cutter = Mock(queued=3)
