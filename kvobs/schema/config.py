@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvobs.log import log
 from kvobs.schema.findings import Finding, cut, show, unknown
 from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
+from kvobs.schema.signals import CONNECTORS_AT_MOST
 
 __all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "TimelineOptions", "TracingOptions", "read"]
 
@@ -119,6 +120,9 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
         allowed = f"a list with at least one connector, such as {example}"
         mistakes.append(Finding(path, found, allowed, "list the connectors as objects"))
         return []
+    if len(connectors) > CONNECTORS_AT_MOST:
+        found, allowed = f"found {len(connectors)} connectors", f"at most {CONNECTORS_AT_MOST}"
+        mistakes.append(Finding(path, found, allowed, "remove the others: their numbers could not be sent"))
     configured = []
     for i, connector in enumerate(connectors):
         configured.append(str(i))

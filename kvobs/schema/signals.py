@@ -351,6 +351,7 @@ def place(child: int, slot: int) -> int:
 
 
 LABEL = "connector"
+CONNECTORS_AT_MOST = 1_000
 VLLM_LABELS = ("model_name", "engine")
 SERIES_AT_MOST = 256
 """Series of an open signal per engine and child: further ones are merged, with OTHER_VALUE as every label."""

@@ -22,13 +22,23 @@ from itertools import accumulate
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from kvobs.schema.signals import CHILD_WIDTH, OLDEST_IN_FLIGHT, PROCESS_WIDTH, SERIES, TABLE_DIGEST, Scope, place
+from kvobs.schema.signals import (
+    CHILD_WIDTH,
+    CONNECTORS_AT_MOST,
+    OLDEST_IN_FLIGHT,
+    PROCESS_WIDTH,
+    SERIES,
+    TABLE_DIGEST,
+    Scope,
+    place,
+)
 from kvobs.schema.spans import Record
 
 VERSION = 5
 # Limits of a peer's input: anything beyond is malformed, and must not determine memory use.
 MOST = 2**63 - 1  # nanoseconds of 292 years; msgpack takes no number twice as large, and would end the engine
-SLOTS = place(1_000, 0)
+PARTS = 256  # numbers of MOST that one total may be sent as
+SLOTS = place(CONNECTORS_AT_MOST, 0)
 ROWS = 4_096
 LABEL = 128  # characters
 _OLDEST = {series.first for series in SERIES[Scope.CHILD] if series.signal is OLDEST_IN_FLIGHT}
@@ -133,13 +143,16 @@ def from_line(line: bytes) -> dict[str, Any]:
 
 
 def packed(counts: Mapping[int, int]) -> list[int]:
-    """Return counts by the gaps between their slots."""
+    """Return counts by the gaps between their slots; one that is too large for a number is several."""
     pairs: list[int] = []
     last = 0
     for slot in sorted(counts):  # of ints: pairs would take twice as long
         if (n := counts[slot]) > 0:
             pairs += slot - last, min(n, MOST)
             last = slot
+            for _ in range(PARTS - 1 if n > MOST else 0):
+                if (n := n - MOST) > 0:
+                    pairs += 0, min(n, MOST)
     return [*pairs, -last, 0] if last else pairs
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from kvobs.schema.config import ConfigError, read, validate
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
+from kvobs.schema.signals import CONNECTORS_AT_MOST
 
 CPU = "OffloadingConnector"
 TWO = [{"kv_connector": CPU}, {"kv_connector": CPU}]
@@ -51,6 +52,10 @@ def test_given_names_come_first_and_the_rest_are_named_by_their_connector_number
     assert read({"connectors": connectors, "kvobs": {"names": given}}).names == names
 
 
+def test_as_many_connectors_are_allowed_as_numbers_can_be_sent_of() -> None:
+    assert len(read({"connectors": TWO * (CONNECTORS_AT_MOST // 2)}).names) == CONNECTORS_AT_MOST
+
+
 def test_other_keys_beside_connectors_are_not_ours() -> None:
     assert read({"connectors": TWO, "somebody_elses": 1}).names
 
@@ -62,6 +67,7 @@ def test_other_keys_beside_connectors_are_not_ours() -> None:
         ({"connectors": None}, ".connectors: found None, allowed: a list with at least one connector"),
         ({"connectors": []}, ".connectors: found [], allowed: a list with at least one connector"),
         ({"connectors": "NixlConnector"}, ".connectors: found 'NixlConnector', allowed: a list"),
+        ({"connectors": TWO * 501}, ".connectors: found 1002 connectors, allowed: at most 1000"),
         ({"connectors": ["x"]}, ".connectors[0]: found 'x', allowed: an object with the key 'kv_connector'"),
         ({"connectors": [{}]}, ".connectors[0].kv_connector: is missing, allowed: the name of a connector class"),
         ({"connectors": [{"kv_connector": 7}]}, ".connectors[0].kv_connector: found 7, allowed: the name of a"),

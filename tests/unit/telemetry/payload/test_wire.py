@@ -133,7 +133,14 @@ def test_groups_of_spans_are_lists() -> None:
 def test_counts_are_packed_by_gaps_that_add_up_to_0_and_no_number_is_too_large_for_msgpack() -> None:
     assert wire.packed({7: 2, 3: 5}) == [3, 5, 4, 2, -7, 0]
     assert wire.packed({0: 5}) == [0, 5]
-    assert wire.packed({1: wire.MOST + 1, 2: -1, 3: 0, 4: 4}) == [1, wire.MOST, 3, 4, -4, 0]
+    assert wire.packed({1: wire.MOST + 1, 2: -1, 3: 0, 4: 4}) == [1, wire.MOST, 0, 1, 3, 4, -4, 0]
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 5 * wire.MOST)))
+def test_counts_arrive_whatever_their_size(counts: dict[int, int]) -> None:
+    """A sum of nanoseconds over a thousand loads in flight passes the largest number in months."""
+    assert wire.unpacked(wire.packed(counts)) == {slot: n for slot, n in counts.items() if n}
+    assert wire.unpacked(wire.packed({1: 10**40})) == {1: wire.PARTS * wire.MOST}
 
 
 def test_a_line_is_short_and_ascii_whatever_is_in_it() -> None:
