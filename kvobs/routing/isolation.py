@@ -46,6 +46,7 @@ class Isolation:
         self._states = {index: Quarantine() for index in self._children}
         # Live requests that were looked up -> whether blocks were allocated with the connector's knowledge.
         self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._children}
+        self._tried = dict.fromkeys(self._children, 0)  # requests looked up since the last probation began
         self._visibility = visibility
         self._ledger = ledger
         self._recorder = recorder
@@ -100,7 +101,9 @@ class Isolation:
         if state.is_out and (state.by_slowness or request_id not in asked):
             visibility.drop(request_id, taints=asked.get(request_id, False))
             return False
-        asked.setdefault(request_id, False)
+        if request_id not in asked:
+            asked[request_id] = False
+            self._tried[child] += 1
         return True
 
     def allocated(self, child: int, request_id: str) -> None:
@@ -137,12 +140,14 @@ class Isolation:
         state, now = self._states[index], wall_ns()
         change = state.look(now)
         if change is State.PROBATION:
+            self._tried[index] = 0
             self._reviews.append((now, index))
             self._recorder.set_gauge(index, _QUARANTINED, 0)
             text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"
             log.info(text, self._children[index].name)
         elif change is State.FIT:
-            log.info("connector %r has recovered: probation over", self._children[index].name)
+            text = "probation of connector %r is over without a failure: %d requests were looked up in it"
+            log.info(text, self._children[index].name, self._tried[index])
         return not state.is_out
 
     # Failures

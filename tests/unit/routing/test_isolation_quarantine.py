@@ -80,8 +80,9 @@ def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplo
         a.raises.clear()
         engine.step(seconds=1.1)
         assert "connector 'best' is enabled again on probation" in caplog.text
+        engine.rig.add("s", max_tokens=2)
         engine.step(3, seconds=1)
-        assert "connector 'best' has recovered" in caplog.text
+        assert "probation of connector 'best' is over without a failure: 1 requests were looked up in it" in caplog.text
     assert a.called("reset_cache") == []
 
 
