@@ -35,6 +35,13 @@ def launch(pid: int) -> str:
     return ""
 
 
+def run_delay_ns(thread: int) -> int:
+    """Return how long a thread of this process has waited for a core so far; 0 if the kernel does not count it."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1])
+    return 0
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by a signal or a debugger."""
     return _fields(pid)[0] in ("T", "t")

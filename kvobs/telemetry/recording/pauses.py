@@ -1,17 +1,21 @@
 """Know when this process did not run, so that its connectors are not blamed for that time.
 
 Collections of Python's garbage collector are noted as they happen. A thread that wakes once a second notes when the
-kernel woke it late: the process was stopped, or got no core. A call is compared with this only if it took too long.
+kernel woke it late: the process was stopped, or got no core. It also notes how long the main thread, from which vLLM
+calls connectors, has waited for a core. A call is compared with this only if it took too long.
 """
 
 import ctypes
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
+from threading import get_native_id, main_thread
 from time import CLOCK_MONOTONIC, perf_counter_ns, sleep
 
 from kvobs.faults import contained
+from kvobs.vllm_api.proc import run_delay_ns
 
 AT_MOST = 64  # pauses that are kept
 SHORT_NS = 10**6  # shorter collections are only counted
@@ -27,6 +31,7 @@ class Pauses:
         self._last: tuple[tuple[int, int], ...] = ()  # begin and end
         self.collected_ns = 0  # in collections, until a recorder takes it
         self._began_ns = self._looked_ns = 0
+        self._delays: deque[tuple[int, int]] = deque(maxlen=AT_MOST)  # when it was looked, and the delay until then
 
     def ran_ns(self, begin_ns: int, spent_ns: int) -> int:
         """Return the part of a call's time in which this process ran, as far as it is known."""
@@ -40,6 +45,16 @@ class Pauses:
             end_ns = min(end_ns, begin)
         return max(0, spent_ns)
 
+    def waited_ns(self, begin_ns: int, spent_ns: int) -> int:
+        """Return how much of a call's time this thread may have waited for a core: at most so much.
+
+        The thread's delays are known once a second: some may be of the time before the call.
+        """
+        before = next((delay for at, delay in reversed(self._delays) if at <= begin_ns), None)
+        if before is None or get_native_id() != main_thread().native_id:
+            return 0
+        return min(spent_ns, run_delay_ns(get_native_id()) - before)
+
     @contained("record")
     def watch(self, look: Callable[[], bool]) -> None:
         """Note the pauses of this process, and call ``look`` once a second, until it returns False."""
@@ -49,6 +64,7 @@ class Pauses:
             if self.collects not in gc.callbacks:  # at first, or after another engine of this process
                 gc.callbacks.append(self.collects)
             self._looked_ns = looked_ns = perf_counter_ns()
+            self._delays.append((looked_ns, run_delay_ns(main_thread().native_id or 0)))
             libc.timerfd_settime(timer, 0, _TIMES, None)
             # Counted when the kernel wakes this thread: it may have to wait for the GIL after that.
             if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:

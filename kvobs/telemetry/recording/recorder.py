@@ -180,7 +180,7 @@ class Recorder:
         """Count a call if it is slow, pass it to the tracer, and return its time without pauses (see ``_ran_ns``)."""
         ran = self._ran_ns(hook, start, spent)
         if is_slow := ran > self.slow_ns(hook):
-            self._slow(child, hook, ran)
+            self._slow(child, hook, start, ran)
         if self._tracer is not None:
             self._tracer.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
         return ran
@@ -191,16 +191,20 @@ class Recorder:
         tally[BUCKET[(ran - 1).bit_length()]] += 1
         tally[SUM] += ran
         if ran > self.slow_ns(hook):
-            self._slow(child, hook, ran)
+            self._slow(child, hook, start, ran)
         return ran
 
     def _ran_ns(self, hook: str, start: int, spent: int) -> int:
         """Return a call's time; without pauses of the process if it would be slow with them."""
         return self.pauses.ran_ns(start, spent) if spent > self.slow_ns(hook) else spent
 
-    def _slow(self, child: int, hook: str, spent: int) -> None:
-        """Count a slow call; log the first of this hook."""
+    def _slow(self, child: int, hook: str, start: int, spent: int) -> None:
+        """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
         self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
+        if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns(hook):
+            text = "connector %r: %s took %.0f ms, in which it may have waited for a core of this busy machine"
+            once(f"starved:{child}:{hook}", logging.INFO, text, self._names[child], hook, spent / 1e6)
+            return
         once(
             f"slow:{child}:{hook}",
             logging.WARNING,

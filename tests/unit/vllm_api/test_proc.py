@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ def test_a_name_may_look_like_the_fields() -> None:
         found, (_, parent, *_) = stat(process.pid)
         assert (found, int(parent)) == (name.decode(errors="replace"), os.getpid())
         process.communicate(b"\n")
+
+
+def test_a_thread_beside_another_process_on_its_core_waits_for_that() -> None:
+    cores, thread = os.sched_getaffinity(0), threading.get_native_id()
+    try:
+        os.sched_setaffinity(0, {min(cores)})  # of both
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+            before = proc.run_delay_ns(thread)
+            while proc.run_delay_ns(thread) == before:
+                pass
+            busy.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert proc.run_delay_ns(2**30) == 0, "there is none"
 
 
 def test_a_process_that_has_ended_is_an_error() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
+from kvobs.telemetry.recording import pauses
 from kvobs.telemetry.recording.pauses import AT_MOST, OF_PROCESS, Pauses
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.timeline.black_box import BlackBox
@@ -74,6 +75,29 @@ def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine(
     for watch in watches:
         watch.join()
     assert (seen[2:4], gc.callbacks.count(mine.collects)) == ([1, 1], 0)
+    assert len(mine._delays) > 1
+
+
+@pytest.mark.parametrize(
+    ("begin", "spent", "waited"), [(4, 50, 0), (5, 50, 27), (9, 50, 27), (10, 50, 20), (10, 15, 15), (99, 50, 20)]
+)
+def test_a_call_may_have_waited_for_a_core_since_the_look_before_it(
+    begin: int, spent: int, waited: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Pauses()
+    mine._delays += (5, 100), (10, 107)
+    monkeypatch.setattr(pauses, "run_delay_ns", lambda thread: 127)
+    assert mine.waited_ns(begin, spent) == waited
+
+
+def test_another_threads_wait_for_a_core_is_unknown() -> None:
+    mine, waited = Pauses(), list[int]()
+    mine._delays.append((0, -(10**18)))
+    assert mine.waited_ns(1, 5) == 5
+    thread = Thread(target=lambda: waited.append(mine.waited_ns(1, 5)))
+    thread.start()
+    thread.join()
+    assert waited == [0]
 
 
 FAULTS = {

@@ -1,6 +1,7 @@
 """Every call is timed, counted and let through; what is taken, over any number of takes, adds up."""
 
 import itertools
+import logging
 import threading
 import time
 from contextlib import suppress
@@ -81,6 +82,23 @@ def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, cap
         "connector 'disk': wait_for_save took 50 ms, more than slow_call_ms (50). Further slow calls are only counted "
         "(kvobs_slow_calls_total)"
     ]
+
+
+def test_a_call_that_may_have_waited_for_a_core_is_counted_and_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+    call = mine.timed(0, HOOK, lambda: None)
+    with caplog.at_level(logging.INFO):
+        for waited_ns in (30_000_000, 10_000_000):
+            Clock(monkeypatch, 0, 70_000_000)
+            monkeypatch.setattr(mine.pauses, "waited_ns", lambda begin, spent, ns=waited_ns: ns)
+            call()
+    assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
+    text = "connector 'disk': wait_for_save took 70 ms, "
+    assert [(r.levelno, r.getMessage()[: len(text) + 4]) for r in caplog.records] == [
+        (logging.INFO, f"{text}in w"), (logging.WARNING, f"{text}more")
+    ]  # fmt: skip
 
 
 def test_two_threads_lose_nothing() -> None:
