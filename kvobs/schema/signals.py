@@ -59,7 +59,7 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups by outcome; an outcome is counted once per request, however often vLLM repeats the lookup.",
+    "Lookups by outcome, each once per request, however often vLLM repeats the lookup; late answers are counted, too.",
     {"outcome": ("hit", "miss", "pending", "timeout")},
 )
 LOOKUP_DELAY = Signal(

@@ -1,5 +1,6 @@
 """Who loads synchronously is seen in its class; where vLLM can't recompute that, it is refused or warned of."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_class_without_a_source_is_unknown() -> None:
     assert loads_synchronously(namespace["Generated"]) is None
 
 
-def checked(classes: dict[str, tuple[type, str]], conditions: Conditions, **options: Any) -> Validated:
+def checked(classes: Mapping[str, tuple[type, str]], conditions: Conditions, **options: Any) -> Validated:
     """Return the validation of connectors of these classes and roles."""
     connectors = [{"kv_connector": name, "kv_role": role} for name, (_, role) in classes.items()]
     validated = validate({"connectors": connectors, "kvobs": options}, "recompute", TransferConfig)
