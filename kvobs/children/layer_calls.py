@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 
 from kvobs import faults
 from kvobs.children.child import Child
+from kvobs.clock import WALL_OFFSET
 from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
 from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
-from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Call, buckets
+from kvobs.telemetry.recording.recorder import SUM, Call, buckets
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvobs.children.child import Child
+from kvobs.clock import wall_ns
 from kvobs.faults import contained
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
@@ -24,7 +25,6 @@ from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import ReportKind, Stray
 from kvobs.telemetry.payload.stats import class_path, own_stats, with_own_stats
-from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.prediction.compute_cost import ComputeCost, StepTimes, Work
 from kvobs.schema import signals
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, Load
-from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

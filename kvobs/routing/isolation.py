@@ -15,12 +15,13 @@ from typing import Any
 
 from kvobs.children.child import Child, Unbuilt
 from kvobs.children.gate import ends_for_good
+from kvobs.clock import wall_ns
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
 from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine, State
-from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 GIVE_UP_NS = 10 * 10**9

@@ -13,11 +13,12 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from kvobs.clock import wall_ns
 from kvobs.log import once
 from kvobs.routing.policies import NOBODY, NOTHING, LoadPolicy, Offer
 from kvobs.schema import signals
 from kvobs.state.transfers import InProgress
-from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

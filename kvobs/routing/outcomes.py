@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.prediction.load_choice import Decision
@@ -12,7 +13,7 @@ from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Gain, InProgress, Load, Save, Slowest, Stray, Stuck, named_ranks
-from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
 _DECISIONS = {why: signals.slot(signals.LOAD_DECISIONS, why) for why in signals.LOAD_DECISIONS.labels["reason"]}

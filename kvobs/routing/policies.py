@@ -12,13 +12,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvobs.children.specs import HAND_OFF, name_among
+from kvobs.clock import wall_ns
 from kvobs.faults import contained
 from kvobs.prediction.compute_cost import ComputeCost, to_compute
 from kvobs.prediction.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
 from kvobs.routing.gains import Gains
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import Load
-from kvobs.telemetry.recording.recorder import wall_ns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

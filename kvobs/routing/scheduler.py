@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector, FlushRule, Sink, divert
 from kvobs.children.fanout import call_all
+from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.routing.completions import Completions
 from kvobs.routing.gains import Gains
@@ -35,7 +36,6 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
-from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.timeline.black_box import STEPS
 
 if TYPE_CHECKING:

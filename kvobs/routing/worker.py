@@ -16,6 +16,7 @@ from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.children.collector import Collector
 from kvobs.children.layer_calls import Stalls
+from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.log import once
 from kvobs.routing.metadata import (
@@ -31,7 +32,6 @@ from kvobs.state.transfers import Report, ReportKind
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
 from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.recorder import wall_ns
 from kvobs.telemetry.requests.trace_context import TraceContext
 from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions

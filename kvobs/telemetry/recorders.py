@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
 from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.pauses import OF_PROCESS
-from kvobs.telemetry.recording.recorder import WALL_OFFSET, Recorder
+from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, Stderr
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.requests.request_traces import Traces

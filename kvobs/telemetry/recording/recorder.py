@@ -7,7 +7,6 @@ reaches the child, the caller, or vLLM.
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +16,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from kvobs import faults
+from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.log import once
 from kvobs.schema import signals
@@ -44,18 +44,10 @@ def buckets(signal: Signal) -> list[int]:
 
 BUCKET = buckets(CALL_DURATION)
 
-# A wall clock that never jumps: its offset is fixed once, at start.
-WALL_OFFSET = time.time_ns() - perf_counter_ns()
-
 NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
 
 ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_VALUE
 _NAME_AT_MOST = 64
-
-
-def wall_ns() -> int:
-    """Return the time in ns since the epoch, monotonic within this process."""
-    return perf_counter_ns() + WALL_OFFSET
 
 
 class Recorder:
@@ -201,20 +193,11 @@ class Recorder:
     def _slow(self, child: int, hook: str, start: int, spent: int) -> None:
         """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
         self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
+        level, key, more = logging.WARNING, "slow", ". Further slow calls are only counted (kvobs_slow_calls_total)"
         if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns(hook):
-            text = "connector %r: %s took %.0f ms, in which it may have waited for a core of this busy machine"
-            once(f"starved:{child}:{hook}", logging.INFO, text, self._names[child], hook, spent / 1e6)
-            return
-        once(
-            f"slow:{child}:{hook}",
-            logging.WARNING,
-            "connector %r: %s took %.0f ms, more than slow_call_ms (%g). Further slow calls are only counted "
-            "(kvobs_slow_calls_total)",
-            self._names[child],
-            hook,
-            spent / 1e6,
-            self.slow_ns(hook) / 1e6,
-        )
+            level, key, more = logging.INFO, "starved", ", and may have waited so long for a core of this busy machine"
+        text = f"connector %r: %s took %.0f ms, more than slow_call_ms (%g){more}"
+        once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns(hook) / 1e6)
 
     @contained("record")
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:

@@ -14,12 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.children.layer_calls import ARGUMENTS, LayerCalls, Stalls
+from kvobs.clock import WALL_OFFSET
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
 from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.call_spans import CallEvent
 from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.recorder import SUM, WALL_OFFSET, Recorder
+from kvobs.telemetry.recording.recorder import SUM, Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
 

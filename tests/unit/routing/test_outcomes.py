@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from kvobs.clock import wall_ns
 from kvobs.routing import outcomes
 from kvobs.routing.outcomes import OpenTransfers, Outcomes
 from kvobs.schema import signals
 from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Gain, InProgress, Load, Report, ReportKind, Save, Stray, Stuck
-from kvobs.telemetry.recording.recorder import Recorder, wall_ns
+from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.reports import took
 
 

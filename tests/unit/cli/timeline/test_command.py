@@ -11,7 +11,7 @@ import pytest
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
-from kvobs.telemetry.recording.recorder import wall_ns
+from kvobs.clock import wall_ns
 from kvobs.telemetry.timeline import ring
 from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector
 from tests.support.recording_rigs import recording_rig
