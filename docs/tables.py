@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import get_args
 
@@ -246,6 +247,25 @@ def packages() -> str:
     return table(["tier", "package or module", "what it does"], rows)
 
 
+FAULTS = (
+    "scheduling",
+    "failed_sync_load",
+    "placeholders_kept",
+    "unfilled_blocks",
+    "reserved_twice",
+    "loaded_behind_failed",
+    "freed_at_first_report",
+    "counted_not_by_rank",
+    "tracing_without_stats",
+)
+"""The reproductions of vLLM's faults, and what they share: modules of ``tests/vllm_faults``."""
+
+
+def listing(fault: str) -> str:
+    """Return the source of a reproduction as a block of code."""
+    return f"```python\n{(ROOT / 'tests' / 'vllm_faults' / f'{fault}.py').read_text(encoding='utf-8')}```"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "metrics": metrics,
@@ -259,4 +279,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": versions,
     "incidents": incidents,
     "packages": packages,
+    **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }
