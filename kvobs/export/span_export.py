@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Thread, local
+from threading import Event, Thread, local
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,11 @@ class SpanCutter:
             max_export_batch_size=min(self._queue_size, _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH)),
             schedule_delay_millis=_from_environment("OTEL_BSP_SCHEDULE_DELAY", DELAY_MS),
         )
+        # An absent collector would delay the end for as long as the exporter retries, so a thread waits for it. Started
+        # now: Python 3.12.0 and 3.12.1 start none at the end.
+        self._is_closed = Event()
+        self._closing = Thread(target=self._shut_down, name="kvobs-closing", daemon=True)
+        self._closing.start()
         atexit.register(self.close)
 
     def cut(self, groups: Iterable[Sequence[Any]], engine: int) -> list[Record]:
@@ -126,15 +131,12 @@ class SpanCutter:
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most; called once."""
         atexit.unregister(self.close)
-        # An absent collector would delay the process for as long as the exporter retries.
-        shutdown: Callable[[], None] = self._processor.shutdown
-        closing = Thread(target=shutdown, name="kvobs-closing", daemon=True)
-        try:
-            closing.start()
-        except RuntimeError:  # Python 3.12.0 and 3.12.1 can't start threads any more at this point
-            shutdown()
-        else:
-            closing.join(CLOSING_S)
+        self._is_closed.set()
+        self._closing.join(CLOSING_S)
+
+    def _shut_down(self) -> None:
+        self._is_closed.wait()
+        self._processor.shutdown()
 
 
 class CountingExporter(SpanExporter):
