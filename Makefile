@@ -17,10 +17,16 @@ PREVIEW := dashboards/preview/node_modules/.package-lock.json
 SIDE_BY_SIDE := -n 2 --dist loadfile
 SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-loadscope-reorder
 
+QUICK := "demo or not (engine or contract or connectors)"
+
+# The other versions of Python that kvobs is tested under: the PATH's, or else pyenv's.
+PYTHONS ?= 3.12 3.13
+PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.*/bin))
+
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-slow incidents test-connectors test-ray test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-python test-engines test-slow incidents test-connectors test-ray test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +37,10 @@ demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what
 	@$(BIN)/kvobs demo $(DEMO)
 
 test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's own router, and the demo on a real engine
-	$(BIN)/python -m pytest $(SHARED) -m "demo or not (engine or contract or connectors)" tests $(TESTS)
+	$(BIN)/python -m pytest $(SHARED) -m $(QUICK) tests $(TESTS)
+
+test-python: $(PYTHONS:%=.pythons/%/.installed) promtool ## Run the tests of `make test` under Python 3.12 and 3.13; PYTHONS=3.13: under that only
+	set -e; for version in $(PYTHONS); do echo "Python $$version"; .pythons/$$version/bin/python -m pytest $(SHARED) -m $(QUICK) $(TESTS); done
 
 test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and those under other vLLM versions
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not (demo or slow or connectors)" tests $(TESTS)
@@ -108,7 +117,7 @@ promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics a
 		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
 
 clean: ## Remove what make made
-	rm -rf .venv .hosts build
+	rm -rf .venv .pythons .hosts build
 
 # A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
 # compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.
@@ -119,6 +128,13 @@ $(INSTALLED): pyproject.toml
 	@echo "Installing into .venv. At its end all is compiled, once: half a minute without a word."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --python $(BIN)/python $(WHEELS) --compile-bytecode --editable '.[engine]' --group dev
+	@touch $@
+
+# Where the wheels lack a torch for CPUs and this Python, PyPI's build for CUDA does: 6 GB, and it needs no GPU.
+.pythons/%/.installed: pyproject.toml | $(INSTALLED)
+	@PATH="$$PATH:$(PYENV)" $(BIN)/uv venv --quiet --clear --python $* .pythons/$* \
+		|| { echo "The tests under Python $* need it: install it, on the PATH or with pyenv, or leave it out: make PYTHONS=3.x test-python"; false; }
+	$(BIN)/uv pip install --quiet --python .pythons/$*/bin/python $(WHEELS) --overrides <(echo torch==2.13.0) --editable '.[engine]' --group dev uv
 	@touch $@
 
 $(PREVIEW): dashboards/preview/package-lock.json
