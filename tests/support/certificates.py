@@ -50,6 +50,10 @@ class Authority:
         built = built.serial_number(x509.random_serial_number()).not_valid_before(now - dt.timedelta(1))
         built = built.not_valid_after(now + dt.timedelta(1)).add_extension(names, critical=False)
         built = built.add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+        # Python 3.13 refuses certificates without these extensions.
+        built = built.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        built = built.add_extension(issuer, critical=False).add_extension(_usage(is_ca), critical=True)
         return built.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def web_config(self, **settings: str) -> str:
@@ -66,3 +70,9 @@ class Authority:
         if client is not None:
             context.load_cert_chain(*self.certificate(client))
         return context
+
+
+def _usage(is_ca: bool) -> x509.KeyUsage:
+    rare = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
+    never = dict.fromkeys((*rare, "decipher_only"), False)
+    return x509.KeyUsage(digital_signature=True, key_cert_sign=is_ca, crl_sign=is_ca, **never)
