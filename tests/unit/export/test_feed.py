@@ -407,13 +407,13 @@ def test_an_exporter_is_told_its_address_and_where_to_send(
 ) -> None:
     """Each engine of a data-parallel group on one host has the next port."""
     config = engine_config(transfer_config("kvobs", [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]))
-    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3
+    config.parallel_config.data_parallel_index, config.parallel_config.data_parallel_rank_local = 3, 1
     config.parallel_config.world_size = 2
     info = described(config, (), Options(), os.getpid())
     assert (info.index, info.ranks, info.pid, info.load_policy, info.connectors) == (3, 2, os.getpid(), "first", ())
     assert 0 <= time.time_ns() - info.began_ns < 60 * 10**9
     exporter = ExporterOptions(host="h", port=port, web_config="/w" if port else None, otlp_metrics=otlp_metrics)
     info = exported(engine(), config, exporter, tracing)
-    assert (info.host, info.port, info.otlp_metrics) == ("h", None if port is None else port + 3, otlp_metrics)
+    assert (info.host, info.port, info.otlp_metrics) == ("h", None if port is None else port + 1, otlp_metrics)
     assert info.web_config == exporter.web_config
     assert (info.has_spans, info.endpoint) == ((True, "http://collector:4317") if tracing else (False, None))

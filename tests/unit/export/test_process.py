@@ -199,6 +199,16 @@ def test_spans_are_cut_and_what_it_counts_itself_goes_to_the_engine(monkeypatch:
     assert (mark.trace_id, 0 <= time.time() - mark.time_s < 60) == ("1" * 32, True)
 
 
+def test_each_exemplar_has_the_trace_of_its_own_record(made: Callable[..., process.Exporter]) -> None:
+    exporter, times = made(), {"1" * 32: 2_000, "2" * 32: 2_000_000_000}
+    attributes = {spans.CONNECTOR: "one"}
+    records = [record("kv.save", trace_id=i, observed_ns=ns, attributes=attributes) for i, ns in times.items()]
+    exporter._cutter = Mock(**{"cut.return_value": records})
+    exporter._apply(wire.to_line(wire.message(Increments({}, [], {}, [records]))))
+    ((first, second),) = (marks.values() for marks in exporter._totals._marks.values())
+    assert {mark.trace_id: round(mark.value * 1e9) for mark in (first, second)} == times
+
+
 def test_its_numbers_are_kept_until_they_are_sent_whole(made: Callable[..., process.Exporter]) -> None:
     exporter, where = made(), signals.slot(signals.INTERNAL_ERRORS, "apply")
     line = b"\n" + wire.to_line(wire.message(Increments({where: 5}, [], {})))

@@ -300,12 +300,17 @@ def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
     assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
 
 
-@pytest.mark.parametrize("is_in", [False, True])
-def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool) -> None:
-    """vLLM has read the failures before it shows the output; every rank reports it in the next step."""
+@pytest.mark.parametrize(("is_in", "is_hidden"), [(False, False), (True, False), (True, True)])
+def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool, is_hidden: bool) -> None:
+    """vLLM has read the failures before it shows the output; every rank reports it in the next step.
+
+    The load of a request that has ended is hidden from its child if another one comes with its id in the quarantine.
+    """
     shown = Shown()
     if is_in:
         shown.all_in()
+    if is_hidden:
+        shown.visibility[0].hidden.add("own")
     shown.watchers[0].change = lambda output: output.failed_recving.add("own")
     over = shown.show()
     assert "own" not in over[0]
@@ -472,3 +477,16 @@ def test_a_failure_said_on_the_schedulers_side_is_recomputed(a: Script, b: Scrip
     assert rig.status("r") == "gone"
     assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
     assert_nothing_is_left(rig)
+
+
+def test_the_greatest_of_the_ranks_losses_counts_in_whatever_order_they_come(a: Script) -> None:
+    a.offers["r"] = KV
+    rig = started("kvobs", a, ranks=2)
+    first, second = a.called("update_state_after_alloc")[0][2][0][:2]
+    for rank, block in ((0, first), (1, second)):
+        a.bad_blocks[rank] = {block}
+        rig.step()
+    for rank in (0, 1):
+        a.say(rank, received="r")
+    rig.run(5)
+    assert counted(rig, "kvobs_recomputed_tokens_total", 0) == 2 * BLOCK

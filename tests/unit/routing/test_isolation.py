@@ -188,6 +188,21 @@ def test_a_promise_made_while_out_is_held_or_given_up(engine: Isolating, a: Scri
     assert_nothing_is_left(engine.rig)
 
 
+def test_a_promise_made_in_a_quarantine_without_end_is_given_up(engine: Isolating, a: Script) -> None:
+    """No probation follows, at whose begin the open saves would be noted."""
+    a.promises.add("r")
+    engine.rig.add("r", max_tokens=2)
+    engine.step()
+    a.raises["set_xfer_handshake_metadata"] = FAILURE
+    engine.rig.connector.set_xfer_handshake_metadata({})
+    engine.step(2)
+    assert engine.rig.status("r") == "FINISHED_LENGTH_CAPPED"
+    engine.step(2, seconds=GIVE_UP_NS / S)
+    engine.run_to_end("r")
+    assert counted(engine.rig, "kvobs_saves_total", 0, "abandoned") == 1
+    assert_nothing_is_left(engine.rig)
+
+
 def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating, a: Script) -> None:
     for request in ("first", "second"):
         a.promises.add(request)

@@ -174,6 +174,24 @@ def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script
     assert_nothing_is_left(engine.rig)
 
 
+def test_a_slow_childs_open_lookups_wait_for_the_end_of_its_quarantine(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
+) -> None:
+    engine = Isolating(monkeypatch, a, b, lookup_timeout_ms=1)
+    a.offers["r"] = [(None, False)] * 100
+    engine.rig.add("r", max_tokens=99)
+    engine.step(3)
+    assert engine.rig.status("r") == "RUNNING"
+    slow["update_connector_output"] = 3
+    engine.step()
+    asked = len(a.called("get_num_new_matched_tokens"))
+    engine.step()
+    assert len(a.called("get_num_new_matched_tokens")) == asked
+    slow.clear()
+    engine.step(seconds=8 * 3 + 0.1)
+    assert len(a.called("get_num_new_matched_tokens")) == asked + 1
+
+
 def test_a_slow_child_keeps_nothing_of_a_request_whose_blocks_it_had(
     engine: Isolating, a: Script, b: Script, slow: dict[str, float]
 ) -> None:

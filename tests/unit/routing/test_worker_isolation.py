@@ -1,6 +1,7 @@
 """What a worker leaves out of a step for an isolated child, and what it lets the scheduler know of its failures."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -126,3 +127,11 @@ def test_one_that_miscounts_its_saves_after_a_failure_is_not_tried_again() -> No
     worker.fail("wait_for_save")
     assert worker.gates.take_broken() == {(0, FOR_GOOD)}
     assert worker.gate.closed == OPEN, "what it holds is given back by its own hooks"
+
+
+def test_after_one_that_could_not_be_built_the_others_are_logged_by_their_names(caplog: Any) -> None:
+    recorder = Recorder(2)
+    unbuilt = Child(0, "gone", object.__new__(Unbuilt), recorder, gate=Gate(0, recorder))
+    WorkerGates([unbuilt, Child(1, "good", Loader(), recorder, gate=(gate := Gate(1, recorder)))])
+    gate.guard("wait_for_save", Mock(side_effect=OSError))()
+    assert "isolated connector 'good' failed in wait_for_save" in caplog.text

@@ -334,6 +334,19 @@ def test_a_load_that_its_child_withdrew_can_still_fail() -> None:
     assert load.failed
 
 
+def test_after_an_abort_between_two_ranks_receipts_the_blocks_are_held_until_the_second() -> None:
+    """The second rank is still writing into them."""
+    ledger = opened()
+    ledger.record(report(ReportKind.RECEIVED, "r", 0, 0))
+    assert ledger.finish("r", []).aborted is ledger.load("r")
+    assert (ledger.take_loads_in(), ledger.take_received()) == ([], set())
+    ledger.record(report(ReportKind.RECEIVED, "r", 0, 1))
+    assert ledger.take_loads_in() == ["r"]
+    assert ledger.close_load("r") is not None
+    assert ledger.take_received() == {"r"}
+    assert (list(ledger), len(ledger.incomplete)) == ([], 0)
+
+
 def test_a_failure_that_is_read_twice_ends_one_load() -> None:
     """The workers were ordered to report it when the last rank's report was on its way: vLLM reads both."""
     ledger = opened()

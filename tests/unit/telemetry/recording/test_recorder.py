@@ -5,6 +5,7 @@ import logging
 import threading
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -69,6 +70,14 @@ def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException
     assert taken.opened == [["kvobs_call_errors_total", 1, HOOK, type(error).__name__, 2]]
     assert series(taken.counts).keys() == {(1, CALL_DURATION.name, (HOOK,))}
     assert mine.take().opened == []
+
+
+def test_a_call_that_raised_is_not_in_progress_in_the_black_box() -> None:
+    mine = Recorder(1)
+    with suppress(OSError):
+        mine.timed(0, HOOK, Mock(side_effect=OSError))()
+    begun = mine.box.pair(0, HOOK)
+    assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
 
 
 def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -249,7 +249,7 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
     """The ranks always report a sync load; here one never does."""
     lines: list[Any] = []
     reports = Reports(NAMES, False, lines.append)
-    for name in [*[str(i) for i in range(ENDING_AT_MOST)], "more", "more"]:
+    for name in ["0", "0", *[str(i) for i in range(1, ENDING_AT_MOST)], "more", "more"]:
         one = request(name)
         one.get_finished_reason = lambda: "length"
         reports.looked_up(one, 1, 2)
@@ -257,7 +257,7 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
         assert reports.finished(one, None) is None
         reports.request_ended(name)
     assert len(reports) == ENDING_AT_MOST
-    assert [line["request_id"] for line in lines] == ["0", "more"]
+    assert [line["request_id"] for line in lines] == ["0", "0", "more"], "an id that comes again, and the oldest"
     assert lines[0]["loads"][0]["outcome"] == "open"
 
 

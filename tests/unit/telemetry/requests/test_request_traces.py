@@ -81,6 +81,13 @@ def test_a_request_joins_the_clients_or_the_prefills_trace_or_begins_one(own: st
     }
 
 
+def test_each_trace_links_to_its_own_prefill() -> None:
+    traces = Scheduler().traces
+    for context in (SAMPLED, UNSAMPLED):
+        handed_on = {"kvobs": {"traceparent": context.traceparent}}
+        assert traces.of(request(context.trace_id, params=handed_on)).link == context
+
+
 def test_a_trace_lasts_as_long_as_its_request() -> None:
     scheduler = Scheduler()
     mine = request("r", {"traceparent": "bad"})
