@@ -43,6 +43,13 @@ def test_in_host_memory_kvobs_does_the_work() -> None:
     assert counted(recorder, 1, "h2d") == 2 * 2 * 2 * 4 * 2  # blocks, layers, shape of a block, bytes
 
 
+def test_layers_of_several_sizes_are_counted_as_large_as_they_are() -> None:
+    recorder = Recorder(1)
+    src, dst = (caches() | {"b": torch.zeros((BLOCKS, 3), dtype=torch.float16)} for _ in range(2))
+    BlockCopies(recorder, BLOCKS).operation(0, Vllms())(src, dst, [3], [9], "h2d")
+    assert counted(recorder, 0, "h2d") == (2 * 4 + 3) * 2
+
+
 @pytest.mark.parametrize(("is_stock", "device"), [(True, "cpu"), (False, "meta"), (True, "meta")])
 def test_elsewhere_and_on_demand_vllm_does(is_stock: bool, device: str) -> None:
     recorder, vllms = Recorder(1), Vllms()

@@ -24,7 +24,7 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, with_own_stats
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scheduler_life import Life, actions
 from tests.support.scripted import Events, Stats, Tally
 
@@ -441,6 +441,17 @@ def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Sc
     rig.run(3)
     later = [detail for hook, detail in b.calls[seen:] if hook == "update_connector_output"]
     assert all(shown["received"] == shown["sent"] == set() for shown in later), "it is gone"
+    assert_nothing_is_left(rig)
+
+
+def test_a_save_done_before_its_promise_releases_nothing_that_another_holds(a: Script, b: Script) -> None:
+    a.promises.add("r")
+    b.promises.add("r")
+    rig = started("kvobs", a, b, max_tokens=3)
+    b.say(0, saved="r")
+    rig.run(4)
+    assert rig.status("r") == "FINISHED_LENGTH_CAPPED"
+    assert_gone_after(rig, a, 2, saved="r")
     assert_nothing_is_left(rig)
 
 

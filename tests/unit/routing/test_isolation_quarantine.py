@@ -174,6 +174,20 @@ def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script
     assert_nothing_is_left(engine.rig)
 
 
+def test_a_slow_child_that_fails_on_a_worker_saves_no_more(
+    engine: Isolating, a: Script, slow: dict[str, float]
+) -> None:
+    """The report of that failure may come after the slow call."""
+    engine.rig.add("r", max_tokens=20)
+    engine.step()
+    slow["update_connector_output"] = 3
+    engine.step()
+    engine.side.isolation.record_failures([(0, 0)])
+    for is_shown in (True, False):
+        assert ("r" in a.called("build_connector_meta")[-1].scheduled) is is_shown
+        engine.step()
+
+
 def test_a_slow_childs_open_lookups_wait_for_the_end_of_its_quarantine(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
 ) -> None:

@@ -48,6 +48,14 @@ def test_failures_of_several_connectors_are_returned_together(a: Script, b: Scri
     assert results == KVConnectorTransferResults(finished_recving={"p", "q"}, failed_recving={"p", "q"})
 
 
+def test_the_failure_of_a_requests_second_load_is_returned_as_that_of_its_first(a: Script, b: Script) -> None:
+    side = side_of(Rig("kvobs", a, b), ("r", LOAD))
+    for _ in range(2):
+        a.say(0, failed="r")
+        assert side.get_transfer_results(set()).failed_recving == {"r"}
+        side.bind_connector_metadata(side._meta)
+
+
 def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     side = side_of(Rig("kvobs", a, b))
     answers = {0: (None, {"r"}), 1: ({"s"}, None)}
