@@ -71,7 +71,7 @@ format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(INSTALLED) ## Make 200 single faults and 15 of routing, and see whether the tests find them; MUTANTS='--seed 2 --module ledger'
+mutants: $(INSTALLED) ## Make 200 single faults, 15 of routing and 40 where two parts meet, and see whether the tests find them; MUTANTS='--seed 2 --module ledger'
 	nice $(BIN)/python -m tests.mutants $(MUTANTS)
 
 bench: $(INSTALLED) ## Measure what kvobs costs

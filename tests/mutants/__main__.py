@@ -2,8 +2,9 @@
 
     python -m tests.mutants [--number 200] [--seed 1] [--module ledger ...] [--jobs 2]
 
-Before that, if no module is named: the faults of routing, and whether the comparison with vLLM's own router finds them.
-It ends with 1 if it misses one of those, or if fewer than 95 % of the others that a test can find are found.
+Before that, if no module is named: the faults of routing, and whether the comparison with vLLM's own router finds them;
+the faults where two parts meet, and whether their tests do. It ends with 1 if it misses one of those, or if fewer than
+95 % of the others that a test can find are found.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Draw the faults, run the tests against each, and print what came of them."""
     options = parsed(arguments)
-    missed = not options.is_part and _misses_routing_faults()
+    missed = not options.is_part and _misses_planted_faults()
     faults = draw(ROOT, options.module, options.number, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvobs-mutants-") as folder:
         trees = [Path(folder) / str(number) for number in range(max(1, options.jobs))]
@@ -88,10 +89,12 @@ def report(results: Sequence[Found], equivalents: Collection[Equivalent]) -> tup
     return "\n".join(lines), share
 
 
-def _misses_routing_faults() -> bool:
-    """Run the comparison against the faults of routing, in another process: the forks here must not know kvobs yet."""
-    command = [sys.executable, "-m", "tests.mutants.routing_faults"]
-    return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=False).returncode != 0
+def _misses_planted_faults() -> bool:
+    """Make the faults that are written by hand, in other processes: the forks here must not know kvobs yet."""
+    routing, joints = ([sys.executable, "-m", f"tests.mutants.{name}_faults"] for name in ("routing", "joint"))
+    of_routing = subprocess.run(routing, cwd=ROOT, stderr=subprocess.DEVNULL, check=False)  # vLLM writes to it
+    of_joints = subprocess.run(joints, cwd=ROOT, check=False)
+    return bool(of_routing.returncode or of_joints.returncode)
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ from tests.mutants.__main__ import parsed, report
 from tests.mutants.equivalents import EQUIVALENTS, Equivalent
 from tests.mutants.faults import Fault, draw, faults_of
 from tests.mutants.hunt import MOST_S, ROOT, CoverageMap, Found, all_modules, all_tests, own_tests
+from tests.mutants.joint_faults import JOINT_FAULTS
 
 MODULE = "kvobs/state/limits.py"
 SOURCE = '''"""Limits."""
@@ -152,6 +153,17 @@ def test_each_equivalent_is_a_possible_fault() -> None:
         possible |= {fault.key for fault in faults_of(ROOT, module, 0, on)}
     assert [entry for entry in EQUIVALENTS if entry.key not in possible] == []
     assert all(entry.reason for entry in EQUIVALENTS)
+
+
+def test_each_fault_where_two_parts_meet_can_still_be_planted() -> None:
+    """Else its file has changed since, and nothing would be planted."""
+    sources = [(fault, (ROOT / fault.file).read_text()) for fault in JOINT_FAULTS]
+    assert [fault.name for fault, source in sources if source.count(fault.before) != 1] == []
+    for fault, source in sources:
+        ast.parse(fault.planted_in(source))
+        file, _, test = fault.tests.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text(), fault.name
+    assert len({fault.name for fault in JOINT_FAULTS}) == len(JOINT_FAULTS)
 
 
 RUN = """

@@ -1,0 +1,379 @@
+"""Forty faults where two parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
+
+    python -m tests.mutants.joint_faults [NAME ...]
+
+No operator makes them: state that stays, another connector's value, an update that one path leaves out, an order that
+is swapped. The first ten were planted in a review, and no test found them then.
+"""
+
+# ruff: noqa: E501 - lines of the code, whole
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants.forked import run_alone, warm
+from tests.mutants.hunt import FIRST_S, BaselineError, copy_tree
+
+LIMIT_S = 600.0
+
+
+class JointFault(NamedTuple):
+    """One change of one file, and the tests of which one must fail: a file of them, or one of a slow file."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+    def planted_in(self, source: str) -> str:
+        """Return the file's text with the fault."""
+        return source.replace(self.before, self.after)
+
+
+UNIT, ROUTING, EXPORT = "tests/unit", "kvobs/routing", "kvobs/export"
+REQUESTS, RECORDING, PAYLOAD = (f"kvobs/telemetry/{name}" for name in ("requests", "recording", "payload"))
+
+JOINT_FAULTS = (
+    # survivors of a review
+    JointFault(
+        "names on a worker shift after a connector that was not built",
+        f"{ROUTING}/worker_isolation.py",
+        "        self._names = [child.name for child in children]\n",
+        '        self._names = [child.name for child in children if not isinstance(child.connector, Unbuilt)] + ["?"]\n',
+        f"{UNIT}/routing/test_worker_isolation.py",
+    ),
+    JointFault(
+        "each trace links to the first prefill",
+        f"{REQUESTS}/request_traces.py",
+        "            link=link,\n",
+        '            link=link and self.__dict__.setdefault("_first_link", link),\n',
+        f"{UNIT}/telemetry/requests/test_request_traces.py",
+    ),
+    JointFault(
+        "a call that raised stays in progress in the black box",
+        f"{RECORDING}/recorder.py",
+        "                words[ended] = start\n                raise\n",
+        "                raise\n",
+        f"{UNIT}/telemetry/recording/test_recorder.py",
+    ),
+    JointFault(
+        "saves promised during a quarantine are never given up",
+        f"{ROUTING}/isolation.py",
+        "            if self.is_out(index) and all(index != other for _, other in self._reviews):\n",
+        "            if False:\n",
+        f"{UNIT}/routing/test_isolation.py",
+    ),
+    JointFault(
+        "an exemplar has the trace of another record",
+        f"{EXPORT}/process.py",
+        "            for record in self._cutter.cut(taken.spans, self._engine.index):\n"
+        "                self._totals.mark(record, time.time())\n",
+        "            cut = list(self._cutter.cut(taken.spans, self._engine.index))\n"
+        "            for record in cut:\n"
+        "                self._totals.mark(record._replace(trace_id=cut[0].trace_id), time.time())\n",
+        f"{UNIT}/export/test_process.py",
+    ),
+    JointFault(
+        "the exporter's port is by the engine's number, not by its place on the host",
+        f"{EXPORT}/feed.py",
+        "versions.engine_place(vllm_config).on_host",
+        "versions.engine_place(vllm_config).number",
+        f"{UNIT}/export/test_feed.py::test_an_exporter_is_told_its_address_and_where_to_send",
+    ),
+    JointFault(
+        "a load has lost what the last rank lost, not the worst",
+        f"{ROUTING}/completions.py",
+        "            load.lost_tokens = max(load.lost_tokens or 0, lost)\n",
+        "            load.lost_tokens = lost\n",
+        f"{UNIT}/routing/test_completions.py::test_the_greatest_of_the_ranks_losses_counts_in_whatever_order_they_come",
+    ),
+    JointFault(
+        "a slow connector in quarantine is polled for open lookups",
+        f"{ROUTING}/scheduler.py",
+        "self.open_lookups.poll(self.isolation.is_slow)",
+        "self.open_lookups.poll(lambda _: False)",
+        f"{UNIT}/routing/test_isolation_quarantine.py",
+    ),
+    JointFault(
+        "a load that its connector fails on the scheduler's side is received, too",
+        f"{ROUTING}/completions.py",
+        "                received.discard(request)\n",
+        "",
+        f"{UNIT}/routing/test_completions.py::test_a_failure_that_a_child_adds_goes_round_by_the_workers",
+    ),
+    JointFault(
+        "the request log forgets a request whose id is used again",
+        f"{REQUESTS}/request_reports.py",
+        "        if len(self._ending) >= ENDING_AT_MOST or request.request_id in self._ending:\n",
+        "        if len(self._ending) >= ENDING_AT_MOST:\n",
+        f"{UNIT}/telemetry/requests/test_request_reports.py",
+    ),
+    # router and ledger
+    JointFault(
+        "the candidate of an earlier lookup stays after a miss",
+        f"{ROUTING}/scheduler.py",
+        "        self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)\n",
+        "        if best.tokens:\n            self.ledger.propose(request.request_id, (best.child, best.is_async))\n",
+        f"{UNIT}/routing/test_stock_faults.py",
+    ),
+    JointFault(
+        "a request is released with its first save that was early",
+        f"{ROUTING}/scheduler.py",
+        "        if finished.early and not finished.holds:\n",
+        "        if finished.early:\n",
+        f"{UNIT}/routing/test_completions.py::test_a_save_done_before_its_promise_releases_nothing_that_another_holds",
+    ),
+    JointFault(
+        "the lookups of a request that ends during its load are never forgotten",
+        f"{ROUTING}/scheduler.py",
+        "        self.offers.forget(request_id)\n        if finished.aborted is not None:\n",
+        "        if finished.aborted is None:\n            self.offers.forget(request_id)\n        else:\n",
+        f"{UNIT}/routing/test_scheduler.py::test_whatever_is_reported_and_aborted",
+    ),
+    # scheduler's and workers' orders
+    JointFault(
+        "workers keep the blocks of a synchronous load that has ended",
+        f"{ROUTING}/completions.py",
+        "                self.next_orders.orders.closed.append(request_id)\n",
+        "                if load.is_async:\n                    self.next_orders.orders.closed.append(request_id)\n",
+        f"{UNIT}/routing/test_isolation_limits.py",
+    ),
+    JointFault(
+        "workers keep a save that was given up",
+        f"{ROUTING}/completions.py",
+        "                self.next_orders.orders.saved.append((index, request_id))\n",
+        "                if not save.is_abandoned:\n                    self.next_orders.orders.saved.append((index, request_id))\n",
+        f"{UNIT}/routing/test_isolation.py",
+    ),
+    JointFault(
+        "a load that ended before its request's end leaves an orphan",
+        f"{ROUTING}/worker.py",
+        "            self._orphaned.discard(request)\n",
+        "",
+        f"{UNIT}/routing/test_worker.py",
+    ),
+    JointFault(
+        "the receipt of a request's second load is taken for the first one's",
+        f"{ROUTING}/worker.py",
+        "        self._returned.difference_update(orders.loads)\n",
+        "",
+        f"{UNIT}/routing/test_worker.py",
+    ),
+    JointFault(
+        "a connector gets the ends of skipped steps in each step after them",
+        f"{ROUTING}/worker_isolation.py",
+        "self._unreported.pop(index, None)",
+        "self._unreported.get(index)",
+        f"{UNIT}/routing/test_isolation_quarantine.py",
+    ),
+    # visibility and isolation
+    JointFault(
+        "ended requests are forgotten before the workers get the hidden ones",
+        f"{ROUTING}/scheduler.py",
+        "                if ends := visibility.ends_hidden(finished):\n"
+        "                    hidden[index] = ends\n"
+        "                visibility.forget(finished, self.ledger)\n",
+        "                visibility.forget(finished, self.ledger)\n"
+        "                if ends := visibility.ends_hidden(finished):\n"
+        "                    hidden[index] = ends\n",
+        f"{UNIT}/routing/test_isolation.py",
+    ),
+    JointFault(
+        "a connector in quarantine goes on saving after it fails on a worker",
+        f"{ROUTING}/isolation.py",
+        "                self._withhold_all(index)  # the requests of that step are not known here\n",
+        "                if not self.is_out(index):\n                    self._withhold_all(index)\n",
+        f"{UNIT}/routing/test_isolation_quarantine.py",
+    ),
+    JointFault(
+        "a request that was withheld or dropped is never forgotten",
+        f"{ROUTING}/scheduler.py",
+        "            if visibility:\n                visibility.end(request_id)\n",
+        "            if visibility.hidden:\n                visibility.end(request_id)\n",
+        f"{UNIT}/routing/test_isolation.py",
+    ),
+    JointFault(
+        "the receipts hidden from the first connector are hidden from all",
+        f"{ROUTING}/completions.py",
+        "            hidden = self._visibility[child.index].hidden\n",
+        "            hidden = self._visibility[0].hidden\n",
+        f"{UNIT}/routing/test_completions.py::test_hidden_requests_are_not_shown_and_end_all_the_same",
+    ),
+    # lookups, open ones, and the choice
+    JointFault(
+        "connectors get the allocation before their lookup is left open",
+        f"{ROUTING}/scheduler.py",
+        "        self.open_lookups.leave_open(request, blocks, local, left_open)\n"
+        "        for child in self.children:\n"
+        "            is_shown = self.visibility[child.index].allocates(request_id)\n"
+        "            if is_shown and not self.open_lookups.has(child.index, request_id):\n"
+        "                self.isolation.allocated(child.index, request_id)\n"
+        "                child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)\n",
+        "        for child in self.children:\n"
+        "            is_shown = self.visibility[child.index].allocates(request_id)\n"
+        "            if is_shown and not self.open_lookups.has(child.index, request_id):\n"
+        "                self.isolation.allocated(child.index, request_id)\n"
+        "                child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)\n"
+        "        self.open_lookups.leave_open(request, blocks, local, left_open)\n",
+        f"{UNIT}/routing/test_lookups.py",
+    ),
+    JointFault(
+        "the second allocation of a load settles its decision and open lookups again",
+        f"{ROUTING}/lookups.py",
+        "asked.last, Settled(local=asked.last.local)",
+        "asked.last, asked.last._replace(offers=())",
+        f"{UNIT}/routing/test_lookups.py",
+    ),
+    JointFault(
+        "a load that another one has overtaken still delays the prediction",
+        f"{ROUTING}/policies.py",
+        "        for other in [other for other, (_, since) in begun.items() if since <= load.opened_ns]:\n"
+        "            del begun[other]\n",
+        "        begun.pop(request_id, None)\n",
+        f"{UNIT}/routing/test_policies.py",
+    ),
+    # the aggregator and the ledger
+    JointFault(
+        "a request's next load fails as its first one did",
+        "kvobs/aggregation/aggregator.py",
+        "        for request in failed:\n            del self._failures[request]\n",
+        "",
+        f"{UNIT}/aggregation/test_aggregator.py",
+    ),
+    JointFault(
+        "the aggregator's stuck failures are counted while ranks are still to report",
+        f"{ROUTING}/outcomes.py",
+        "        if load is not None and load.is_in:\n",
+        "        if load is not None:\n",
+        f"{UNIT}/routing/test_outcomes.py",
+    ),
+    # the payload and the totals
+    JointFault(
+        "the gauges of an older payload win",
+        f"{PAYLOAD}/kvobs_stats.py",
+        '            self.data["gauges"].update(theirs.data["gauges"])\n',
+        '            self.data["gauges"] = {**theirs.data["gauges"], **self.data["gauges"]}\n',
+        f"{UNIT}/telemetry/payload/test_kvobs_stats.py",
+    ),
+    JointFault(
+        "one connector's label values use up those of the others",
+        f"{EXPORT}/totals.py",
+        "sum(key[0] == child for key in known) >= SERIES_AT_MOST",
+        "len(known) >= SERIES_AT_MOST",
+        f"{UNIT}/export/test_totals.py",
+    ),
+    JointFault(
+        "a merged payload shares a connector's stats with the first one",
+        f"{PAYLOAD}/stats.py",
+        "                self.data[name] = copy.deepcopy(theirs)\n",
+        "                self.data[name] = theirs\n",
+        f"{UNIT}/telemetry/payload/test_stats.py",
+    ),
+    # the exporter, its feed and its watch
+    JointFault(
+        "what the exporter has counted is forgotten if the engine does not read",
+        f"{EXPORT}/process.py",
+        "            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):\n                self._own.clear()\n",
+        "            self._channel.send(line, socket.MSG_DONTWAIT)\n        self._own.clear()\n",
+        f"{UNIT}/export/test_process.py",
+    ),
+    JointFault(
+        "a new exporter starts from the last message, not from the totals",
+        f"{EXPORT}/feed.py",
+        "        self._sent.add(self._waiting)\n        self._waiting, self._spans = Increments.none(), []\n",
+        "        if self._payload_s:\n            self._sent = self._waiting\n"
+        "        self._waiting, self._spans = Increments.none(), []\n",
+        f"{UNIT}/export/test_feed.py::test_an_exporter_that_is_killed_comes_back_and_no_counter_falls",
+    ),
+    JointFault(
+        "a process that goes on is still shown as stopped",
+        f"{EXPORT}/engine_watch.py",
+        "        self._stopped = {page.rank: self._stopped.get(page.rank, now) for page in running if is_stopped(page.pid)}\n",
+        "        for page in running:\n            if is_stopped(page.pid):\n                self._stopped.setdefault(page.rank, now)\n",
+        f"{UNIT}/export/test_engine_watch.py::test_a_stopped_process_is_named_and_no_connector",
+    ),
+    # traces, reports and gains
+    JointFault(
+        "the load's span is lost when its request ends",
+        f"{REQUESTS}/request_traces.py",
+        "        self._write_load(request_id)\n        trace = self._traces.pop(request_id, None)\n",
+        "        self._write_load(request_id)\n        self._loads.pop(request_id, None)\n"
+        "        trace = self._traces.pop(request_id, None)\n",
+        f"{UNIT}/telemetry/requests/test_request_traces.py",
+    ),
+    JointFault(
+        "a client gets the report without the trace",
+        f"{ROUTING}/scheduler.py",
+        "            params = self.reports.finished(request, params) or params\n        self.listener.request_ended(request_id)\n",
+        "            params = self.reports.finished(request, None) or params\n        self.listener.request_ended(request_id)\n",
+        f"{UNIT}/telemetry/requests/test_request_reports.py",
+    ),
+    JointFault(
+        "a request that has ended waits for its resume",
+        f"{ROUTING}/gains.py",
+        "    def request_ended(self, request_id: str) -> None:\n        self._resuming.pop(request_id, None)\n",
+        "    def request_ended(self, request_id: str) -> None:\n        return\n",
+        f"{UNIT}/routing/test_gains.py",
+    ),
+    # pauses, waits and block copies
+    JointFault(
+        "an isolated connector's back-off follows from the pauses, too",
+        "kvobs/children/gate.py",
+        "                self.on_slow(hook, ran)\n",
+        "                self.on_slow(hook, spent)\n",
+        f"{UNIT}/children/test_gate.py",
+    ),
+    JointFault(
+        "a step that loads has waited for the earlier steps, too",
+        "kvobs/children/layer_calls.py",
+        "            self._before[child] = total = tally[SUM]\n            whole[child] += total - before\n",
+        "            total = tally[SUM]\n            if waits:\n                self._before[child] = total\n"
+        "            whole[child] += total - before\n",
+        f"{UNIT}/children/test_layer_calls.py",
+    ),
+    JointFault(
+        "a copy counts the first layer's bytes for each layer",
+        "kvobs/children/block_copies.py",
+        "        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in caches[0].items())\n",
+        "        layer, cache = next(iter(caches[0].items()))\n"
+        "        block = len(caches[0]) * (cache.nbytes // cache.shape[dims[layer]])\n",
+        f"{UNIT}/children/test_block_copies.py",
+    ),
+    # names of the configuration
+    JointFault(
+        "a link's speed is looked for under the connector's class",
+        f"{EXPORT}/feed.py",
+        "                options.link_gbps.get(spec.name),\n",
+        "                options.link_gbps.get(spec.connector_class.__name__),\n",
+        f"{UNIT}/test_observed.py::test_what_is_running_and_configured",
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    """Put one fault after the other into a copy of the tree, and print which of its tests fails."""
+    by_name = {fault.name: fault for fault in JOINT_FAULTS}
+    chosen = [by_name[name] for name in names or by_name]
+    files, missed = sorted({fault.tests for fault in chosen}), 0
+    with tempfile.TemporaryDirectory(prefix="kvobs-joints-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        warm(run_alone(tree, ["--collect-only", *files], FIRST_S).modules)
+        if (clean := run_alone(tree, files, FIRST_S)).status != "passed":
+            raise BaselineError(f"without a fault the tests have {clean.status}\n{clean.log}")
+        for fault in chosen:
+            right = (tree / fault.file).read_text()
+            (tree / fault.file).write_text(fault.planted_in(right))
+            result = run_alone(tree, [fault.tests], LIMIT_S)
+            (tree / fault.file).write_text(right)
+            missed += result.status == "passed"
+            found = "missed" if result.status == "passed" else next(iter(result.failed), result.status)
+            print(f"{fault.name:<80}{result.seconds:6.1f} s  {found}", flush=True)
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
