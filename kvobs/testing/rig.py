@@ -238,7 +238,10 @@ class Rig:
         if len(self._in_flight) <= self.lag:
             return KVConnectorOutput()
         scheduled, samples = self._in_flight.popleft()
-        outputs = [self._work(worker, scheduled, samples) for worker in self.workers]
+        return self._read(scheduled, [self._work(worker, scheduled, samples) for worker in self.workers])
+
+    def _read(self, scheduled: Any, outputs: list[ModelRunnerOutput]) -> KVConnectorOutput:
+        """Let the scheduler read the workers' outputs of a step."""
         combined = self.aggregator.aggregate(outputs, 0)
         assert combined is not None
         self.output = combined.kv_connector_output

@@ -57,12 +57,6 @@ class Engine(Rig):
         worker.register_kv_caches(memory.kv_caches)
         return worker
 
-    def forget(self) -> None:
-        """Evict what the GPU caches and nobody uses, so that connectors are asked for it."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        unused = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None}
-        self.scheduler.kv_cache_manager.evict_blocks(unused)
-
     @property
     def is_busy(self) -> bool:
         return bool(self.scheduler.has_requests())

@@ -14,6 +14,7 @@ from tests.connectors.mooncake_store import AsyncMooncakeStore, MooncakeStore
 from tests.connectors.offloading import Offloading, Tiering
 from tests.connectors.plug import Plug
 from tests.connectors.simple_cpu import LazySimpleCPU, SimpleCPU
+from tests.support.rig import forget_unused
 
 PLUGS: dict[str, type[Plug]] = {
     "offloading": Offloading,
@@ -100,7 +101,7 @@ def live(engine: Engine, seed: int, *, requests: int = 24, seconds: float = 0.0)
             if engine.scheduler.requests and rng.random() < 0.15:
                 engine.abort(rng.choice(sorted(engine.scheduler.requests)))
             if rng.random() < 0.08:
-                engine.forget()
+                forget_unused(engine)
             engine.step()
         settle(engine, seconds)
     except Exception as error:

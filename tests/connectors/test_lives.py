@@ -6,6 +6,7 @@ import pytest
 
 from tests.connectors.lives import PLUGS, SETTINGS, Ending, build, live, make, settle
 from tests.connectors.memory import BLOCK
+from tests.support.rig import forget_unused
 
 KNOWN = {
     # A request is aborted while one child loads for it, and another one has promised to report its end: both report,
@@ -75,7 +76,7 @@ def test_a_request_whose_synchronous_load_failed_loads_again_after_a_preemption(
         prompt = list(range(6 * BLOCK + 1))
         engine.add("first", prompt, 1)
         settle(engine)
-        engine.forget()
+        forget_unused(engine)
         plug.fail_rate = 1.0
         request = engine.add("second", prompt, 20)
         engine.step()

@@ -49,6 +49,13 @@ def _place(child: int, metric: str, *labels: str) -> int:
     return signals.place(child, signals._BY_VALUES[(metric, *labels)].first)
 
 
+def forget_unused(rig: Rig) -> None:
+    """Evict what vLLM caches and nobody uses, so that connectors are asked for it."""
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    unused = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None}
+    rig.scheduler.kv_cache_manager.evict_blocks(unused)
+
+
 def assert_gone_after(rig: Rig, script: Script, steps: int, rank: int = 0, **said: str) -> None:
     """Let a child say something on a rank: some steps later vLLM must be done with the request "r"."""
     script.say(rank, **said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
@@ -17,11 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvobs.telemetry.recording import recorder
-from kvobs.testing import BLOCK, Rig
+from kvobs.testing import BLOCK
+from tests.support.rig import forget_unused
+from tests.support.runners import RUNNINGS, Overlapping, Running, Tables
 
-LIVES, STEPS, TO_THE_END = 250, 70, 300
+LIVES, STEPS, TO_THE_END = 24, 70, 300
 EMPTY = -1
+LONGEST = 5  # steps after which a transfer has ended
 HOOKS = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "start_load_kv")
+SEEN = {"synchronous loads", "asynchronous loads", "promised saves", "blocks zeroed"}
 Answer = tuple[int | None, bool]
 
 
@@ -38,6 +44,7 @@ class Meta(KVConnectorMetadata):
     loads: list[Move] = field(default_factory=list)
     loads_in_step: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
+    late_saves: list[Move] = field(default_factory=list)
 
 
 class Life:
@@ -45,39 +52,51 @@ class Life:
 
     current: Life
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, running: Running, seed: int) -> None:
         Life.current = self
-        self.random = draw = Random(seed)
-        self.ranks, self.groups, children = draw.choice([1, 1, 2]), draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
-        self.is_lone = children == 1
+        self.running, self.random = running, (draw := Random(f"{seed} {running}"))
+        self.groups, children = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
+        self.may_be_bad = children == 1 == self.groups and running.recomputes  # what is loaded in a step
+        self.budget = draw.choice([48, 512])  # tokens of a step
         self.shares = [
             {"late": draw.choice([0, 0.4]), "fails": draw.choice([0, 0.2]), "bad": draw.choice([0, 0.2]),
-             draw.choice(HOOKS): draw.choice([0, 0.3, 0.5]), "async": draw.choice([0, 0, 0.5, 1])}
+             "promises": draw.choice([0, 0.5]), draw.choice(HOOKS): draw.choice([0, 0.02, 0.3]),
+             "async": draw.choice([0, 0.5, 1])}
             for _ in range(children)
         ]  # fmt: skip
-        self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(self.ranks)]
+        self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(running.ranks)]
         self.stores: list[set[int]] = [set() for _ in range(children)]
+        self.chains: dict[str, list[int]] = {}
         self.wrong: list[str] = []
+        self.may_end = True  # whether requests may still be aborted
         names = [f"c{i}" for i in range(children)]
-        self.isolated = {i for i in range(children) if self.is_lone or draw.random() < 0.5}
+        self.isolated = {i for i in range(children) if children == 1 or draw.random() < 0.5}
+        if (
+            running.is_v2 and not running.overlaps
+        ):  # such a load that fails is not recomputed, and kvobs takes the offer
+            for i in self.isolated:
+                self.shares[i]["async"] = 1
         options = {"names": names, "isolate": [names[i] for i in self.isolated]}
         timeout: dict[str, Any] = {"lookup_timeout_ms": 100}
         more = draw.choice([{}, timeout, timeout, {"wait_for": "earlier"}, {"load_policy": "longest"}])
         entry = {"kv_connector": "Storing", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
         self.rig = Filling(
             "kvobs", connectors=[entry | {"kv_connector_extra_config": {"tag": i}} for i in range(children)],
-            ranks=self.ranks, groups=self.groups, blocks=draw.choice([16, 24]) * self.groups, kvobs=options | more,
+            running=running, dice=draw, groups=self.groups, blocks=draw.choice([16, 24]) * self.groups,
+            kvobs=options | more,
         )  # fmt: skip
+        self.rig.zero_blocks(is_on=draw.random() < 0.5)
 
     def happens(self, child: int, what: str) -> bool:
         return self.random.random() < self.shares[child].get(what, 0)
 
-    def fill(self, rank: int, move: Move, *, is_good: bool) -> None:
-        for group, blocks in enumerate(move.blocks):
-            for key, block in zip(move.keys, blocks, strict=True):
-                self.memory[rank][group, block] = key if is_good else EMPTY
+    def fill(self, rank: int, blocks: list[list[int]], keys: Sequence[int]) -> None:
+        held = self.memory[rank]
+        for group, of in enumerate(blocks):
+            for block, key in zip(of, keys, strict=True):
+                held[group, block] = key
 
-    def first_unlike(self, rank: int, keys: Iterable[int], blocks: list[list[int]]) -> int | None:
+    def first_unlike(self, rank: int, blocks: list[list[int]], keys: Sequence[int]) -> int | None:
         """Return the position of the first block without this content."""
         held = self.memory[rank]
         for at, key in enumerate(keys):
@@ -85,31 +104,70 @@ class Life:
                 return at
         return None
 
+    def keys(self, request: str, first: int, end: int) -> list[int]:
+        """Return what the request's blocks hold from the first one on, when its tokens before ``end`` are computed.
 
-def keys_of(request: Any) -> list[int]:
-    """Return what the request's full blocks are to hold: it follows from all tokens before."""
-    chain = accumulate(request.all_token_ids, lambda last, token: (last * 1_000_003 + token + 1) % 2**61, initial=7)
-    return list(chain)[BLOCK::BLOCK]
+        It follows from all tokens before; the last block may be filled in part.
+        """
+        chain = self.chains[request]
+        return chain[(first + 1) * BLOCK : end : BLOCK] + ([chain[end]] if end > first * BLOCK else [])
 
 
-class Filling(Rig):
+def chain_of(request: Any) -> list[int]:
+    """Return by number of tokens what a block holds that ends there; the model only ever says 7."""
+    tokens = [*request.prompt_token_ids, *[7] * (request.max_tokens + 2)]
+    return list(accumulate(tokens, lambda last, token: (last * 1_000_003 + token + 1) % 2**61, initial=7))
+
+
+class Filling(Overlapping):
     """Computes blocks' contents, and notes on which of them a request was computed that it should not be."""
 
+    def _configure(self, config: Any) -> None:
+        super()._configure(config)
+        scheduler = config.scheduler_config
+        scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens = Life.current.budget, None
+        scheduler.enable_chunked_prefill = True
+
+    def _build_worker(self, cls: Any, config: Any, caches: Any) -> Any:
+        worker = super()._build_worker(cls, config, caches)
+        worker.tables = Tables()
+        return worker
+
+    def add(self, request_id: str, *args: Any, **more: Any) -> Any:
+        request = super().add(request_id, *args, **more)
+        Life.current.chains[request_id] = chain_of(request)
+        return request
+
     def _forward(self, worker: Any, scheduled: Any) -> None:
+        worker.tables.take(scheduled, is_v2=self.running.is_v2)
+        rank = worker._vllm_config.parallel_config.rank
+        self.seen["blocks zeroed"] += len(scheduled.new_block_ids_to_zero or ())
+        for block in scheduled.new_block_ids_to_zero or ():
+            Life.current.memory[rank].update({(group, block): EMPTY for group in range(Life.current.groups)})
+        super()._forward(worker, scheduled)
+
+    def _compute(self, worker: Any, scheduled: Any) -> None:
         life, rank = Life.current, worker._vllm_config.parallel_config.rank
-        worker.start_load_kv(None)
         for request_id, n in scheduled.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            keys, blocks = keys_of(request), self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            first, last = (request.num_computed_tokens - n) // BLOCK, request.num_computed_tokens // BLOCK
-            unlike = life.first_unlike(rank, keys[:first], blocks)
+            table = worker.tables[request_id]
+            begin, table.computed = table.computed, table.computed + n
+            unlike = life.first_unlike(rank, table.blocks, life.keys(request_id, 0, begin))
             if unlike is not None:
                 where = f"{request_id} is computed on its block {unlike} of rank {rank}"
-                self.doubtful.append((request, request.num_computed_tokens, where))
-            computed = Move(request_id, keys[first:last], [group[first:last] for group in blocks])
-            life.fill(rank, computed, is_good=unlike is None)
-        worker.wait_for_layer_load("layer.0")
-        worker.wait_for_save()
+                if life.may_be_bad:
+                    request = self.scheduler.requests[request_id]
+                    self.doubtful.append((request, request.num_computed_tokens, where))
+                else:
+                    life.wrong.append(where)
+            first, last = begin // BLOCK, -(-table.computed // BLOCK)
+            keys = life.keys(request_id, first, table.computed)
+            computed = [group[first:last] for group in table.blocks]
+            life.fill(rank, computed, keys if unlike is None else [EMPTY] * len(keys))
+
+    def _before_read(self) -> None:
+        life, live = Life.current, sorted(self.scheduler.requests)
+        if live and life.may_end and life.random.random() < 0.05:
+            self.abort(life.random.choice(live))
 
     def step(self) -> Any:
         self.doubtful: list[tuple[Any, int, str]] = []
@@ -124,16 +182,23 @@ class Filling(Rig):
 
 
 class Storing(KVConnectorBase_V1, SupportsHMA):
-    """Saves each prompt block as it is computed; loads are late, fail, are bad, or it raises, as its life has it."""
+    """Saves each block that it is shown as computed, and some when their request has ended.
+
+    It knows blocks from what it is given and shown only, as vLLM's own connectors do. Loads are late, fail, are bad, or
+    it raises, as its life has it.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.life, self.rank = Life.current, vllm_config.parallel_config.rank
         self.index: int = self._kv_transfer_config.get_from_extra_config("tag", 0)
         self.asked: dict[str, tuple[int, bool]] = {}
-        self.to_load: list[Move] = []
+        self.given: dict[str, list[list[int]]] = {}
+        self.tables = Tables()
+        self.next = Meta()
         self.to_load_in_step: dict[str, Move] = {}
-        self.open: list[Move] = []
+        self.open: list[tuple[Move, Counter[str]]] = []
+        self.saving: list[tuple[Move, Counter[str]]] = []
         self.bad: set[int] = set()
 
     def _may_raise(self, hook: str) -> None:
@@ -144,42 +209,61 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         self._may_raise("get_num_new_matched_tokens")
         if self.life.happens(self.index, "late"):
             return None, False
-        store = self.life.stores[self.index]
-        known = next((i for i, key in enumerate(keys_of(request)) if key not in store), request.num_prompt_tokens)
-        tokens = min(known, (request.num_prompt_tokens - 1) // BLOCK) * BLOCK - num_computed_tokens
+        store, keys = self.life.stores[self.index], self.life.chains[request.request_id][BLOCK::BLOCK]
+        most = (request.num_prompt_tokens - 1) // BLOCK
+        known = next((i for i, key in enumerate(keys[:most]) if key not in store), most)
+        tokens = known * BLOCK - num_computed_tokens
         self.asked[request.request_id] = num_computed_tokens // BLOCK, self.life.happens(self.index, "async")
         return (tokens, self.asked[request.request_id][1]) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._may_raise("update_state_after_alloc")
+        of = request.request_id
+        self.tables.pop(of, None)  # if it was preempted in a step that was not shown
+        self.given[of] = given = [[*group] for group in blocks.get_block_ids()]
         if num_external_tokens:
-            (first, is_async), of = self.asked[request.request_id], request.request_id
+            first, is_async = self.asked[of]
             last = first + num_external_tokens // BLOCK
-            move = Move(of, keys_of(request)[first:last], [group[first:last] for group in blocks.get_block_ids()])
+            move = Move(of, self.life.keys(of, first, last * BLOCK), [group[first:last] for group in given])
+            self.life.rig.seen[f"{'a' if is_async else ''}synchronous loads"] += 1
             if is_async:
-                self.to_load.append(move)
+                self.next.loads.append(move)
             else:
                 self.to_load_in_step[of] = move
 
     def build_connector_meta(self, scheduler_output: Any) -> Meta:
         self._may_raise("build_connector_meta")
-        scheduled = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-        scheduled += scheduler_output.scheduled_cached_reqs.req_ids
-        meta = Meta(self.to_load, [self.to_load_in_step.pop(r) for r in scheduled if r in self.to_load_in_step])
-        self.to_load = []
-        for request_id in scheduled:
-            request = self.life.rig.scheduler.requests[request_id]
-            last, n = request.num_computed_tokens, scheduler_output.num_scheduled_tokens[request_id]
-            first, last = (last - n) // BLOCK, min(last, request.num_prompt_tokens) // BLOCK
-            blocks = self.life.rig.scheduler.kv_cache_manager.get_block_ids(request_id)
-            meta.saves.append(Move(request_id, keys_of(request)[first:last], [group[first:last] for group in blocks]))
+        self.tables.take(scheduler_output, is_v2=self.life.running.is_v2)
+        for request_id in (scheduler_output.preempted_req_ids or set()) - scheduler_output.num_scheduled_tokens.keys():
+            self.tables.pop(request_id, None)
+        meta, self.next = self.next, Meta()
+        cached = scheduler_output.scheduled_cached_reqs
+        begun = [request_id for request_id in cached.req_ids if request_id in cached.resumed_req_ids]
+        begun += [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        for request_id in begun:
+            if self.tables[request_id].blocks != self.given.pop(request_id, None):
+                self.life.wrong.append(f"{request_id} has other blocks than {self.index} was given")
+            if request_id in self.to_load_in_step:
+                meta.loads_in_step.append(self.to_load_in_step.pop(request_id))
+        for request_id, n in scheduler_output.num_scheduled_tokens.items():
+            table = self.tables[request_id]
+            first, table.computed = table.computed // BLOCK, table.computed + n
+            last = table.computed // BLOCK
+            keys = self.life.keys(request_id, first, last * BLOCK)
+            meta.saves.append(Move(request_id, keys, [group[first:last] for group in table.blocks]))
         return meta
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        self.to_load_in_step.pop(request.request_id, None)
-        return False, None
-
-    request_finished_all_groups = request_finished
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        of = request.request_id
+        self.to_load_in_step.pop(of, None)
+        table = self.tables.get(of)
+        last = min(request.num_computed_tokens, table.computed) // BLOCK if table is not None else 0
+        if not last or self.life.may_be_bad or not self.life.happens(self.index, "promises"):
+            return False, None
+        self.life.rig.seen["promised saves"] += 1
+        blocks = [[*group[:last]] for group in block_ids]
+        self.next.late_saves.append(Move(of, self.life.keys(of, 0, last * BLOCK), blocks))
+        return True, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
@@ -187,10 +271,13 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         self._may_raise("start_load_kv")
         for move in meta.loads_in_step:
             # Others would save them in this step, with vLLM's router too.
-            is_bad = self.life.is_lone and self.life.groups == 1 and self.life.happens(self.index, "bad")
-            self.life.fill(self.rank, move, is_good=not is_bad)
+            is_bad = self.life.may_be_bad and self.life.happens(self.index, "bad")
+            self._load(move, is_good=not is_bad)
             self.bad.update(move.blocks[0] if is_bad else ())
-        self.open += meta.loads
+        self.open += [(move, Counter()) for move in meta.loads]
+
+    def _load(self, move: Move, *, is_good: bool) -> None:
+        self.life.fill(self.rank, move.blocks, move.keys if is_good else [EMPTY] * len(move.keys))
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -200,21 +287,34 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, Meta)
         for move in meta.saves:
-            unlike = self.life.first_unlike(self.rank, move.keys, move.blocks)
-            if unlike is not None and not self.bad:
-                self.life.wrong.append(f"{move.request}: {self.index} saves an unfilled block of rank {self.rank}")
-            self.life.stores[self.index].update(move.keys[:unlike])
+            self._save(move)
+        self.saving += [(move, Counter()) for move in meta.late_saves]
+
+    def _save(self, move: Move) -> None:
+        unlike = self.life.first_unlike(self.rank, move.blocks, move.keys)
+        if unlike is not None and not self.bad:
+            self.life.wrong.append(f"{move.request}: {self.index} saves an unfilled block of rank {self.rank}")
+        self.life.stores[self.index].update(move.keys[:unlike])
+
+    def _ended(self, transfers: list[tuple[Move, Counter[str]]]) -> Iterator[Move]:
+        for move, waits in transfers.copy():
+            waits["steps"] += 1
+            if waits["steps"] > LONGEST or self.life.random.random() < 0.5:
+                transfers.remove((move, waits))
+                yield move
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed = set(), set()
-        for move in [move for move in self.open if self.life.random.random() < 0.5]:
-            self.open.remove(move)
-            received.add(move.request)
+        results = KVConnectorTransferResults()
+        for move in self._ended(self.open):
+            results.finished_recving.add(move.request)
             fails, is_bad = (self.life.happens(self.index, what) for what in ("fails", "bad"))
-            self.life.fill(self.rank, move, is_good=not fails and not is_bad)
-            failed.update([move.request] if fails else [])
+            self._load(move, is_good=not fails and not is_bad)
+            results.failed_recving.update([move.request] if fails else [])
             self.bad.update(move.blocks[0] if is_bad and not fails else ())
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+        for move in self._ended(self.saving):
+            results.finished_sending.add(move.request)
+            self._save(move)
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self.bad = self.bad, set()
@@ -222,30 +322,42 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     now = [10**15]
     monkeypatch.setattr(recorder, "perf_counter_ns", lambda: now[0])
-    return now  # type: ignore[return-value]
+    return now
 
 
-@pytest.mark.parametrize("seed", range(LIVES))
-def test_only_filled_blocks_are_computed_on_and_saved(seed: int, clock: list[int]) -> None:
-    life = Life(seed)
+@pytest.mark.parametrize("running", RUNNINGS, ids=str)
+def test_only_filled_blocks_are_computed_on_and_saved(running: Running, clock: list[int]) -> None:
+    seen = Counter[str]()
+    for seed in range(LIVES):
+        life = Life(running, seed)
+        _live(life, clock)
+        found = (life.wrong, sorted(life.rig.scheduler.requests), life.rig.held_blocks)
+        assert found == ([], [], 0), f"{running}, seed {seed}"
+        seen += life.rig.seen
+    assert seen.keys() == SEEN | running.seen, "the lives have what they are for"
+
+
+def _live(life: Life, clock: list[int]) -> None:
     rig, draw = life.rig, life.random
     prompts = [[draw.randrange(200) for _ in range(draw.randrange(10, 120))] for _ in range(6)]
+    live = rig.scheduler.requests
     for step in range(STEPS + TO_THE_END):
+        life.may_end = step < STEPS
         if step < STEPS - 20 and draw.random() < 0.45:
             text = draw.choice(prompts)
             more = [draw.randrange(200) for _ in range(draw.randrange(30))]
             rig.add(f"r{step}", text[: draw.randrange(8, len(text) + 1)] + more, draw.choice([1, 3, 20]))
-        live = rig.scheduler.requests
-        if live and step < STEPS and draw.random() < 0.1:
+        if live and life.may_end and draw.random() < 0.05:
             rig.abort(draw.choice(sorted(live)))
-        can_preempt = {r.status.name for r in live.values()} == {"RUNNING"}
-        if can_preempt and step < STEPS and draw.random() < 0.15:
-            rig.scheduler.reset_prefix_cache(reset_running_requests=True)
-        clock[0] += draw.choice([10**7, 4 * 10**8, 10**9])
+        if draw.random() < 0.4:
+            forget_unused(rig)
+        if life.may_end and draw.random() < 0.1:
+            with suppress(RuntimeError):  # requests wait for loads, or steps are in flight: they are preempted only
+                rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+        clock[0] += draw.choice([10**7, 2 * 10**8, 5 * 10**8])
         rig.step()
-        if step >= STEPS and not live:
+        if not life.may_end and not rig.is_busy:
             break
-    assert (life.wrong, sorted(rig.scheduler.requests), rig.held_blocks) == ([], [], 0)
