@@ -18,6 +18,7 @@ from tests.soak.plans import Orders, draw, never, silent
 from tests.soak.report import Result
 from tests.support.observed import BYTES_PER_TOKEN
 from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.runners import Overlapping, Running
 from tests.support.traced import NOT_SAMPLED, SAMPLED, Traced
 
 EVERY = 2_000
@@ -56,20 +57,19 @@ class Shape(NamedTuple):
 
     load_policy: str
     failure_policy: str
-    lag: int  # 1: vLLM's async scheduling
+    running: Running
     traced: bool
 
     def __str__(self) -> str:
-        scheduling = "async" if self.lag else "sync"
         tracing = "traced" if self.traced else "untraced"
-        return f"{self.load_policy}, {self.failure_policy}, {scheduling} scheduling, {tracing}"
+        return f"{self.load_policy}, {self.failure_policy}, {self.running}, {tracing}"
 
 
 SHAPES = (
-    Shape("first", "recompute", 0, traced=False),
-    Shape("longest", "recompute", 1, traced=True),
-    Shape("longest", "fail", 0, traced=False),
-    Shape("first", "recompute", 0, traced=True),
+    Shape("first", "recompute", Running(ranks=RANKS), traced=False),
+    Shape("longest", "recompute", Running(is_v2=True, is_async=True, ranks=RANKS), traced=True),
+    Shape("longest", "fail", Running(ranks=RANKS), traced=False),
+    Shape("first", "recompute", Running(is_v2=True, is_pipeline=True, ranks=RANKS), traced=True),
 )
 
 
@@ -99,7 +99,7 @@ class MoodyExporter(SpanExporter):
 class Engine(Traced):
     """An engine with its ledger."""
 
-    make_exporter = MoodyExporter
+    make_exporter, make_rig = MoodyExporter, Overlapping
 
     def __init__(self, name: str, shape: Shape, seed: int, patch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)
@@ -113,7 +113,7 @@ class Engine(Traced):
             patch,
             *parts,
             connectors=[child_config(part, "SoakChild", **place) for part in parts],
-            rig={"blocks": BLOCKS, "lag": shape.lag},
+            rig={"blocks": BLOCKS, "running": shape.running},
             ranks=RANKS,
             policy=shape.failure_policy,
             names=list(NAMES),
@@ -200,11 +200,12 @@ class Engine(Traced):
                 self._abort(request_id)
             self._steps += 1
             super().step(1, seconds)
-            self.ledger.faults["preemption"] += len(self.rig.scheduled.preempted_req_ids or ())
+            if self.rig.scheduled is not None:
+                self.ledger.faults["preemption"] += len(self.rig.scheduled.preempted_req_ids or ())
             for each in self.rig.request_outputs:
                 if each.finish_reason is not None:
                     self.ledger.ended(each.request_id, str(each.finish_reason))
-            if self.rig.output is not None:  # one step ahead, it is not there at first
+            if self.rig.output is not None:  # not if a step is only scheduled
                 self.ledger.told_vllm(self.rig.output.finished_recving or (), self.rig.output.finished_sending or ())
             self._deliver()
 
@@ -242,6 +243,7 @@ class Engine(Traced):
         self.ledger.is_over = True
         self.silent.clear()
         self.drain()
+        self.ledger.faults += self.rig.seen
         assert_nothing_is_left(self.rig)
         self._deliver()
         self.export_spans()

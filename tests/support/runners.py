@@ -106,12 +106,13 @@ class Overlapping(Rig):
         self._steps: list[InFlight] = []
         base_config()  # made before vLLM is made to believe in a model runner that a CPU has not
         with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(running.is_v2))):
-            super().__init__(router, *scripts, ranks=running.ranks, lag=int(running.is_async), **more)
+            super().__init__(router, *scripts, lag=int(running.is_async), **more)
             self._depth: int = self.scheduler.vllm_config.max_concurrent_batches
 
     def _configure(self, config: Any) -> None:
-        sizes = (1, self.running.ranks) if self.running.is_pipeline else (self.running.ranks, 1)
-        config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = sizes
+        parallel = config.parallel_config
+        sizes = (1, parallel.world_size) if self.running.is_pipeline else (parallel.world_size, 1)
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = sizes
         config.scheduler_config.async_scheduling = self.running.is_async
 
     def zero_blocks(self, *, is_on: bool) -> None:
@@ -126,7 +127,7 @@ class Overlapping(Rig):
 
     def step(self) -> KVConnectorOutput:
         """Schedule a step, unless there is nothing to do, and read the oldest one if no more may be in flight."""
-        self.request_outputs = []
+        self.scheduled, self.output, self.request_outputs = None, None, []
         if has_requests := self.scheduler.has_requests():
             self._schedule()
         if not self._steps or (has_requests and len(self._steps) < self._depth and self.scheduler.has_requests()):

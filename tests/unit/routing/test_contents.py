@@ -82,7 +82,8 @@ class Life:
         entry = {"kv_connector": "Storing", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
         self.rig = Filling(
             "kvobs", connectors=[entry | {"kv_connector_extra_config": {"tag": i}} for i in range(children)],
-            running=running, dice=draw, groups=self.groups, blocks=draw.choice([16, 24]) * self.groups,
+            running=running, ranks=running.ranks, dice=draw,
+            groups=self.groups, blocks=draw.choice([16, 24]) * self.groups,
             kvobs=options | more,
         )  # fmt: skip
         self.rig.zero_blocks(is_on=draw.random() < 0.5)
