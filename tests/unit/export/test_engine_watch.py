@@ -37,7 +37,7 @@ def watch(engine: str) -> EngineWatch:
     return EngineWatch(described(pages=name(engine), ranks=2, model=engine))
 
 
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -51,7 +51,7 @@ def test_a_call_that_hangs_is_shown_with_its_age(fault: str, rank: int | None, e
         until(watch.calls)
         (call,) = watch.calls()
         assert call[:3] == ("remote", "start_load_kv", rank)
-        assert 1 < (time.perf_counter_ns() - call.since_ns) / 1e9 < 20
+        assert (time.perf_counter_ns() - call.since_ns) / 1e9 > 1
         where = "scheduler" if rank is None else "rank 1"
         assert watch.states()[where] == "start_load_kv of remote"
         assert NOT_SEEN in watch.states().values()
@@ -93,7 +93,8 @@ def test_a_call_hangs_after_ten_seconds(
     age_s: int, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
-    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, time.perf_counter_ns() - age_s * 10**9)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 10**15)
+    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, 10**15 - age_s * 10**9)
     monkeypatch.setattr(watch, "calls", lambda: [call])
     watch._log_hanging()
     assert (f"has been in wait_for_save on rank 0 for {age_s} s" in caplog.text) is is_logged
@@ -199,10 +200,11 @@ def test_a_stopped_process_is_named_and_no_connector(
 @pytest.mark.parametrize(("gap_s", "is_shown"), [(9, True), (11, False)])
 def test_after_a_watch_that_stood_ages_begin_again(gap_s: int, is_shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 10**15)
     watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, 0)
     page: Any = SimpleNamespace(rank=0, pid=os.getpid(), is_alive=True, calls=lambda: [call], halted_ns=0)
     watch._pages["page"] = page
-    watch._looked_ns = time.perf_counter_ns() - gap_s * 10**9
+    watch._looked_ns = 10**15 - gap_s * 10**9
     assert watch.calls() == ([call] if is_shown else [])
 
 

@@ -136,17 +136,16 @@ def test_asked_to_end_while_its_engine_goes_on_it_reads_what_has_come_and_leaves
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(process, "AFTER_SIGTERM_S", 0)
     with ours, theirs:
-        exporter = process.Exporter(ours, engine(port=None, pid=os.getpid()))
+        exporter = process.Exporter(ours, engine(port=None, pid=os.getpid(), linger_s=10**6))
         exporter._watch, exporter._server = watch, server = Mock(), Mock()
         exporter._asked_to_end()
         first, last = (wire.to_line(wire.message(Increments({0: n}, [], {}))) for n in (1, 2))
         theirs.sendall(last)
-        begin = time.monotonic()
         exporter.run(first)
         theirs.recv(1 << 16)
         assert theirs.recv(1) == b"", "its engine sees that it is gone"
     assert sum(map(sum, exporter._totals._counts.values())) == 3, "it has applied both lines"
-    assert (exporter._is_up, time.monotonic() - begin < 5) == (True, True)
+    assert exporter._is_up
     server.close.assert_called_once_with()
     watch.ended.assert_not_called()
 
