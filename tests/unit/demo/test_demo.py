@@ -1,6 +1,6 @@
 """The parts of `kvobs demo`, each on its own; the whole of it runs in tests/engine/test_demo.py."""
 
-import time
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class FakeServer:
     def __init__(self, fail_at: int = -1) -> None:
         self.seen: list[str] = []
         self.fail_at = fail_at
+        self.may_go = threading.Event()  # set once the failure is noticed
 
     def complete(self, prompt: str, max_tokens: int, *, headers: Mapping[str, str]) -> Completion:
         assert headers.keys() == {"traceparent"}
@@ -140,7 +141,7 @@ class FakeServer:
         if len(self.seen) == self.fail_at:
             raise ServerError("gone")
         if 0 < self.fail_at < len(self.seen):
-            time.sleep(0.05)  # time for the failure to be noticed
+            self.may_go.wait()
         return Completion("", (len(prompt),) * max_tokens, len(prompt), {})
 
     def reset_prefix_cache(self, *, external: bool = False) -> None:
@@ -174,10 +175,11 @@ def test_the_load_stops_at_the_first_failure() -> None:
     server: Any = FakeServer(fail_at=3)
     with pytest.raises(ServerError, match="gone"):
         list(load.run_rounds(server, 4000, concurrency=1))
-    time.sleep(0.2)
-    sent = len(server.seen)
-    time.sleep(0.2)
-    assert len(server.seen) == sent < 100
+    server.may_go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join()
+    assert len(server.seen) <= 4
 
 
 # --- report

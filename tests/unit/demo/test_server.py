@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -175,8 +174,13 @@ def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: P
 def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
     """On Ctrl-C, too."""
     progress: list[str] = []
-    server = stand_in(tmp_path, "hangs", timeout=3.0, on_progress=lambda _seconds, doing: progress.append(doing))
-    with pytest.raises(ServerError, match=r"(?s)was not ready after 3 s\..*still thinking"), server:
+
+    def note(_seconds: float, doing: str) -> None:
+        progress.append(doing)
+        hanging.timeout = 0 if doing else 300
+
+    hanging = stand_in(tmp_path, "hangs", timeout=300, on_progress=note)
+    with pytest.raises(ServerError, match=r"(?s)was not ready after 0 s\..*still thinking"), hanging:
         pass
     assert progress[-1] == "still thinking"
     interrupt = mock.Mock(side_effect=KeyboardInterrupt)
@@ -204,11 +208,9 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     server.start()
     process: Any = server.process
     assert eventually(lambda: "still thinking" in server.log.read_text())
-    begin = time.monotonic()
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        end_group(process, grace=30)
-    assert time.monotonic() - begin < 10
+        end_group(process, grace=10_000)
     assert group_members(process.pid) == []
     server.stop()
 

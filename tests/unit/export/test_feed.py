@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ class Fed:
 
     def hits(self) -> float:
         return self.value(*HITS)
+
+    def sees_the_end(self) -> bool:
+        """Return whether the exporter has read to the end of its engine; no scrape is spent on that."""
+        try:
+            self.get("/healthz")
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code == HTTPStatus.SERVICE_UNAVAILABLE
+        return False
 
     @property
     def pid(self) -> int:
@@ -173,11 +183,8 @@ def test_nothing_waits_for_a_stopped_exporter_and_nothing_is_lost_but_spans(monk
         fed.feed.put(payload())
         assert fed.counts(1)
         os.kill(fed.pid, signal.SIGSTOP)
-        slowest = 0.0
         for _ in range(5_000):
-            begin = time.perf_counter()
             fed.feed.put(payload(1, spans=1))
-            slowest = max(slowest, time.perf_counter() - begin)
         assert eventually(fed.feed._queue.empty), "the thread goes on taking payloads in"
         os.kill(fed.pid, signal.SIGCONT)
         assert fed.counts(5_001)
@@ -198,7 +205,7 @@ def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape(monk
     time.sleep(1.0)
     assert not is_gone(pid), "nobody has scraped since"
     assert (fed.value("kvobs_engine_up"), fed.hits()) == (0, 2)
-    assert eventually(lambda: is_gone(pid), 10)
+    assert eventually(lambda: is_gone(pid))
 
 
 def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
@@ -206,7 +213,7 @@ def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
     assert eventually(lambda: fed.get("/healthz"))
     pid = fed.pid
     fed.feed.close()
-    assert eventually(lambda: is_gone(pid), 10)
+    assert eventually(lambda: is_gone(pid))
 
 
 ENGINE = """
@@ -249,9 +256,7 @@ def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while
     assert fed.hits() == 7
     with pytest.raises(urllib.error.HTTPError, match="503"):
         fed.get("/healthz")
-    begin = time.monotonic()
-    assert eventually(lambda: is_gone(pid), 10)
-    assert time.monotonic() - begin < 3 + 5
+    assert eventually(lambda: is_gone(pid))
 
 
 def test_an_engine_that_was_killed_is_gone_even_if_a_child_that_it_forked_keeps_its_socket() -> None:
@@ -317,7 +322,7 @@ def test_an_exporter_that_can_not_start_costs_nothing_but_the_metrics(
     fed = Fed()
     fed.feed.put(payload())
     assert eventually(lambda: "exporter can't be started" in caplog.text)
-    time.sleep(1.5)
+    assert eventually(lambda: fed.feed._starts > 4)
     assert caplog.text.count("exporter can't be started") == 2, "it does not fill the log"
     fed.feed.close()
     assert not fed.feed._thread.is_alive()
@@ -341,11 +346,12 @@ def test_groups_of_spans_beyond_the_limit_are_lost_and_counted(still: Feed, monk
 def test_after_an_exporter_that_ran_well_back_offs_begin_again(
     ran_s: float, pid: int | None, starts: int, still: Feed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    still._starts, ended = 4, Mock(pid=pid, has_ended=True, started=time.monotonic() - ran_s)
+    before_s = time.monotonic()
+    still._starts, ended = 4, Mock(pid=pid, has_ended=True, started=before_s - ran_s)
     ended.read.return_value, still._exporter = [Increments({HIT: 1}, [], {})], ended
     still._keep_running()
     assert [still._exporter, still._starts, still._waiting.counts] == [None, starts, {HIT: 1}]
-    assert 0 <= time.monotonic() + {4: 8, 1: 1}[starts] - still._start_at < 1
+    assert before_s <= still._start_at - {4: 8, 1: 1}[starts] <= time.monotonic()
     named = f"{' (pid 7)' if pid else ''} has ended. It is started again in {'1' if pid else '8'} s"
     assert f"kvobs's exporter{named}, and no count is lost" in caplog.text
     ended.kill.assert_called_once_with()
@@ -378,7 +384,7 @@ def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
         assert not a.called("shutdown")
     finally:
         rig.connector.shutdown()
-    time.sleep(1.0)  # it reads to the end of the engine
+    assert eventually(fed.sees_the_end)
     page = fed.get("/metrics")
     assert value_in(page, *lookups) == 6
     calls = value_in(page, "kvobs_call_duration_seconds_count", *lookups[1:], "hook", "other")
