@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvobs.telemetry.recording import recorder
+from kvobs import clock as machine_clock
 from kvobs.testing import BLOCK
 from tests.support.rig import forget_unused
 from tests.support.runners import RUNNINGS, Overlapping, Running, Tables
@@ -71,11 +71,6 @@ class Life:
         self.may_end = True  # whether requests may still be aborted
         names = [f"c{i}" for i in range(children)]
         self.isolated = {i for i in range(children) if children == 1 or draw.random() < 0.5}
-        if (
-            running.is_v2 and not running.overlaps
-        ):  # such a load that fails is not recomputed, and kvobs takes the offer
-            for i in self.isolated:
-                self.shares[i]["async"] = 1
         options = {"names": names, "isolate": [names[i] for i in self.isolated]}
         timeout: dict[str, Any] = {"lookup_timeout_ms": 100}
         more = draw.choice([{}, timeout, timeout, {"wait_for": "earlier"}, {"load_policy": "longest"}])
@@ -325,7 +320,7 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     now = [10**15]
-    monkeypatch.setattr(recorder, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(machine_clock, "perf_counter_ns", lambda: now[0])
     return now
 
 
