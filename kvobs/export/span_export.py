@@ -136,7 +136,8 @@ class SpanCutter:
 
     def _shut_down(self) -> None:
         self._is_closed.wait()
-        self._processor.shutdown()
+        shutdown: Callable[[], None] = self._processor.shutdown
+        shutdown()
 
 
 class CountingExporter(SpanExporter):
