@@ -17,7 +17,7 @@ PREVIEW := dashboards/preview/node_modules/.package-lock.json
 SIDE_BY_SIDE := -n 2 --dist loadfile
 SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-loadscope-reorder
 
-QUICK := "demo or not (engine or contract or connectors)"
+QUICK := "demo or not (engine or contract or connectors or gpu_path)"
 
 # The other versions of Python that kvobs is tested under: the PATH's, or else pyenv's.
 PYTHONS ?= 3.12 3.13
@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-python test-engines test-slow incidents test-connectors test-ray test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real store
 
 test-ray: $(INSTALLED) packages ## Run engines under Ray, with both of vLLM's executors for it; five minutes
 	$(BIN)/python -m pytest -rP -m ray tests/connectors $(TESTS)
+
+test-gpu-path: $(INSTALLED) packages ## Run vLLM's default path on GPUs, on a CPU: V2 runner, async scheduling; ALL=1: all, for docs/gpu-path.md
+	$(if $(ALL),KVOBS_GPU_PATH=1 )$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m gpu_path tests/gpu_path $(TESTS)
+	$(if $(ALL),$(BIN)/python -m docs)
 
 test-versions: $(INSTALLED) ## Serve with the oldest and the newest vLLM that run on a CPU, a real engine each; ALL=1: with all
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(ALL),--all)

@@ -10,6 +10,7 @@ from tests.connectors.packages import importing
 
 HOST = Path(__file__).parent / "host"
 ROOT = Path(__file__).parents[2]
+COUNTS = "GPU_PATH_COUNTS"
 V2_RUNNER = "vllm.v1.worker.cpu.model_runner"
 """Module of the V2 runner's class on CPUs: without Triton vLLM takes the V1 runner, in silence."""
 
@@ -31,7 +32,7 @@ def gpu_path(
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "PYTHONHASHSEED": "0",  # all processes give a block the same hash
         **{name: "1" for name, is_on in switches.items() if is_on},
-        **({"GPU_PATH_COUNTS": str(counts)} if counts else {}),
+        **({COUNTS: str(counts)} if counts else {}),
     }
 
 
@@ -39,7 +40,7 @@ class Counted(NamedTuple):
     """What a connector was asked, as its class's own methods saw it."""
 
     lookups: int
-    """Requests that it was asked about, however often."""
+    """Requests for which it answered with a hit, and those with a miss, and those with 'not yet'; however often."""
     loads: int
     """Allocations with tokens."""
     tokens: int
@@ -49,7 +50,8 @@ class Counted(NamedTuple):
 def counted(path: Path) -> dict[str, Counted]:
     """Return what a file of `gpu_path` says of each connector, by its class."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    lookups = Counter(name for name, _ in {(n["connector"], n["request"]) for n in lines if n["call"] == "lookup"})
+    answers = {(n["connector"], n["request"], n["tokens"] and n["tokens"] > 0) for n in lines if n["call"] == "lookup"}
+    lookups = Counter(name for name, *_ in answers)
     loads = [(n["connector"], n["tokens"]) for n in lines if n["call"] == "allocation" and n["tokens"]]
     tokens = {name: [each for loader, each in loads if loader == name] for name in lookups}
     return {name: Counted(asked, len(tokens[name]), sum(tokens[name])) for name, asked in lookups.items()}
