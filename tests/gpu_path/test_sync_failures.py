@@ -28,7 +28,7 @@ def _faulty(cell: Cell) -> Any:
     )
 
 
-@pytest.mark.parametrize("cell", map(_faulty, CHOSEN))
+@pytest.mark.parametrize("cell", [_faulty(cell) for cell in CHOSEN])
 def test_failed_synchronous_loads_are_computed(cell: Cell, model: Path, tmp_path: Path, base: Found) -> None:
     """vLLM's own fault, with each router and without: the day it is mended, this test fails."""
     _assert_right(cell, model, tmp_path, base)
