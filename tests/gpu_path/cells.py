@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvobs.demo.server import CORES, environment
 from tests.gpu_path.environment import V2_RUNNER, Counted, gpu_path
@@ -20,7 +21,8 @@ PUBLISH = "KVOBS_GPU_PATH"
 RESULTS = Path(__file__).parent / "results.json"
 """What the last published run saw; docs/gpu-path.md shows it."""
 PATIENCE_S = 500
-SERVED = ("reuse", "streams", "preemptions", "async failures")
+GOOD = ("reuse", "streams", "preemptions")
+SERVED = (*GOOD, "async failures")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Cell:
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.path, self.connectors, self.extra)))
+
+    @property
+    def title(self) -> str:
+        """Return its name among the results."""
+        return f"{self}: {', '.join(self.scenarios)}"
 
     @property
     def path(self) -> str:
@@ -85,6 +92,57 @@ class Cell:
         if tuple(found.chosen) != self.chosen:
             raise RuntimeError(f"{self} is not what vLLM chose: {found.chosen}")
         return found
+
+
+class Cells(NamedTuple):
+    """All cells of a test, and those of them that CI runs."""
+
+    every: Sequence[Cell]
+    quick: Sequence[Cell]
+
+    @property
+    def chosen(self) -> Sequence[Cell]:
+        return self.every if os.environ.get(PUBLISH) else self.quick
+
+
+PATHS = ((True, True), (True, False), (False, True), (False, False))
+"""V2 and async, which vLLM takes on GPUs, and the others."""
+ROUTED = (
+    Cell(scenarios=GOOD),
+    Cell(router="alone", stores=("host",)),
+    Cell(router="alone", stores=("disk",), scenarios=GOOD),
+    Cell(router="stock", stores=("host", "disk")),
+    Cell(router="kvobs", stores=("host", "disk")),
+    Cell(router="kvobs", stores=("disk", "host"), scenarios=GOOD),
+)
+
+
+def _serving() -> Cells:
+    every = [replace(cell, is_v2=is_v2, is_async=is_async) for is_v2, is_async in PATHS for cell in ROUTED]
+    for i, cell in enumerate(every):
+        if not cell.is_v2 and cell.stores[:1] == ("disk",):
+            # ExampleConnector looks for the prompt and answer of a request that V1 resumes: its files have prompts.
+            every[i] = replace(cell, scenarios=("reuse", "streams"))
+    both = Cell(router="kvobs", stores=("host", "disk"))
+    more = [replace(both, scenarios=GOOD[2:], extra="priority"), replace(both, scenarios=GOOD, extra="speculation")]
+    default = [*every[: len(ROUTED)], *more]
+    quick = [cell for cell in every[len(ROUTED) :] if (cell.router, cell.scenarios) == ("kvobs", SERVED)]
+    return Cells([*default, *every[len(ROUTED) :]], [*default, *quick])
+
+
+def _failing() -> Cells:
+    every = [
+        Cell(*path, router=router, stores=("disk",), scenarios=("sync failures",))
+        for path in PATHS[:3]
+        for router in ("alone", "stock", "kvobs")
+    ]
+    return Cells(every, [cell for cell in every if cell.is_async and cell.router != "stock"])
+
+
+SERVING, FAILING = _serving(), _failing()
+RECOMPUTED = Cell(*PATHS[3], router="kvobs", stores=("disk",), scenarios=("sync failures",))
+ISOLATED = Cell(*PATHS[1], router="kvobs", stores=("disk",), scenarios=("raised",), extra="isolate")
+EVERY = (*SERVING.every, *FAILING.every, RECOMPUTED, ISOLATED)
 
 
 @dataclass
@@ -137,6 +195,7 @@ def publish(cell: Cell, found: Found, base: Found) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         results = json.loads(file.read() or "{}")
-        results[f"{cell}: {', '.join(cell.scenarios)}"] = row
+        results[cell.title] = row
         file.truncate(0)
-        file.write(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+        ordered = {title: results[title] for each in EVERY if (title := each.title) in results}
+        file.write(json.dumps(ordered, indent=1) + "\n")

@@ -1,5 +1,8 @@
 """What the tests of this path share: their mark, the model, and the answers that all cells must give."""
 
+import fcntl
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,8 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Return what an engine answers without any connector, on the V1 runner with synchronous scheduling."""
-    cell = Cell(is_v2=False, is_async=False, scenarios=(*SCENARIOS,))
-    found = cell.run(model, tmp_path_factory.mktemp("base"))
+    """Return what an engine answers without any connector, on the V1 runner with synchronous scheduling.
+
+    The first of pytest's workers runs it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own) / "base"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            found = Found(**json.loads((folder / "result.json").read_text()))
+        else:
+            folder.mkdir()
+            found = Cell(is_v2=False, is_async=False, scenarios=(*SCENARIOS,)).run(model, folder)
     assert found.ended == ""
     return found

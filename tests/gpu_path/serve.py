@@ -160,11 +160,13 @@ class Engine:
     def close(self) -> None:
         """Take kvobs's numbers once they are those of the independent count, or at the end; and what is left."""
         if self.plugs:
+            has_numbers = self.cell.router == "kvobs"
             for step, _ in enumerate(self.ask([CLOSING])):
-                self.found.counted = counted(Path(os.environ[COUNTS]))
-                self.found.kvobs = self.numbers() if step % 20 == 0 else {}
-                if self.cell.router != "kvobs" or self.found.kvobs == self.found.counted:
-                    break
+                if step % 20 == 0:
+                    self.found.counted = counted(Path(os.environ[COUNTS]))
+                    self.found.kvobs = self.numbers() if has_numbers else {}
+                    if not has_numbers or self.found.kvobs == self.found.counted:
+                        break
             self.engine.abort_request([CLOSING.name])
         for _ in self.ask([LAST]):
             pass

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu_path.cells import PUBLISH, Cell, Found, publish
+from tests.gpu_path.cells import FAILING, ISOLATED, RECOMPUTED, Cell, Found, publish
 
-FAILING = [
-    Cell(is_v2=is_v2, is_async=is_async, router=router, stores=("disk",), scenarios=("sync failures",))
-    for is_v2, is_async in ((True, True), (True, False), (False, True))
-    for router in ("alone", "stock", "kvobs")
-]
 REASONS = {
     "V2": "vLLM 0.32's V2 runner recomputes a failed load at the positions behind it",
     "V1": "vLLM 0.32's V1 runner with async scheduling samples a token that a failed load has taken back",
 }
-CHOSEN = [cell for cell in FAILING if os.environ.get(PUBLISH) or (cell.is_async and cell.router != "stock")]
 
 
 def _faulty(cell: Cell) -> Any:
@@ -28,22 +21,20 @@ def _faulty(cell: Cell) -> Any:
     )
 
 
-@pytest.mark.parametrize("cell", [_faulty(cell) for cell in CHOSEN])
+@pytest.mark.parametrize("cell", [_faulty(cell) for cell in FAILING.chosen])
 def test_failed_synchronous_loads_are_computed(cell: Cell, model: Path, tmp_path: Path, base: Found) -> None:
     """vLLM's own fault, with each router and without: the day it is mended, this test fails."""
     _assert_right(cell, model, tmp_path, base)
 
 
 def test_failed_synchronous_loads_are_computed_where_vllm_can(model: Path, tmp_path: Path, base: Found) -> None:
-    cell = Cell(is_v2=False, is_async=False, router="kvobs", stores=("disk",), scenarios=("sync failures",))
-    found = _assert_right(cell, model, tmp_path, base)
+    found = _assert_right(RECOMPUTED, model, tmp_path, base)
     assert found.failed_loads > 0
 
 
 def test_an_isolated_connector_that_raises_in_a_load_spoils_no_answer(model: Path, tmp_path: Path, base: Found) -> None:
     """Under V2 it loads nothing within a step: its exception would be a failed load, and wrong answers in silence."""
-    cell = Cell(is_async=False, router="kvobs", stores=("disk",), scenarios=("raised",), extra="isolate")
-    found = _assert_right(cell, model, tmp_path, base)
+    found = _assert_right(ISOLATED, model, tmp_path, base)
     lookups, loads, tokens = found.kvobs["ExampleConnector"]
     assert (lookups > 0, loads, tokens) == (True, 0, 0)
 
