@@ -237,6 +237,29 @@ def incidents() -> str:
     return table(["incident", *places.values(), "alerts", "vLLM's own metrics"], rows)
 
 
+def gpu_path() -> str:
+    """Return what came of each cell of vLLM's paths: right answers by scenario, kvobs's counts, and what was left."""
+    results = json.loads((ROOT / "tests/gpu_path/results.json").read_text())
+    columns = {
+        "reuse and aborts": ("reuse",),
+        "streams": ("streams",),
+        "preemptions": ("preemptions",),
+        "failed asynchronous loads": ("async failures",),
+        "failed synchronous loads": ("sync failures", "raised"),
+    }
+    rows = []
+    for cell in results.values():
+        shown = {name: f"{n}/{of}" for name, (n, of) in cell["right"].items()}
+        if cell["ended"]:
+            shown[list(shown)[-1]] = f"engine ends ({cell['ended']})"
+        lookups, loads, tokens = cell["counts"] or (0, 0, 0)
+        same = "equal" if cell["equal"] else "NOT equal"
+        counts = f"{lookups} lookups, {loads} loads, {tokens:,} tokens: {same}" if cell["counts"] else "-"
+        answers = [" ".join(shown[name] for name in names if name in shown) or "-" for names in columns.values()]
+        rows.append([cell["path"], cell["connectors"], *answers, counts, str(cell["left"] or "nothing")])
+    return table(["path", "connectors", *columns, "kvobs's counts", "left over"], rows)
+
+
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
@@ -278,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "thresholds": site_thresholds,
     "versions": versions,
     "incidents": incidents,
+    "gpu-path": gpu_path,
     "packages": packages,
     **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }

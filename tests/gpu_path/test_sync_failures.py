@@ -10,8 +10,8 @@ import pytest
 from tests.gpu_path.cells import FAILING, ISOLATED, RECOMPUTED, Cell, Found, publish
 
 REASONS = {
-    "V2": "vLLM 0.32's V2 runner recomputes a failed load at the positions behind it",
-    "V1": "vLLM 0.32's V1 runner with async scheduling samples a token that a failed load has taken back",
+    "V2": "vLLM 0.32's V2 runner goes on with the blocks of a failed load: wrong answers",
+    "V1": "vLLM 0.32's V1 runner with async scheduling ends the engine after a failed load: IndexError",
 }
 
 

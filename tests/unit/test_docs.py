@@ -23,6 +23,7 @@ from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.schema.signals import SIGNALS
 from tests.connectors.packages import version
+from tests.gpu_path import cells
 from tests.incidents.known import INCIDENTS, RESULTS, SEEN_S
 from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, paragraphs
 
@@ -57,6 +58,12 @@ def test_the_table_of_incidents_is_of_a_run_of_all_that_the_tests_know() -> None
         assert all(seconds <= SEEN_S for _, seconds in results[title]["at"].values()), title
         after_s = dict(results[title]["alerts"])
         assert not incident.alert or after_s[incident.alert] <= incident.within_s, title
+
+
+def test_the_table_of_paths_is_of_a_run_of_all_cells_and_kvobs_counts_right_in_each() -> None:
+    results = json.loads(cells.RESULTS.read_text())
+    assert list(results) == [cell.title for cell in cells.EVERY], "run `make test-gpu-path ALL=1`"
+    assert [title for title, row in results.items() if "kvobs" in title and not (row["equal"] or row["ended"])] == []
 
 
 def test_the_page_of_dashboards_counts_right() -> None:
