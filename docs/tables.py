@@ -256,7 +256,15 @@ def gpu_path() -> str:
         same = "equal" if cell["equal"] else "NOT equal"
         counts = f"{lookups} lookups, {loads} loads, {tokens:,} tokens: {same}" if cell["counts"] else "-"
         answers = [" ".join(shown[name] for name in names if name in shown) or "-" for names in columns.values()]
-        rows.append([cell["path"], cell["connectors"], *answers, counts, str(cell["left"] or "nothing")])
+        rows.append(
+            [
+                cell["path"],
+                cell["connectors"],
+                *answers,
+                counts,
+                "-" if cell["ended"] else str(cell["left"] or "nothing"),
+            ]
+        )
     return table(["path", "connectors", *columns, "kvobs's counts", "left over"], rows)
 
 
