@@ -46,35 +46,72 @@ def make_stage_buffer(runner: Any) -> None:
     runner.GPUModelRunner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
 
 
-def count_calls(module: Any) -> None:
-    """Write a line for each lookup and each allocation that a connector of this module is called for."""
-    name = "OffloadingConnector" if hasattr(module, "OffloadingConnector") else "ExampleConnector"
-    connector = getattr(module, name)
-    lookup, allocation = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+def note(**line: Any) -> None:
+    """Write a line of what is counted."""
+    with open(os.environ["GPU_PATH_COUNTS"], "a") as counts:
+        counts.write(json.dumps(line) + "\n")
 
-    def note(call: str, request: Any, tokens: int | None) -> None:
-        line = {"connector": name, "call": call, "request": request.request_id, "tokens": tokens}
-        with open(os.environ["GPU_PATH_COUNTS"], "a") as counts:
-            counts.write(json.dumps(line) + "\n")
+
+def count_calls(module: Any) -> None:
+    """Write a line for each lookup, allocation and promised save that a connector of this module is called for."""
+    name, connector = next((name, getattr(module, cls)) for cls, name in COUNTED.items() if hasattr(module, cls))
+    lookup, allocation = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
         answer = lookup(self, request, num_computed_tokens)
-        note("lookup", request, answer[0])
+        note(connector=name, call="lookup", request=request.request_id, tokens=answer[0])
         return answer
 
     def update_state_after_alloc(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        note("allocation", request, num_external_tokens)
+        note(connector=name, call="allocation", request=request.request_id, tokens=num_external_tokens)
         allocation(self, request, blocks, num_external_tokens)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
+    for end in {"request_finished", "request_finished_all_groups"} & vars(connector).keys():
+        setattr(connector, end, counting_promises(name, getattr(connector, end)))
 
+
+def counting_promises(name: str, finished: Any) -> Any:
+    """Return this hook for a request's end, with a line for each save that its answer promises."""
+
+    def request_finished(self: Any, request: Any, blocks: Any) -> Any:
+        answer = finished(self, request, blocks)
+        if answer[0]:
+            note(connector=name, call="promise", request=request.request_id)
+        return answer
+
+    return request_finished
+
+
+def note_scheduler(module: Any) -> None:
+    """Write a line when an asynchronous scheduler is made."""
+    init = module.AsyncScheduler.__init__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        note(call="scheduler", name=type(self).__name__)
+        init(self, *args, **kwargs)
+
+    module.AsyncScheduler.__init__ = noted
+
+
+COUNTED = {
+    "OffloadingConnector": "OffloadingConnector",
+    "ExampleConnector": "ExampleConnector",
+    "NixlBaseConnector": "NixlConnector",
+    "LMCacheMPConnector": "LMCacheMPConnector",
+}
+"""The connectors' classes, and the names under which their calls are counted."""
+COUNTED_IN = ("offloading_connector", "example_connector", "nixl.connector", "lmcache_mp_connector")
 
 COMPLETED: dict[str, dict[str, Any]] = {
     "GPU_PATH_ASYNC": {"vllm.platforms.cpu": keep_async_scheduling},
     "GPU_PATH_STAGES": {"vllm.v1.worker.gpu_model_runner": make_stage_buffer},
     "TRITON_INTERPRET": {"triton.backends": add_backend},
-    "GPU_PATH_COUNTS": {CONNECTORS + name: count_calls for name in ("offloading_connector", "example_connector")},
+    "GPU_PATH_COUNTS": {
+        **{CONNECTORS + name: count_calls for name in COUNTED_IN},
+        "vllm.v1.core.sched.async_scheduler": note_scheduler,
+    },
 }
 """Per environment variable that is set, modules and what is done to them before anything else sees them."""
 
