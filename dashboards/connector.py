@@ -241,7 +241,7 @@ def _saves() -> Panel:
         "Promised saves by outcome (saves/s)",
         About(
             "Finished promised saves per second: those that were reported, and those that were abandoned (dashed).",
-            "ok: the connector reported it, which does not say that it was stored. "
+            "ok: the connector reported it, which does not say that it was stored, or read by a decode engine. "
             "abandoned: the connector was in quarantine and did not report it.",
             "No data while requests end: the connector promises no saves, as most.",
             "Saves within a step are not promised, and not counted here.",

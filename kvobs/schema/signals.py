@@ -136,7 +136,7 @@ FAILED_SYNC_LOADS = Signal(
 SAVES = Signal(
     "kvobs_saves_total",
     "Promised saves that have ended, by outcome; ok: reported by the connector, which does not say that they were "
-    "stored; abandoned: not reported by a connector in quarantine.",
+    "stored or read; abandoned: not reported by a connector in quarantine.",
     {"outcome": ("ok", "abandoned")},
 )
 SAVE_HOLD = Signal(

@@ -20,7 +20,7 @@ from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.telemetry.recording.pauses import OF_PROCESS
 from kvobs.testing import BLOCK, Script, entry_of
 from tests.support.observed import KV, NAMES, STEP_S, Observed
-from tests.support.rig import child_config
+from tests.support.rig import assert_nothing_is_left, child_config
 
 # --- calls
 
@@ -137,6 +137,21 @@ def test_a_promised_save(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) 
     assert engine.value("kvobs_rank_skew_seconds_sum", "two", kind="save") == pytest.approx(STEP_S)
     assert engine.series("kvobs_slowest_rank_total") == {("two", "1"): 1}
     assert engine.value("kvobs_in_flight", "two", kind="save") == 0
+
+
+def test_a_save_is_counted_for_a_request_that_ended_before_its_lookup(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    b.promises.add("r")
+    engine = Observed(monkeypatch, a, b)
+    engine.rig.add("r")
+    engine.rig.abort("r")
+    b.say(0, saved="r")
+    b.say(1, saved="r")
+    engine.step()
+    assert engine.value("kvobs_lookups_total", "two") == 0
+    assert engine.value("kvobs_saves_total", "two", outcome="ok") == 1
+    assert_nothing_is_left(engine.rig)
 
 
 def test_stray_reports(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
