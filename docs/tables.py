@@ -268,6 +268,20 @@ def gpu_path() -> str:
     return table(["path", "connectors", *columns, "kvobs's counts", "left over"], rows)
 
 
+def gpu_path_servers() -> str:
+    """Return what came of each server on vLLM's default path on GPUs."""
+    results = json.loads((ROOT / "tests/gpu_path/servers/results.json").read_text())
+    rows = []
+    for server, seen in results.items():
+        lookups, loads, tokens = seen["counts"]
+        same = "equal" if seen["equal"] else "NOT equal"
+        counts = f"{lookups} lookups, {loads} loads, {tokens:,} tokens: {same}"
+        aborted = str(seen["requests"] - seen["answered"])
+        left = ", ".join(seen["left"]) or "nothing"
+        rows.append([server, f"{seen['right']}/{seen['answered']}", aborted, counts, left])
+    return table(["server", "right answers", "aborted", "kvobs's counts", "left over"], rows)
+
+
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
@@ -310,6 +324,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": versions,
     "incidents": incidents,
     "gpu-path": gpu_path,
+    "gpu-path-servers": gpu_path_servers,
     "packages": packages,
     **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }
