@@ -84,13 +84,17 @@ class Server:
                 await self._accept_one()
                 await asyncio.sleep(0)  # accepting does not wait while connections are there
         finally:
+            await asyncio.sleep(0)  # the last one has to begin, to close its socket
             for connection in list(self._connections):
                 connection.cancel()
             await asyncio.sleep(0.01)  # for them to end
 
     async def _accept_one(self) -> None:
+        await self._has_client()
         try:
-            connection, address = await self._loop.sock_accept(self._socket)
+            connection, address = self._socket.accept()
+        except BlockingIOError:  # the client has left
+            return
         except OSError:  # no file descriptor is left
             await asyncio.sleep(1)
             return
@@ -102,6 +106,15 @@ class Server:
         task = self._loop.create_task(self._serve(connection))
         self._connections[task] = address[0]
         task.add_done_callback(lambda task: self._connections.pop(task, None))
+
+    async def _has_client(self) -> None:
+        """Wait for a client; unlike ``sock_accept`` it loses none when it is cancelled."""
+        has_client = asyncio.Event()
+        self._loop.add_reader(self._socket, has_client.set)
+        try:
+            await has_client.wait()
+        finally:
+            self._loop.remove_reader(self._socket)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer one request; clients that are slow, go away, or do not speak TLS are given up."""
