@@ -20,6 +20,7 @@ from kvobs.vllm_api.proc import run_delay_ns
 AT_MOST = 64  # pauses that are kept
 SHORT_NS = 10**6  # shorter collections are only counted
 LOOK_NS, LATE_NS = 10**9, 10**9 // 2
+NOTED_WITHIN = 10  # hundredths of a second, in which the thread gets a core again
 # A timer's seconds and ns: once after LOOK_NS, and then after every LATE_NS in which the thread has not woken.
 _TIMES = (ctypes.c_long * 4)(0, LATE_NS, 1, 0)
 
@@ -36,8 +37,10 @@ class Pauses:
     def ran_ns(self, begin_ns: int, spent_ns: int) -> int:
         """Return the part of a call's time in which this process ran, as far as it is known."""
         end_ns = begin_ns + spent_ns
-        if 0 < self._looked_ns < end_ns - LOOK_NS - LATE_NS:
+        looked_ns, waits = self._looked_ns, NOTED_WITHIN
+        while 0 < looked_ns < end_ns - LOOK_NS - LATE_NS and self._looked_ns == looked_ns and waits:
             sleep(0.01)  # it may have been stopped until just now: the thread has to note that first
+            waits -= 1
         for begin, end in reversed(self._last):  # some overlap: two engines' threads note the same stop
             if end <= begin_ns:
                 break
@@ -70,6 +73,7 @@ class Pauses:
             if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:
                 self.note(looked_ns, perf_counter_ns())
         os.close(timer)
+        self._looked_ns = 0
         if self.collects in gc.callbacks:
             gc.callbacks.remove(self.collects)
 
