@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from queue import SimpleQueue
@@ -48,6 +48,14 @@ class Whole(FileIO):
         return len(data)
 
 
+class _NoLock(nullcontext[None]):
+    """Stands for a handler's lock: one thread writes, and what ends the process must not wait for it."""
+
+    def acquire(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class _Lines(logging.Handler):
     """Writes mappings as JSON; the lines that can't be written are counted."""
 
@@ -55,8 +63,7 @@ class _Lines(logging.Handler):
     lost = 0
 
     def createLock(self) -> None:  # noqa: N802 - the base class's name
-        """Have no lock: one thread writes, and what ends the process must not wait for it."""
-        self.lock = None
+        self.lock = _NoLock()  # type: ignore[assignment] # has all that logging calls
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(record.msg)
