@@ -40,9 +40,14 @@ class Watched:
         self._log, self._watch = log, Watch(f"http://{HOST}:{port}/metrics", 1.0)
         self.begin()
 
-    def begin(self) -> None:
-        """Let an incident begin now: what was logged before is of another one."""
-        self._began, self._begun_at = time.time(), self._log.stat().st_size
+    @property
+    def logged(self) -> int:
+        """How many bytes have been logged."""
+        return self._log.stat().st_size
+
+    def begin(self, logged: int | None = None) -> None:
+        """Let an incident begin now: what was logged before, or in so many bytes, is of another one."""
+        self._began, self._begun_at = time.time(), self.logged if logged is None else logged
 
     def log(self) -> str:
         """Return what has been logged since the incident began."""
