@@ -89,7 +89,10 @@ class LogFile(_Lines, WatchedFileHandler):
         super().__init__(path, delay=True)
 
     def _open(self) -> TextIOWrapper:
-        return TextIOWrapper(Whole(self.baseFilename, "a", opener=_opened), write_through=True)
+        file = Whole(self.baseFilename, "a", opener=_opened)
+        status = os.fstat(file.fileno())  # else the second line would open it again, and a pipe's reader see its end
+        self.dev, self.ino = status.st_dev, status.st_ino
+        return TextIOWrapper(file, write_through=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

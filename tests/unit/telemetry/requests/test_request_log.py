@@ -156,6 +156,20 @@ def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(
     assert numbers == sorted(numbers), "one has a place as soon as another is taken out"
 
 
+def test_a_pipe_is_opened_once(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader sees the end of the file whenever it is closed, if only to be opened again."""
+    opened = []
+    monkeypatch.setattr(request_log, "_opened", lambda *to_open: opened.append(to_open) or os.open(*to_open))
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    log = start(path)
+    put(log, *range(3))
+    with path.open() as reader:
+        log.close()
+        assert [json.loads(line)["n"] for line in reader] == [0, 1, 2]
+    assert len(opened) == 1
+
+
 CUT = """
 import resource, sys, time
 from kvobs.telemetry.requests import request_log
