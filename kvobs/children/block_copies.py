@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from kvobs.blocks.copy import Caches, copy_kv_blocks
 from kvobs.faults import contained
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 
 CopyBlocks: TypeAlias = Callable[..., None]
 """vLLM's signature: source caches, destination caches, source block ids, destination block ids, direction."""

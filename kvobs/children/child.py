@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,13 @@ from kvobs import faults
 from kvobs.children.gate import Gate
 from kvobs.children.specs import ChildSpec
 from kvobs.log import line, log
+from kvobs.probe.layer_calls import Target
+from kvobs.probe.recorder import Call, Recorder
 from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import is_timed
-from kvobs.telemetry.recording.recorder import Call, Recorder
 from kvobs.vllm_api import versions
-from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook, is_empty
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook, Side, is_empty
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,12 +46,22 @@ class Child:
     recorder: Recorder
     activated: Callable[[Call], Call] | None = None
     gate: Gate | None = None
+    sides: Collection[Side] = tuple(Side)
+    """The sides whose hooks are called."""
 
-    def __getattr__(self, name: str) -> Call:
-        """Bind a hook's recorded call on first use."""
-        hook = HOOKS.get(name)
-        if hook is None or not is_timed(hook):
-            raise AttributeError(f"{name!r} is not a hook that a child is called by")
+    def __post_init__(self) -> None:
+        for hook in HOOKS.values():
+            if hook.side in self.sides and is_timed(hook) and hasattr(self.connector, hook.name):
+                setattr(self, hook.name, self._wrapped(hook))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Call:
+            """Return a hook's call."""
+
+    def _wrapped(self, hook: Hook) -> Call:
+        """Return a hook's call in all that surrounds it, from the inside: drained, recorded, in its trace, guarded."""
+        name = hook.name
         call: Call = getattr(self.connector, name)
         if hook.combine is Combine.CHAIN:
             call = partial(_drained, call, partial(count_events, self.recorder, self.index))
@@ -58,15 +69,16 @@ class Child:
             call = self.recorder.timed(self.index, name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self.activated(call)
-        if self.gate is not None:
-            call = self.gate.guard(name, call)
-        setattr(self, name, call)
-        return call
+        return call if self.gate is None else self.gate.guard(name, call)
 
     def layer_call(self, hook: str) -> Call:
         """Return the unrecorded call of a layer hook; ``layer_calls`` counts it."""
         call: Call = getattr(self.connector, hook)
         return call if self.gate is None else self.gate.guard_layer(hook, call)
+
+    def layer_target(self, hook: str) -> Target:
+        """Return the calls of a layer hook, for its fan-out."""
+        return Target(self.index, self.layer_call(hook), getattr(self, hook))
 
     def does(self, hook: str) -> bool:
         """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""
@@ -136,11 +148,12 @@ def build(
     ``activated`` wraps calls about a request to make the request's trace context current.
     """
     built: list[Child] = []
+    sides = Side.BOTH, Side.SCHEDULER if role.name == "SCHEDULER" else Side.WORKER
     try:
         for spec in specs:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
             gate = Gate(spec.index, recorder, **versions.no_results()) if spec.is_isolated else None
-            built.append(Child(spec.index, spec.name, connector, recorder, activated=activated, gate=gate))
+            built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides))
     except BaseException as error:
         error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         for child in built:

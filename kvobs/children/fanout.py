@@ -1,28 +1,39 @@
-"""Bind the table of hooks to the children: one callable for each hook whose answers combine by a general rule.
+"""Make the connector's hooks: for each one callable, by the table of hooks.
 
-The callables become attributes of the connector instance, so that a hook costs one call plus the children's calls. A
-child that does not implement a hook is not called: most connectors do not implement most layer hooks.
+The callables become attributes of the connector instance, so that a hook costs one call plus the connectors' calls. A
+connector that does not implement a hook is not called: most do not implement most layer hooks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvobs.children.child import Child
 from kvobs.log import log
+from kvobs.probe.recorder import Call
 from kvobs.schema.signals import is_timed
-from kvobs.telemetry.recording.recorder import Call
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
 
 
-def bind(connector: object, children: Sequence[Child], known_to_host: Callable[[str], bool]) -> None:
-    """Bind every general hook that this vLLM knows to ``connector``, as recorded calls into the children.
+def hooks_of(
+    side: object, children: Sequence[Child], fan_outs: Mapping[str, Call], known_to_host: Callable[[str], bool]
+) -> dict[str, Call]:
+    """Return the callable of each hook that this vLLM knows.
 
-    Layer hooks are bound elsewhere: see ``layer_calls``.
+    A hook of layers is one of ``fan_outs``; another one is the method of the router's ``side``, or follows a general
+    rule. A hook without any of these is left to the class.
     """
-    for hook in HOOKS.values():
+    hooks: dict[str, Call] = {}
+    for name, hook in HOOKS.items():
         rule = RULES.get(hook.combine)
-        if rule is not None and is_timed(hook) and hook.cadence is not Cadence.LAYER and known_to_host(hook.name):
-            setattr(connector, hook.name, rule(hook, children))
+        if not is_timed(hook) or not known_to_host(name):
+            continue
+        if name in fan_outs:
+            hooks[name] = fan_outs[name]
+        elif rule is None and hasattr(side, name):
+            hooks[name] = getattr(side, name)
+        elif rule is not None and hook.cadence is not Cadence.LAYER:
+            hooks[name] = rule(hook, children)
+    return hooks
 
 
 def _each(hook: Hook, children: Sequence[Child]) -> Call:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from kvobs.demo.server import Completion, Server
-from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
+from kvobs.telemetry.tracing.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 
 BLOCK = 32
 """Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from kvobs import faults
 from kvobs.log import line, log, once
+from kvobs.probe import ring_files
+from kvobs.probe.black_box import STEPS, UNKNOWN, Call, Page, folder, pages, place_of
 from kvobs.telemetry.payload.wire import EngineInfo
-from kvobs.telemetry.timeline import ring_files
-from kvobs.telemetry.timeline.black_box import STEPS, UNKNOWN, Call, Page, folder, pages, place_of
 from kvobs.vllm_api.hooks import HOOKS
 from kvobs.vllm_api.proc import exit_status, is_ending, is_stopped
 

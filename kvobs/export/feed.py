@@ -24,13 +24,14 @@ import vllm
 
 from kvobs import faults
 from kvobs.log import log
+from kvobs.probe.black_box import Identity
+from kvobs.probe.increments import Group, Increments
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Group, Increments
-from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.telemetry.timeline.black_box import Identity
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.proc import cores_of_parent, launch
 

@@ -22,7 +22,7 @@ from kvobs.export.totals import Mark, Point, Totals
 from kvobs.log import once
 from kvobs.schema import __version__, spans
 from kvobs.schema.signals import Kind, Signal, labelnames
-from kvobs.telemetry.requests.trace_context import otlp_protocol
+from kvobs.telemetry.tracing.trace_context import otlp_protocol
 
 INTERVAL, _INTERVAL_MS = "OTEL_METRIC_EXPORT_INTERVAL", 60_000.0
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

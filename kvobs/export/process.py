@@ -31,10 +31,11 @@ from kvobs.export.otlp_metrics import MetricsPush
 from kvobs.export.span_export import make_cutter
 from kvobs.export.totals import Exposition, Totals
 from kvobs.log import log, once
+from kvobs.probe.increments import Increments
 from kvobs.schema import __version__, signals
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import EngineInfo, Increments, exporter_url
-from kvobs.telemetry.requests.trace_context import is_disabled
+from kvobs.telemetry.payload.wire import EngineInfo, exporter_url
+from kvobs.telemetry.tracing.trace_context import is_disabled
 from kvobs.vllm_api.proc import start_time
 
 TICK_S = 1.0

@@ -23,14 +23,15 @@ from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.feed import described
 from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.log import once
+from kvobs.probe.black_box import Identity
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LABEL, SIGNALS, Scope
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
-from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.telemetry.timeline.black_box import Identity
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ _APPLY, _CUT = (signals.slot(signals.SELF_SECONDS, where) for where in ("apply",
 
 
 def _count(totals: Totals, counts: dict[int, int]) -> None:
-    totals.add(wire.Increments(counts, [], {}))
+    totals.add(Increments(counts, [], {}))
 
 
 def _numbers(payload: Mapping[str, Any]) -> KvobsStats | None:

@@ -26,7 +26,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from kvobs.log import once
 from kvobs.schema import __version__, spans
 from kvobs.schema.spans import Record, Value
-from kvobs.telemetry.requests.trace_context import otlp_protocol, parse
+from kvobs.telemetry.tracing.trace_context import otlp_protocol, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,12 +20,13 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from kvobs.export.engine_watch import EngineWatch
+from kvobs.probe.black_box import SCHEDULER
+from kvobs.probe.increments import Increments
 from kvobs.schema import __version__, signals
 from kvobs.schema.signal_types import Series
 from kvobs.schema.signals import OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Signal, hook_label, labelnames, place
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
-from kvobs.telemetry.payload.wire import EngineInfo, Increments
-from kvobs.telemetry.timeline.black_box import SCHEDULER
+from kvobs.telemetry.payload.wire import EngineInfo
 
 FRESH_S = 0.2
 """Scrapes of one form within this time of each other get the same text. Bounds the CPU cost of frequent scrapes."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvobs.prediction.load_times import LoadTimes
+from kvobs.state.offers import Decision
 
 FASTEST, EXPLORED, UNKNOWN, COMPUTING = "predicted_fastest", "explored", "unknown", "computing_is_faster"
 HANDED_OVER = "handed_over"
@@ -39,18 +40,6 @@ class Candidate(NamedTuple):
     tokens: int
     rest_s: float | None  # the seconds that computing the tokens after them takes; None if that is not known
     open_loads: Sequence[tuple[int, float]] = ()  # of this child: see ``LoadTimes.predict``
-
-
-class Decision(NamedTuple):
-    """A choice with its reason."""
-
-    child: int | None  # that loads; None: everything is computed
-    reason: str  # one of ``REASONS``
-    about: int  # ``child``; without one, the child that would have been the quickest
-    offered: tuple[int, ...]  # the children with an offer
-    predicted: dict[int, float]  # the seconds until the request resumes, by known child
-    computing_s: float | None  # the seconds without a load; None if unknown
-    missed: dict[int, float]  # the seconds that a former fastest child would have saved at its former speed
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvobs.children.child import Child
 from kvobs.clock import wall_ns
@@ -21,16 +21,28 @@ from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, checked
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfer_listener import TransferListener
 from kvobs.state.transfers import ReportKind, Stray
-from kvobs.telemetry.payload.stats import class_path, own_stats, with_own_stats
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.outputs import KVConnectorOutput
 
 failed_loads = versions.failed_loads()
+
+
+class StatsParts(Protocol):
+    """Takes the stats of all connectors apart."""
+
+    def of(self, stats: KVConnectorStats, child: int) -> KVConnectorStats | None:
+        """Return a connector's part, as its class makes it when it runs alone; None without one."""
+
+    def replaced(
+        self, stats: KVConnectorStats | None, child: int, part: KVConnectorStats | None
+    ) -> KVConnectorStats | None:
+        """Return the stats with another part of a connector."""
 
 
 class OutputView:
@@ -41,6 +53,7 @@ class OutputView:
         children: Sequence[Child],
         ledger: Ledger,
         visibility: Sequence[Visibility],
+        stats: StatsParts,
         stray: Callable[[Stray], None],
     ) -> None:
         self._shown_to = [child for child in children if child.does("update_connector_output")]
@@ -48,7 +61,7 @@ class OutputView:
         self._ledger = ledger
         self._visibility = visibility
         self._stray = stray
-        self._classes = {child.name: class_path(type(child.connector)) for child in children}
+        self._stats = stats
 
     def show(
         self,
@@ -70,11 +83,11 @@ class OutputView:
             for child in self._shown_to:
                 output.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
                 output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
-                own = None if stats is None else own_stats(stats, child.name, self._classes[child.name])
-                output.kv_connector_stats = own
+                part = None if stats is None else self._stats.of(stats, child.index)
+                output.kv_connector_stats = part
                 received, sent = self._show_one(child, output, received, sent)
-                if (left := output.kv_connector_stats) is not own:
-                    stats = with_own_stats(stats, child.name, left, self._classes)
+                if (left := output.kv_connector_stats) is not part:
+                    stats = self._stats.replaced(stats, child.index, left)
         finally:
             output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
         return [*sync, *received], sent
@@ -153,7 +166,7 @@ class Completions:
     children: Sequence[Child]
     ledger: Ledger
     view: OutputView
-    listener: TransferListener
+    observer: Observer
     next_orders: NextOrders  # receives the transfers that the workers must forget
     isolation: Isolation  # receives the isolated connectors that failed on a worker
     offers: Offers  # those of a connector whose asynchronous load failed are not used until its request has run
@@ -181,7 +194,7 @@ class Completions:
         output.finished_recving = self.ledger.take_received() or None
         output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
-            self.listener.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+            self.observer.sync_loads_failed(index, len(requests), self._reset_siblings(index))
 
     def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
         """Return the requests whose promised saves are complete, as vLLM would have them."""
@@ -204,7 +217,7 @@ class Completions:
         now_ns = wall_ns()
         for report in meta.reports:
             if (stray := self.ledger.record(report, now_ns)) is not None:
-                self.listener.stray(stray)
+                self.observer.stray(stray)
             if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
                 self._note_loss(report.request, bad_blocks)
             if report.kind is ReportKind.SYNC_FAILED:
@@ -227,12 +240,12 @@ class Completions:
                 self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self.offers.ban(request_id, load.child)
-                self.listener.load_ended(request_id, load)
+                self.observer.load_ended(request_id, load)
         for request_id in (*saves, *self.ledger.take_saves_in()):  # some end with their load
             for index, save in self.ledger.close_saves(request_id).items():
                 self.next_orders.orders.saved.append((index, request_id))
                 ended_ns = max(save.arrived.values(), default=wall_ns())
-                self.listener.saved(request_id, index, save, ended_ns)
+                self.observer.saved(request_id, index, save, ended_ns)
 
     def _reset_siblings(self, index: int) -> list[str]:
         """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""

@@ -18,15 +18,12 @@ from kvobs.children.gate import ends_for_good
 from kvobs.clock import wall_ns
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
-from kvobs.schema import signals
+from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine, State
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 GIVE_UP_NS = 10 * 10**9
-_QUARANTINED = signals.slot(signals.QUARANTINED)
-_QUARANTINES = signals.slot(signals.QUARANTINES)
 
 
 class Isolation:
@@ -40,7 +37,7 @@ class Isolation:
         children: Sequence[Child],
         ledger: Ledger,
         visibility: Sequence[Visibility],
-        recorder: Recorder,
+        observer: Observer,
         slow_ns: int,
     ) -> None:
         self._children = {child.index: child for child in children if child.gate is not None}
@@ -50,7 +47,7 @@ class Isolation:
         self._tried = dict.fromkeys(self._children, 0)  # requests looked up since the last probation began
         self._visibility = visibility
         self._ledger = ledger
-        self._recorder = recorder
+        self._observer = observer
         # (time, connector) after which transfers that were open then are given up
         self._reviews: deque[tuple[int, int]] = deque()
         for index, child in self._children.items():
@@ -116,8 +113,8 @@ class Isolation:
         """Return whether a connector's answer to a lookup is ignored."""
         return child in self._states and (self.is_out(child) or not self._visibility[child].saves(request_id))
 
-    def gone(self, request_id: str) -> None:
-        """Note that a request has ended."""
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
         for asked in self._asked.values():
             asked.pop(request_id, None)
 
@@ -143,7 +140,7 @@ class Isolation:
         if change is State.PROBATION:
             self._tried[index] = 0
             self._reviews.append((now, index))
-            self._recorder.set_gauge(index, _QUARANTINED, 0)
+            self._observer.readmitted(index)
             text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"
             log.info(text, self._children[index].name)
         elif change is State.FIT:
@@ -178,8 +175,7 @@ class Isolation:
         now, state, child = wall_ns(), self._states[index], self._children[index]
         if not state.fail(now, epoch, slow_ns=slow_ns):
             return
-        self._recorder.set_gauge(index, _QUARANTINED, 1)
-        self._recorder.count(index, _QUARANTINES)
+        self._observer.quarantined(index)
         self._reviews.append((now, index))
         text = "connector %r failed %s. It is in quarantine: new requests are served without it %s (kvobs_quarantined)"
         until = "until a restart" if state.length_ns == NEVER_NS else f"for {state.length_ns / 1e9:g} s"

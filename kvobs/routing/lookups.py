@@ -1,4 +1,4 @@
-"""Look requests up in the children, let the load policy choose, and count offered, admitted and unused tokens.
+"""Look requests up in the connectors, let the load policy choose, and announce what each answered.
 
 Where an option says not to wait, a lookup is left open: it is repeated until the connector answers.
 """
@@ -15,43 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvobs.clock import wall_ns
 from kvobs.log import once
-from kvobs.routing.policies import NOBODY, NOTHING, LoadPolicy, Offer
-from kvobs.schema import signals
+from kvobs.routing.policies import LoadPolicy
+from kvobs.state.events import Observer, Outcome
+from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
 from kvobs.state.transfers import InProgress
-from kvobs.telemetry.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvobs.children.child import Child
-    from kvobs.prediction.load_choice import Decision
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.visibility import Visibility
     from kvobs.schema.options import Options
-
-_HIT, _MISS, _PENDING, _TIMEOUT = (
-    signals.slot(signals.LOOKUPS, outcome) for outcome in ("hit", "miss", "pending", "timeout")
-)
-_OFFERED = signals.slot(signals.OFFERED_TOKENS)
-_ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
-_OTHER_CHOSEN, _BELOW_MINIMUM, _DECLINED, _NOT_TAKEN, _NOT_ALLOCATED = (
-    signals.slot(signals.UNUSED_HIT_TOKENS, reason)
-    for reason in ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated")
-)
-_UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
-
-
-class Settled(NamedTuple):
-    """A complete lookup, until vLLM allocates."""
-
-    offers: Sequence[Offer] = ()
-    local: int = 0  # tokens that vLLM had computed itself
-    decision: Decision | None = None  # why, with a policy that predicts
-    left_open: Sequence[int] = ()  # children for which the lookup did not wait
-    chosen: int = NOBODY  # the child whose offer it chose
-
-
-_UNSETTLED = Settled()
 
 
 class _Silence(Enum):
@@ -72,10 +47,10 @@ class _Asked:
     """The lookup state of one request, from its first lookup to its end."""
 
     pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
-    last: Settled = _UNSETTLED
+    last: LookupResult = NO_RESULT
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
-    outcomes: set[tuple[int, int]] = field(default_factory=set)  # (child, outcome) pairs already counted
-    counted: bool = False
+    announced: set[tuple[int, Outcome]] = field(default_factory=set)  # of each connector each outcome once
+    had_offers: bool = False  # at an allocation
 
 
 @lru_cache(1024)
@@ -87,8 +62,10 @@ def _shared(answers: tuple[_Answer, ...]) -> list[_Answer]:
 class Offers:
     """The lookups of all live requests.
 
-    vLLM repeats the lookup of each waiting request in every step. What is counted follows from the first answer of its
-    kind, so a repetition with the same answers only calls the children.
+    vLLM repeats the lookup of each waiting request in every step. The first answer of its kind is announced, so a
+    repetition with the same answers only calls the children.
+
+    ``waited_for`` has the lookups that requests wait for, by the connector that has not answered yet.
 
     ``isolation`` decides which children are asked, and whose answers count; None if none is isolated. Synchronous
     offers are not used of the children in ``async_only``, and of one that does not see the request, by ``visibility``.
@@ -98,10 +75,11 @@ class Offers:
         self,
         children: Sequence[Child],
         options: Options,
-        recorder: Recorder,
+        observer: Observer,
         policy: LoadPolicy,
         visibility: Sequence[Visibility],
         *,
+        waited_for: Sequence[InProgress[str]],
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
     ) -> None:
@@ -121,10 +99,9 @@ class Offers:
         self._waiting: dict[str, list[_Answer]] = {}
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
         """Whether a request may be allocated without every child's answer."""
-        self._recorder = recorder
+        self._observer = observer
         self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)
-        self.waited_for = tuple(InProgress[str]() for _ in children)
-        """The lookups that requests wait for, by the child that has not answered yet."""
+        self._waited_for = waited_for
 
     def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
@@ -150,16 +127,16 @@ class Offers:
         if answers == self._waiting.get(request_id):
             return None
         asked = self._asked[request_id]
-        self._count_answers(request_id, asked, answers)
+        self._announce_answers(request_id, asked, answers)
         if _WAITED_FOR in answers:
-            asked.last = _UNSETTLED
+            asked.last = NO_RESULT
             self._waiting[request_id] = _shared(tuple(answers))
             return None
         self._waiting.pop(request_id, None)
         offers, usable = self._weighed(request_id, asked, answers)
         best, decision = self._policy.choose(request, num_computed_tokens, usable) if usable else (NOTHING, None)
         left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
-        asked.last = Settled(offers, num_computed_tokens, decision, left_open, best.child)
+        asked.last = LookupResult(offers, num_computed_tokens, decision, left_open, best.child)
         return best
 
     def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
@@ -176,38 +153,38 @@ class Offers:
                 usable.append(offer)
         return offers, usable
 
-    def _count_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
-        """Count the outcomes, and how long the request has waited for an answer."""
+    def _announce_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
+        """Announce the answers, and note whom the request waits for."""
         for child, answer in enumerate(answers):
             if answer is _WAITED_FOR or answer is _LEFT_OPEN:
                 began_ns = asked.pending_since.setdefault(child, wall_ns())
-                self._count(asked, child, _PENDING)
+                self._announce(asked, child, "pending")
                 if answer is _WAITED_FOR:
-                    self.waited_for[child].begin(request_id, began_ns)
+                    self._waited_for[child].begin(request_id, began_ns)
                 else:
-                    self.waited_for[child].end(request_id)
+                    self._waited_for[child].end(request_id)
             elif isinstance(answer, tuple):
-                self._count_answer(request_id, asked, child, answer[0])
+                self._announce_answer(request_id, asked, child, answer[0])
             elif asked.pending_since.pop(child, None) is not None:  # not asked any more: nobody waits for it
-                self.waited_for[child].end(request_id)
+                self._waited_for[child].end(request_id)
 
-    def _count_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
+    def _announce_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
         since = asked.pending_since.pop(child, None)
         if since is not None:
-            self.waited_for[child].end(request_id)
-            self._recorder.observe(child, signals.LOOKUP_DELAY, wall_ns() - since)
-        self._count(asked, child, _HIT if tokens > 0 else _MISS)
+            self._waited_for[child].end(request_id)
+            self._observer.waited(child, wall_ns() - since)
+        self._announce(asked, child, "hit" if tokens > 0 else "miss")
 
     def answered_late(self, request_id: str, child: int, tokens: int) -> None:
-        """Count the answer to a lookup that was left open."""
+        """Announce the answer to a lookup that was left open."""
         if (asked := self._asked.get(request_id)) is not None:
-            self._count_answer(request_id, asked, child, tokens)
+            self._announce_answer(request_id, asked, child, tokens)
 
-    def _count(self, asked: _Asked, child: int, outcome: int) -> None:
-        """Count an outcome of a request's lookups once; repeated lookups appear in the calls."""
-        if (child, outcome) not in asked.outcomes:
-            asked.outcomes.add((child, outcome))
-            self._recorder.count(child, outcome)
+    def _announce(self, asked: _Asked, child: int, outcome: Outcome) -> None:
+        """Announce an outcome of a request's lookups once; repeated lookups appear in the calls."""
+        if (child, outcome) not in asked.announced:
+            asked.announced.add((child, outcome))
+            self._observer.answered(child, outcome)
 
     def _is_discarded(self, child: int, request_id: str) -> bool:
         return self._isolation is not None and self._isolation.discards(child, request_id)
@@ -230,7 +207,7 @@ class Offers:
         asked = self._asked[request_id]
         since = asked.pending_since.get(child)
         if self._timeout_ns is not None and since is not None and wall_ns() - since >= self._timeout_ns:
-            self._count(asked, child, _TIMEOUT)
+            self._announce(asked, child, "timeout")
             return False
         if self._is_discarded(child, request_id):
             return False
@@ -238,32 +215,19 @@ class Offers:
             return True
         return not self._weighed(request_id, asked, before)[1]
 
-    def settle(self, request_id: str, owner: int | None, tokens: int) -> Settled:
-        """Count the last lookup's offers now that vLLM has allocated ``tokens`` from ``owner``; return it, once.
+    def settle(self, request_id: str) -> LookupResult:
+        """Return the last lookup's result now that vLLM has allocated, once.
 
-        The second allocation call of an async load finds no offers and counts nothing.
+        The second allocation call of an async load finds no offers.
         """
         asked = self._asked.get(request_id)
         if asked is None:
-            return _UNSETTLED
-        settled, asked.last = asked.last, Settled(local=asked.last.local)
-        if owner is not None:
-            self._recorder.count(owner, _ADMITTED, tokens)
-        if not asked.counted:
-            won = next((offer.tokens for offer in settled.offers if offer.child == owner), 0)
-            lost = _OTHER_CHOSEN if owner is not None else _NOT_TAKEN if settled.chosen != NOBODY else _DECLINED
-            for offer in settled.offers:
-                if offer.tokens:
-                    asked.counted = True
-                    self._recorder.count(offer.child, _OFFERED, offer.tokens)
-                    if offer.child == owner:
-                        self._recorder.count(offer.child, _NOT_TAKEN, max(0, offer.tokens - tokens))
-                    else:
-                        self._recorder.count(offer.child, _UNUSED_OFFERS)
-                        is_too_small = offer.tokens < self._minimum[offer.child]
-                        in_vain = max(0, offer.tokens - won)
-                        self._recorder.count(offer.child, _BELOW_MINIMUM if is_too_small else lost, in_vain)
-        return settled
+            return NO_RESULT
+        result, asked.last = asked.last, LookupResult(local=asked.last.local)
+        if not asked.had_offers and any(offer.tokens for offer in result.offers):
+            asked.had_offers = True
+            return result._replace(is_first=True)
+        return result
 
     def ban(self, request_id: str, child: int) -> None:
         """Ignore this child's further answers about this request: its load has failed."""
@@ -284,10 +248,9 @@ class Offers:
             return
         self._waiting.pop(request_id, None)
         for child in asked.pending_since:
-            self.waited_for[child].end(request_id)
-        for offer in asked.last.offers if not asked.counted else ():
-            self._recorder.count(offer.child, _OFFERED, offer.tokens)
-            self._recorder.count(offer.child, _NOT_ALLOCATED, offer.tokens)
+            self._waited_for[child].end(request_id)
+        if asked.last.offers and not asked.had_offers:
+            self._observer.lapsed(asked.last.offers)
 
 
 class _Open(NamedTuple):

@@ -14,21 +14,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs.state.cache_layout import Blocks
+from kvobs.state.ledger import Ledger
 from kvobs.state.quarantine import IsolationState
 from kvobs.state.transfers import Report, ReportKind
-from kvobs.telemetry.requests.trace_context import TraceContext
 
 
 class LoadOrder(NamedTuple):
     """A load that vLLM admitted in this step, for the workers.
 
-    ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``trace`` is its span, if traced.
+    ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``note`` is an annotator's.
     """
 
     child: int
     is_async: bool
     blocks: Blocks
-    trace: TraceContext | None = None
+    note: Any = None
 
 
 @dataclass(slots=True)
@@ -64,9 +64,12 @@ class NextOrders:
             self.made = Orders()
         return self.made
 
-    def take(self) -> Orders:
-        """Return the orders, and forget them."""
+    def take(self, ledger: Ledger) -> Orders | None:
+        """Return the orders with the ledger's failures, and forget them; None without any."""
+        if self.made is None and not ledger.failures:
+            return None
         orders, self.made = self.orders, None
+        orders.failed = ledger.take_failures()
         return orders
 
 
@@ -89,8 +92,7 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
 
     orders: Orders | None = None
     has_forward: bool = True  # whether tokens are scheduled in this step
-    flush: bool = False  # whether the workers send their numbers in this step
-    trace: TraceContext | None = None  # the step's own trace, if every call is traced
+    note: Any = None  # an annotator's, for the workers' observers
     isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
 
     def __init__(self, metadata: tuple[base.KVConnectorMetadata, ...], **others: Any) -> None:

@@ -7,17 +7,17 @@ request, and may hold it until it is fetched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.clock import wall_ns
 from kvobs.faults import contained
 from kvobs.prediction.compute_cost import ComputeCost, to_compute
-from kvobs.prediction.load_choice import HANDED_OVER, Candidate, Decision, LoadChoice
-from kvobs.routing.gains import Gains
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.prediction.load_choice import HANDED_OVER, Candidate, LoadChoice
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.offers import NOTHING, Decision, LookupResult, Offer
 from kvobs.state.transfers import Load
 
 if TYPE_CHECKING:
@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from kvobs.schema.options import Options
 
 _OPEN_AT_MOST = 16  # of a child's loads in progress, the oldest, that are looked at
-
-
-class Offer(NamedTuple):
-    """A child's offer: ``tokens`` beyond those computed, loaded asynchronously or within the step."""
-
-    child: int
-    tokens: int
-    is_async: bool
-
-
-NOBODY = -1
-"""Instead of the child that was chosen."""
-NOTHING = Offer(NOBODY, 0, False)
 
 
 class LoadPolicy:
@@ -60,12 +47,12 @@ class Longest(LoadPolicy):
         return max(offers, key=lambda offer: offer.tokens), None
 
 
-class Fastest(LoadPolicy, TransferListener):
+class Fastest(LoadPolicy, Observer):
     """The child with the lowest predicted time, or computing."""
 
-    def __init__(self, children: Sequence[Child], gains: Gains) -> None:
+    def __init__(self, children: Sequence[Child], cost: Callable[[], ComputeCost]) -> None:
         self._choice = LoadChoice(len(children))
-        self._gains = gains
+        self._cost = cost
         self._hand_offs = {child.index for child in children if name_among(type(child.connector), HAND_OFF)}
         # Of each child, the async loads since the one that ended last: request -> tokens, and when it was allocated.
         self._open: list[dict[str, tuple[int, int]]] = [{} for _ in children]
@@ -82,7 +69,7 @@ class Fastest(LoadPolicy, TransferListener):
         for offer in offers:
             if offer.child in self._hand_offs:
                 return Decision(offer.child, HANDED_OVER, offer.child, (offer.child,), {}, None, {})
-        cost = self._gains.cost
+        cost = self._cost()
         candidates = []
         for offer in offers:
             rest = to_compute(request.num_tokens, local + offer.tokens)
@@ -98,22 +85,20 @@ class Fastest(LoadPolicy, TransferListener):
 
     # The router's events
 
-    @contained("record")
-    def decided(self, request_id: str, decision: Decision) -> None:
-        self._choice.taken(decision)
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        if lookup.decision is not None:
+            self._choice.taken(lookup.decision)
 
-    @contained("record")
     def admitted(self, request_id: str, load: Load) -> None:
         if load.is_async:
             self._open[load.child][request_id] = load.tokens, load.opened_ns
 
-    @contained("record")
     def load_ended(self, request_id: str, load: Load) -> None:
         """Learn the load's duration. The tokens of a failed load are computed afterwards."""
         took_ns = wall_ns() - load.opened_ns if load.is_async else load.duration_ns
         seconds = max(0, took_ns) / 1e9
         if load.failed:
-            again_s = _crowded(self._gains.cost, max(1, load.recomputed_tokens), load.local_tokens)
+            again_s = _crowded(self._cost(), max(1, load.recomputed_tokens), load.local_tokens)
             seconds = 2 * seconds if again_s is None else seconds + again_s
         self._choice.observe(load.child, load.tokens, seconds)
         # One that it has overtaken says nothing of the connector now: it may be lost.
@@ -122,10 +107,10 @@ class Fastest(LoadPolicy, TransferListener):
             del begun[other]
 
 
-def configured(options: Options, children: Sequence[Child], gains: Gains) -> LoadPolicy:
-    """Return the policy that the options name."""
+def policy_of(options: Options, children: Sequence[Child], cost: Callable[[], ComputeCost]) -> LoadPolicy:
+    """Return the policy that the options name; ``cost`` returns the cost of computing, as far as it is learned."""
     if options.load_policy == "fastest":
-        return Fastest(children, gains)
+        return Fastest(children, cost)
     return Longest() if options.load_policy == "longest" else LoadPolicy()
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from kvobs.log import log
 from kvobs.schema.findings import Finding
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.events import Observer
 from kvobs.state.transfers import Load
 
 
-class SyncLoadWarnings(TransferListener):
+class SyncLoadWarnings(Observer):
     """Logs each connector's warning once: a class does not always show before that it loads synchronously."""
 
     def __init__(self, warnings: Mapping[int, Finding]) -> None:

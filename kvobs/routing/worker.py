@@ -10,15 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
-from kvobs.children.collector import Collector
-from kvobs.children.layer_calls import Stalls
 from kvobs.clock import wall_ns
-from kvobs.faults import contain, contained
 from kvobs.log import once
+from kvobs.probe.layer_calls import Stalls
 from kvobs.routing.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -28,22 +26,30 @@ from kvobs.routing.metadata import (
     Orders,
 )
 from kvobs.routing.worker_isolation import WorkerGates
+from kvobs.state.events import WorkerObserver
 from kvobs.state.transfers import Report, ReportKind
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats
-from kvobs.telemetry.recording.call_spans import CallSpans
-from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.requests.trace_context import TraceContext
-from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 KVConnectorTransferResults = versions.transfer_results()
 UNKNOWN_RESULTS = versions.unknown_results()
 ENDINGS = (ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SAVED)
 NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
+
+
+class WorkerStats(Protocol):
+    """Gathers the stats that a worker sends with a step's output."""
+
+    def collect(self, *, is_idle: bool, has_news: bool) -> KVConnectorStats | None:
+        """Return the stats of a step.
+
+        A step that ``is_idle`` has no forward; ``has_news`` is whether the engine may become idle after it with a
+        transfer whose end must be counted.
+        """
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,12 +60,10 @@ class WorkerSide:
     rank: int  # within its engine
     ids_are_unique: bool  # whether a block id identifies a request: it is unique only within a KV cache group
     copies: BlockCopies
-    collector: Collector
-    stalls: Stalls
+    stalls: Stalls  # measures the steps' waits for loads and saves
     gates: WorkerGates | None  # of the isolated children, if there are any
-    journal: Journal
-    tracer: CallSpans | None
-    flight: Flight | None
+    observer: WorkerObserver
+    stats: WorkerStats
 
     def __post_init__(self) -> None:
         self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
@@ -87,22 +91,16 @@ class WorkerSide:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._meta = meta = _checked(connector_metadata)
-        self._orders = meta.orders if meta.orders is not None else NO_ORDERS
-        if self.flight is not None:
-            self.flight.begin_step(has_forward=meta.has_forward, has_orders=meta.orders is not None)
+        self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
+        self.observer.step_begun(meta.note, [(load.child, load.note) for load in orders.loads.values()])
         if self.gates is not None:
             self.gates.begin_step(meta)
-        if self.tracer is not None:
-            self._join_trace(self.tracer, meta)
-        if meta.orders is not None:
-            self._take(meta.orders)
+        if orders is not NO_ORDERS:
+            self._take(orders)
         for child, own in zip(self.children, meta.metadata, strict=True):
             child.bind_connector_metadata(own)
 
     def _take(self, orders: Orders) -> None:
-        if self.flight is not None:
-            closed = ((self._loads[request].child, request) for request in orders.closed if request in self._loads)
-            self.flight.ordered(orders.loads, orders.promised, closed, orders.saved)
         self._orphaned.update(orders.orphaned)  # before the ones that have already ended
         for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
@@ -115,22 +113,12 @@ class WorkerSide:
         for save in orders.saved:  # some of them promised in this step, too
             self._began.pop(save, None)
 
-    @contained("trace")
     def _note_begin(self, orders: Orders) -> None:
         """Note when this rank got the orders for loads and saves, until it reports their end."""
         begun = [*((load.child, request) for request, load in orders.loads.items()), *orders.promised]
         self._began.update(dict.fromkeys(begun, wall_ns()))
         while len(self._began) > BEGUN_AT_MOST:
             del self._began[next(iter(self._began))]
-
-    @contained("trace")
-    def _join_trace(self, calls: CallSpans, meta: MultiKVConnectorMetadata) -> None:
-        """Continue the step's trace, and those of the loads that begin."""
-        loads: dict[int, list[TraceContext]] = {}
-        for load in self._orders.loads.values():
-            if load.trace is not None:
-                loads.setdefault(load.child, []).append(load.trace)
-        calls.join_step(meta.trace, loads)
 
     # After the forward
 
@@ -250,33 +238,26 @@ class WorkerSide:
         some = sorted(blocks)[:4]
         once(f"blocks:{child.name}:{outcome}", logging.WARNING, text, child.name, which, some, outcome)
 
-    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """Return the stats payload; with kvobs's own numbers if the scheduler orders it, or nothing else runs."""
-        is_due = False
-        if (meta := self._meta) is not None:
-            try:  # measure the step that ends; further calls would cost more than this does
-                has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
-                self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-                self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
-                is_due = meta.flush or (not meta.has_forward and self._has_content())
-            except Exception:
-                contain("record")
-        return self.collector.collect(is_due=is_due)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Measure the waits of the step, whose layers are done, and return the stats."""
+        if (meta := self._meta) is None:
+            return self.stats.collect(is_idle=False, has_news=False)
+        has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
+        self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+        self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
+        is_idle = not meta.has_forward
+        return self.stats.collect(is_idle=is_idle, has_news=is_idle and self._has_news())
 
-    def _has_content(self) -> bool:
+    def _has_news(self) -> bool:
         """Return whether an event has happened after which the engine may become idle.
 
         An arrived load is not such an event: its request continues with a forward, unless it has ended.
         """
-        return (
-            bool(self._orders.failed)
-            or self.journal.has_urgent
-            or any(
-                report.kind is not ReportKind.RECEIVED
-                or report.request not in self._loads
-                or report.request in self._orphaned
-                for report in self._reports
-            )
+        return bool(self._orders.failed) or any(
+            report.kind is not ReportKind.RECEIVED
+            or report.request not in self._loads
+            or report.request in self._orphaned
+            for report in self._reports
         )
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
@@ -300,8 +281,6 @@ class WorkerSide:
                 self._report(self.children[index], kind, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
-        if self.flight is not None:
-            self.flight.reported(reports)
         if not reports and not broken and not has_own:
             return None
         return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
@@ -330,8 +309,7 @@ class WorkerSide:
         self._meta, self._orders = None, NO_ORDERS
         for child in self.children:
             child.clear_connector_metadata()
-        if self.flight is not None:
-            self.flight.end_step()
+        self.observer.step_ended()
 
     # Once
 

@@ -1,1 +1,1 @@
-"""Record what happens in EngineCore and in the workers: counts, span records and the flight recorder."""
+"""Observe the router: counts of transfers, spans, reports of requests; and carry the numbers to the API server."""

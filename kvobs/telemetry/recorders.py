@@ -1,4 +1,4 @@
-"""Everything that records in one process, built together: numbers, spans, traces, flight recorder, black box."""
+"""Build all that records in one process: numbers, spans, traces, reports, black box."""
 
 from __future__ import annotations
 
@@ -6,59 +6,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
+from kvobs.probe import black_box
+from kvobs.probe.pauses import OF_PROCESS
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.options import Options
-from kvobs.state.transfer_listener import TransferListener
-from kvobs.telemetry.recording.call_spans import CallSpans
-from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.pauses import OF_PROCESS
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, Stderr
 from kvobs.telemetry.requests.request_reports import Reports
-from kvobs.telemetry.requests.request_traces import Traces
-from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.timeline import black_box, flight
-from kvobs.telemetry.timeline.flight import Flight
+from kvobs.telemetry.tracing.call_spans import CallSpans
+from kvobs.telemetry.tracing.journal import Journal
+from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.vllm_api import versions
 
 
 @dataclass(frozen=True, slots=True)
-class Telemetry:
+class Recorders:
     """The recorders of one process.
 
-    ``recorder`` sends the records of ``journal`` with its numbers, passes calls on to ``tracer`` and ``flight``, and
-    shows the one in progress in its black box.
-    ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.
+    ``recorder`` counts, and passes slow and failed calls on to ``tracer``, which writes their spans into ``journal``.
+    The others are on the scheduler's side only: ``traces`` and ``reports`` of requests, and the request log.
     """
 
     recorder: Recorder
     journal: Journal
     tracer: CallSpans | None = None
-    flight: Flight | None = None
     traces: Traces | None = None
     reports: Reports | None = None
     log: RequestLog | None = None
-    listeners: tuple[TransferListener, ...] = ()
 
 
 def build(
     names: Sequence[str], options: Options, vllm_config: Any, tracing: TracingSettings | None, rank: int | None
-) -> Telemetry:
-    """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
+) -> Recorders:
+    """Build the recorders of this process: a worker of this rank, or the scheduler's (None)."""
     journal = Journal()
-    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
     traces, tracer = (_trace(names, journal, tracing, rank) if tracing is not None else None) or (None, None)
     slow_ns = int(options.slow_call_ms * 1e6)
     contained = [i for i, name in enumerate(names) if name in options.isolate]
     box = black_box.begin(vllm_config, names, rank, contained)
-    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording, box=box)
+    recorder = Recorder(len(names), slow_ns, tuple(names), listener=tracer, box=box)
     recorder.pauses = OF_PROCESS
     if rank is not None:
-        return Telemetry(recorder, journal, tracer, recording)
+        return Recorders(recorder, journal, tracer)
     reports, log = _report(names, options, vllm_config, recorder) or (None, None)
-    listeners = tuple(listener for listener in (recording, traces, reports) if listener is not None)
-    return Telemetry(recorder, journal, tracer, recording, traces, reports, log, listeners)
+    return Recorders(recorder, journal, tracer, traces, reports, log)
 
 
 @contained("trace")

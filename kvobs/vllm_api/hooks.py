@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from types import CodeType
 from typing import Any
 
 
@@ -121,4 +123,9 @@ def is_empty(call: Callable[..., Any]) -> bool:
     function = getattr(call, "__func__", None)
     if not inspect.isfunction(function) or function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
         return False
-    return all(instruction.opname in _DOES_NOTHING for instruction in dis.get_instructions(function))
+    return _does_nothing(function.__code__)
+
+
+@cache
+def _does_nothing(code: CodeType) -> bool:
+    return all(instruction.opname in _DOES_NOTHING for instruction in dis.get_instructions(code))

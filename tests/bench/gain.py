@@ -29,7 +29,7 @@ from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
 from kvobs.demo.model import FIRST_BYTE, VOCAB, make_model
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.routing.scheduler import SchedulerSide
-from kvobs.state.transfer_listener import TransferListener, TransferListeners
+from kvobs.state.events import TransferListener, TransferListeners
 from kvobs.state.transfers import Gain, Load
 from kvobs.vllm_api.versions import chunks_of
 from tests.bench.report import Budget, Line, Part

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import msgspec
 
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.config import RESERVED_NAME
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script
 from tests.bench.calls import CHILDREN, slowness
 from tests.bench.report import Budget, Line, Part

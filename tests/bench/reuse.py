@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvobs.routing.reuse import PromptReuse
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.probe.recorder import Recorder
+from kvobs.telemetry.transfers.reuse import PromptReuse
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part
 

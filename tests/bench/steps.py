@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs.children.collector import EVERY_NS, FlushRule
-from kvobs.children.layer_calls import ARGUMENTS
 from kvobs.demo.server import claim_port
+from kvobs.probe.layer_calls import ARGUMENTS
+from kvobs.telemetry.collector import EVERY_NS, FlushRule
 from kvobs.testing import BLOCK, Rig
 from kvobs.vllm_api.hooks import HOOKS
 from tests.bench.calls import CHILDREN, BusyChild, entries, slowness

@@ -29,10 +29,10 @@ from kvobs.export.span_export import SpanCutter
 from kvobs.schema import signals, spans
 from kvobs.state.transfers import Load, Report, ReportKind
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
-from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.requests.request_traces import Traces
-from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.tracing.call_spans import CallEvent, CallSpans
+from kvobs.telemetry.tracing.journal import Journal
+from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import BusyChild, entries, scaled
 from tests.bench.report import Budget, Line, Part

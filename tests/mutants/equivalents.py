@@ -20,7 +20,7 @@ class Equivalent(NamedTuple):
         return self[:4]
 
 
-_RECORDER = "kvobs/telemetry/recording/recorder.py"
+_RECORDER = "kvobs/probe/recorder.py"
 
 EQUIVALENTS: tuple[Equivalent, ...] = tuple(
     Equivalent(module, function, before, before.replace(old, new), reason)
@@ -47,7 +47,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = tuple(
          "from there on all scales are 1"),
         ("kvobs/export/totals.py", "Exposition.forget", 'self._last = -FRESH_S, "", b""', 'b""', 'b"XXXX"',
          "a text of no type is never served"),
-        *(("kvobs/telemetry/requests/sampling.py", "Verdicts.__init__",
+        *(("kvobs/telemetry/tracing/sampling.py", "Verdicts.__init__",
            "self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler",
            "shutdown_on_exit=False", other, "it has no processor that could be shut down")
           for other in ("shutdown_on_exit=True", "")),

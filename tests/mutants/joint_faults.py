@@ -328,7 +328,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a step that loads has waited for the earlier steps, too",
-        "kvobs/children/layer_calls.py",
+        "kvobs/probe/layer_calls.py",
         "            self._before[child] = total = tally[SUM]\n            whole[child] += total - before\n",
         "            total = tally[SUM]\n            if waits:\n                self._before[child] = total\n"
         "            whole[child] += total - before\n",

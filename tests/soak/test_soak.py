@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.routing.outcomes import Outcomes
 from kvobs.state.ledger import Ledger as KvobsLedger
+from kvobs.telemetry.transfers.outcomes import Outcomes
 from tests.soak import inprocess, isolated
 from tests.soak.__main__ import is_whole
 from tests.soak.inprocess import RANKS, REPORTERS, SHAPES

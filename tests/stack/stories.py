@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvobs.demo.run import child, host_memory, multi_connector
-from kvobs.telemetry.requests.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
+from kvobs.telemetry.tracing.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from tests.engine.serving import prompt
 
 NAMES = ("cpu", "disk", "remote")

@@ -7,12 +7,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
+from kvobs.probe.increments import Group
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
-from kvobs.telemetry.payload.wire import Group
-from kvobs.telemetry.recording.call_spans import CallEvent
-from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.requests.trace_context import TraceContext
+from kvobs.telemetry.tracing.call_spans import CallEvent
+from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
+from kvobs.telemetry.tracing.trace_context import TraceContext
 
 SAMPLED = TraceContext("a" * 31 + "1", "b" * 15 + "1", True)
 UNSAMPLED = TraceContext("c" * 31 + "1", "d" * 15 + "1", False)

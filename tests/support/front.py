@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.probe.increments import Increments
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import Script, engine_config, transfer_config
 from tests.support.rig import child_config
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from kvobs.prediction.load_choice import EXPLORED, Candidate, Decision, LoadChoice
+from kvobs.prediction.load_choice import EXPLORED, Candidate, LoadChoice
+from kvobs.state.offers import Decision
 
 COMPUTE_S, COMPUTE_TOKEN_S = 5e-3, 50e-6
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvobs import routing
-from kvobs.children import collector
 from kvobs.export import totals
-from kvobs.routing import outcomes
+from kvobs.telemetry import collector
 from kvobs.telemetry.payload import wire
+from kvobs.telemetry.transfers import outcomes
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.front import Front
 from tests.support.rig import child_config

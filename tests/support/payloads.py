@@ -8,10 +8,11 @@ from unittest import mock
 import hypothesis.strategies as st
 
 from kvobs.export import totals
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH, SERIES, SIGNALS, Kind, Scope
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
 
 CONNECTORS = ("one", "two")
 _OPENED = [signal for signal in SIGNALS if signal.is_open and signal.kind is Kind.COUNTER]

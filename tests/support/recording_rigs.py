@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvobs.telemetry.timeline import flight
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry.timeline import flight
 from kvobs.testing import BLOCK, Rig, Script
 
 

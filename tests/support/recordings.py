@@ -2,15 +2,15 @@
 
 from typing import Any
 
+from kvobs.telemetry.timeline import open_table
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, layer_words
+from kvobs.telemetry.timeline.open_table import OpenTable
+from kvobs.telemetry.timeline.ring import Ring
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
 from kvobs.cli.timeline.recordings import Process
 from kvobs.cli.timeline.snapshot import read
-from kvobs.telemetry.timeline import open_table
-from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, layer_words
-from kvobs.telemetry.timeline.open_table import OpenTable
-from kvobs.telemetry.timeline.ring import Ring
 
 CHILDREN = ["one", "two"]
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests.request_reports import Reports
-from kvobs.telemetry.requests.request_traces import Traces
+from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.testing import Rig, Script, entry_of
 
 

@@ -13,9 +13,10 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
 from kvobs.export.http_server import Server
 from kvobs.export.totals import Exposition, Totals
+from kvobs.probe.increments import Increments
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
-from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo, Increments
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
 from kvobs.testing import engine_config, transfer_config
 from tests.support.front import Front, metered, own
 

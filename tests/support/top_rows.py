@@ -3,9 +3,9 @@
 import hypothesis.strategies as st
 
 from kvobs.cli.top.rows import ConnectorRow, Server
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.verdicts import STATES
-from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import count
 
 MS = 10**6

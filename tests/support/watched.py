@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.children.child import Child
-from kvobs.children.layer_calls import ARGUMENTS, LayerCalls
 from kvobs.log import log as log_
+from kvobs.probe import black_box
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls
+from kvobs.probe.recorder import Recorder
 from kvobs.telemetry.recorders import Telemetry
-from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.timeline import black_box
+from kvobs.telemetry.tracing.journal import Journal
 
 NAMES = ("cpu", "remote")
 REMOTE = 1

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvobs
+from kvobs.probe.black_box import BlackBox
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.telemetry.requests.request_log import RequestLog
-from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS
 from tests.support.rig import child_config

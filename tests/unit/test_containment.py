@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
 from kvobs.demo.server import claim_port
+from kvobs.probe.increments import Increments
 from kvobs.schema.signals import INTERNAL_ERRORS
 from kvobs.state.transfers import Stuck
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.support import seams
@@ -248,7 +248,7 @@ def test_only_recordings_and_the_request_log_are_written(monkeypatch: pytest.Mon
     sys.addaudithook(Writes(lambda line: written.append(line) if is_on else None))  # can't be taken away
     assert Story(monkeypatch).happen() == expected
     is_on = False
-    writers = {"kvobs.telemetry.requests.request_log", "kvobs.telemetry.timeline.ring_files"}
+    writers = {"kvobs.telemetry.requests.request_log", "kvobs.probe.ring_files"}
     assert {line.partition(" ")[0] for line in written} == writers
 
 

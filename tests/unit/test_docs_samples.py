@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from kvobs.cli import app
 from kvobs.demo import report, tree
 from kvobs.demo.collector import ReceivedSpan
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
-from kvobs.telemetry.payload.wire import Increments
 from kvobs.testing import BLOCK, Script
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.recording_rigs import recording_rig

@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
 from kvobs.children.specs import STATED_BYTES
+from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
-from kvobs.telemetry.recording.pauses import OF_PROCESS
 from kvobs.testing import BLOCK, Script, entry_of
 from tests.support.observed import KV, NAMES, STEP_S, Observed
 from tests.support.rig import assert_nothing_is_left, child_config

@@ -19,8 +19,8 @@ from kvobs.schema.spans import ATTRIBUTES
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
 from kvobs.telemetry.payload.wire import VERSION
-from kvobs.telemetry.requests import trace_context
-from kvobs.telemetry.requests.trace_context import as_otel, into_params, of_headers, of_params, parse
+from kvobs.telemetry.tracing import trace_context
+from kvobs.telemetry.tracing.trace_context import as_otel, into_params, of_headers, of_params, parse
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import SAMPLED, no_otel_variables
 from tests.support.front import Front

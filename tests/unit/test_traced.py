@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvobs.telemetry.recording.recorder import NEVER, Recorder
+from kvobs.probe.recorder import NEVER, Recorder
 from kvobs.testing import BLOCK, Script
 from tests.support.observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config

@@ -23,12 +23,12 @@ from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
 from kvobs.log import line
+from kvobs.probe import ring_files
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions, Options
-from kvobs.telemetry.requests import sampling
-from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.telemetry.timeline import ring_files
+from kvobs.telemetry.tracing import sampling
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:

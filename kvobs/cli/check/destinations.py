@@ -4,7 +4,7 @@ import os
 
 from kvobs.export.destinations import Setup, case_of
 from kvobs.telemetry.payload.wire import exporter_url
-from kvobs.telemetry.requests.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
+from kvobs.telemetry.tracing.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
 
 
 def lost(setup: Setup) -> dict[str, str]:

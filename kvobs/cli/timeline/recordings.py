@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvobs.cli.timeline.snapshot import RingError, Snapshot, read, rows, unpack
-from kvobs.telemetry.timeline.black_box import place_of
+from kvobs.probe.black_box import place_of
+from kvobs.probe.ring_files import SUFFIX, is_written
 from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, STEP, What, layer_words
-from kvobs.telemetry.timeline.ring_files import SUFFIX, is_written
 
 OPEN = "open"
 UNREPORTED = "not reported"

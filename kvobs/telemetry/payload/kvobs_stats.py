@@ -12,10 +12,11 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs import faults
+from kvobs.probe.increments import Increments, add_rows
 from kvobs.schema import signals
 from kvobs.schema.signals import TABLE_DIGEST, Scope, Signal
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import ROWS, SLOTS, VERSION, Increments, add_rows
+from kvobs.telemetry.payload.wire import ROWS, SLOTS, VERSION
 from kvobs.vllm_api import versions
 
 FEW = 1_000  # numbers, of three parts or four

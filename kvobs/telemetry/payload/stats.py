@@ -148,32 +148,35 @@ def has_content(stats: KVConnectorStats | None) -> bool:
     return own is not None and not own.is_empty()
 
 
-def own_stats(stats: KVConnectorStats, name: str, path: str) -> KVConnectorStats | None:
-    """Return a child's own stats; None if there are none, or its class at ``path`` can't build them."""
-    own = stats.data.get(name)
-    if own is None or (isinstance(own, KVConnectorStats) and not isinstance(own, RawStats)):
-        return own
-    built = _rebuild_child(name, path, as_dict(own))  # raw, as its class could not merge those of two ranks
-    if built is None or isinstance(built, RawStats):
-        return None
-    stats.data[name] = built
-    return built
+class StatsParts:
+    """Takes the stats of all connectors apart; ``classes`` are the paths of their classes by name, in their order."""
 
+    def __init__(self, classes: Mapping[str, str]) -> None:
+        self._classes = classes
+        self._paths = tuple(classes.items())
 
-def with_own_stats(
-    stats: KVConnectorStats | None, name: str, own: KVConnectorStats | None, classes: Mapping[str, str]
-) -> KVConnectorStats:
-    """Return the stats of all children with those of one replaced, or removed (None).
+    def of(self, stats: KVConnectorStats, child: int) -> KVConnectorStats | None:
+        """Return a connector's part; None if there is none, or its class can't build it."""
+        name, path = self._paths[child]
+        part = stats.data.get(name)
+        if part is None or (isinstance(part, KVConnectorStats) and not isinstance(part, RawStats)):
+            return part
+        built = _rebuild_child(name, path, as_dict(part))  # raw, as its class could not merge those of two ranks
+        if built is None or isinstance(built, RawStats):
+            return None
+        stats.data[name] = built
+        return built
 
-    ``classes`` are the paths of the children's classes, by name.
-    """
-    stats = MultiKVConnectorStats() if stats is None else stats
-    if own is None:
-        stats.data.pop(name, None)
-    else:
-        stats.data.setdefault(RESERVED_NAME, KvobsStats.bare(classes))
-        stats.data[name] = own
-    return stats
+    def replaced(self, stats: KVConnectorStats | None, child: int, part: KVConnectorStats | None) -> KVConnectorStats:
+        """Return the stats with another part of a connector, or without one (None)."""
+        stats = MultiKVConnectorStats() if stats is None else stats
+        name, _ = self._paths[child]
+        if part is None:
+            stats.data.pop(name, None)
+        else:
+            stats.data.setdefault(RESERVED_NAME, KvobsStats.bare(self._classes))
+            stats.data[name] = part
+        return stats
 
 
 def rebuild(data: Any) -> MultiKVConnectorStats:

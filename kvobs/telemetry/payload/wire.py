@@ -16,12 +16,13 @@ msgpack and, as a line for the exporter, JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvobs.probe.increments import Increments
 from kvobs.schema.signals import (
     CHILD_WIDTH,
     CONNECTORS_AT_MOST,
@@ -32,7 +33,6 @@ from kvobs.schema.signals import (
     Scope,
     place,
 )
-from kvobs.schema.spans import Record
 
 VERSION = 5
 # Limits of a peer's input: anything beyond is malformed, and must not determine memory use.
@@ -42,38 +42,6 @@ SLOTS = place(CONNECTORS_AT_MOST, 0)
 ROWS = 4_096
 LABEL = 128  # characters
 _OLDEST = {series.first for series in SERIES[Scope.CHILD] if series.signal is OLDEST_IN_FLIGHT}
-
-Group = list[Record]  # spans that belong together, such as a load and its ranks
-
-
-class Increments(NamedTuple):
-    """The growth of one process's numbers since the last time, as its recorder hands it on: plain builtins."""
-
-    counts: dict[int, int]  # slot -> how much was added
-    opened: list[list[Any]]  # [signal, child, label values..., how much was added], for open sets of label values
-    gauges: dict[int, int]  # slot -> value, of gauges that changed; of an age its begin, by this process's clock
-    spans: Sequence[Group] = ()  # groups of span records, slow and failed ones first
-
-    @classmethod
-    def none(cls) -> Increments:
-        """Return numbers to which something can be added."""
-        return cls({}, [], {})
-
-    def add(self, more: Increments) -> None:
-        """Add more increments to these; of gauges the later value counts, and spans are left out."""
-        for slot, n in more.counts.items():
-            self.counts[slot] = self.counts.get(slot, 0) + n
-        if more.opened:
-            self.opened[:] = add_rows(self.opened, more.opened)
-        self.gauges.update(more.gauges)
-
-
-def add_rows(mine: list[list[Any]], theirs: list[list[Any]]) -> list[list[Any]]:
-    """Return the sums of two lists of rows of ``Increments.opened``."""
-    added: dict[tuple[Any, ...], int] = {}
-    for *key, n in (*mine, *theirs):
-        added[tuple(key)] = added.get(tuple(key), 0) + n
-    return [[*key, n] for key, n in added.items()]
 
 
 def is_ours(data: Mapping[str, Any]) -> bool:

@@ -1,1 +1,1 @@
-"""Follow single requests: traces, reports, the request log."""
+"""Report single requests: to their clients, and in the request log."""

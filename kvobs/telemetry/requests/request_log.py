@@ -23,8 +23,8 @@ from typing import Any
 
 from kvobs.faults import contained
 from kvobs.log import line, log, once
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.proc import cores_of_parent
 
 STDERR = "stderr"

@@ -5,26 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from kvobs.faults import contained
+from kvobs.state.events import ObservedRequest, Observer, Params
+from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
-from kvobs.state.transfer_listener import LookedUp, TransferListener
 from kvobs.state.transfers import Gain, Load, Save
-from kvobs.telemetry.requests.trace_context import ID_AT_MOST, KEY, REPORT
+from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT
 
-Params = dict[str, Any]  # kv_transfer_params
 ASKED = "asked"
 """In a report, whether the client asked for it. A report forwarded by a prefill engine counts as asking for one."""
 LIVE_AT_MOST = 1 << 16
 ENDING_AT_MOST = 256
-
-
-class Ended(LookedUp, Protocol):
-    """The part of vLLM's request that is read at its end."""
-
-    def get_finished_reason(self) -> object:
-        """Return vLLM's ``FinishReason``."""
 
 
 def asks(params: object) -> bool:
@@ -42,7 +35,7 @@ def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
     return {**params, KEY: {**own, REPORT: report}} if isinstance(own, Mapping) and REPORT not in own else params
 
 
-class Reports(TransferListener):
+class Reports(Observer):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
     ``report`` is the option of this name: whether a client gets a report, True if it asks for one. ``put`` takes the
@@ -72,7 +65,7 @@ class Reports(TransferListener):
         return self._report == "always" or (self._report and asks(params))
 
     @contained("record")
-    def finished(self, request: Ended, params: Params | None) -> Params | None:
+    def finished(self, request: ObservedRequest, params: Params | None) -> Params | None:
         """Return the params for the client of a request that has finished; before its ``request_ended``."""
         answers = self._answers(request.kv_transfer_params)
         if not answers and self._put_line is None:
@@ -84,7 +77,7 @@ class Reports(TransferListener):
             return params
         return into_params(params, {ASKED: asks(request.kv_transfer_params), **report.rendered(self._names)})
 
-    def _log(self, request: Ended, report: RequestReport) -> None:
+    def _log(self, request: ObservedRequest, report: RequestReport) -> None:
         head = {
             "time": round(time.time(), 3),
             **self._about,
@@ -108,8 +101,7 @@ class Reports(TransferListener):
 
     # The router's events
 
-    @contained("record")
-    def looked_up(self, request: LookedUp, began_ns: int, ended_ns: int) -> None:
+    def looked_up(self, request: ObservedRequest, began_ns: int, ended_ns: int) -> None:
         report = self._live.get(request.request_id)
         if report is None:
             is_seen = self._put_line is not None or self._answers(request.kv_transfer_params)
@@ -118,30 +110,22 @@ class Reports(TransferListener):
             report = self._live[request.request_id] = RequestReport(request.num_prompt_tokens)
         report.looked_up(began_ns, ended_ns)
 
-    @contained("record")
     def reused(self, request_id: str, tokens: int) -> None:
-        """Receive how many of a prompt's tokens were used before."""
         if (report := self._live.get(request_id)) is not None:
             report.seen_tokens = tokens
 
-    @contained("record")
-    def allocated(
-        self, request_id: str, offers: Sequence[tuple[int, int]], local: int, owner: int | None, tokens: int
-    ) -> None:
-        if (report := self._live.get(request_id)) is not None:
-            report.allocated(offers, local)
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        if (report := self._live.get(request.request_id)) is not None:
+            report.allocated([offer[:2] for offer in lookup.offers], lookup.local)
 
-    @contained("record")
     def admitted(self, request_id: str, load: Load) -> None:
         if (report := self._live.get(request_id)) is not None:
             report.admitted(load)
 
-    @contained("record")
     def load_ended(self, request_id: str, load: Load) -> None:
         if (report := self._of(request_id, load)) is not None:
             report.load_ended(load)
 
-    @contained("record")
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
         if (report := self._of(request_id, load)) is None:
             return
@@ -149,19 +133,16 @@ class Reports(TransferListener):
         if self._is_ending(request_id, load):
             self._put_ending(request_id)
 
-    @contained("record")
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
         if (report := self._live.get(request_id)) is not None:
             report.aborted(load, by_error=by_error)
 
-    @contained("record")
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         if (report := self._live.get(request_id)) is not None:
             report.promised((*promised, *early))
 
-    @contained("record")
-    def request_ended(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
+    def request_ended(self, request: ObservedRequest) -> None:
+        self._live.pop(request.request_id, None)
 
     def _of(self, request_id: str, load: Load) -> RequestReport | None:
         """Return the report of the request with this load: of an ended one, or of a live one with the same id."""

@@ -9,8 +9,8 @@ from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector import utils as stock
 
 from kvobs.children.block_copies import BlockCopies, block_dims
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 
 BLOCKS = 16
 

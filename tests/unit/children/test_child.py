@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvobs.children.child import Child, Unbuilt
 from kvobs.children.configured import read_specs
 from kvobs.children.gate import NOTHING
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import KV_EVENTS, is_timed, locate, place, slot
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from tests.engine.children_stats import IdleChild

@@ -8,8 +8,8 @@ import pytest
 
 from kvobs.children.child import Child
 from kvobs.children.fanout import bind, call_all
+from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed, locate
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
 
 

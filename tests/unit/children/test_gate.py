@@ -6,8 +6,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvobs.children.gate import AT_ANY_TIME, NOTHING, Gate, ends_for_good
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 

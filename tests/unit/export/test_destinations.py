@@ -14,7 +14,7 @@ from kvobs.export.destinations import CASES, Case, Setup, findings
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload.wire import EngineInfo
-from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.testing import Script, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables

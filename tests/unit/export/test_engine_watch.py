@@ -16,7 +16,7 @@ import pytest
 from kvobs.export import engine_watch
 from kvobs.export.engine_watch import NOT_SEEN, PREVIOUS_S, STOPPED, End, EngineWatch
 from kvobs.log import forget
-from kvobs.telemetry.timeline.black_box import SUFFIX, UNKNOWN, Call, Identity, folder
+from kvobs.probe.black_box import SUFFIX, UNKNOWN, Call, Identity, folder
 from kvobs.vllm_api.proc import launch
 from tests.support.payloads import engine as described
 from tests.support.watched import config, process

@@ -20,11 +20,11 @@ import pytest
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
 from kvobs.export.feed import Feed, described, exported
+from kvobs.probe.increments import Increments
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LOOKUPS, place, slot
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import Increments
-from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.testing import Rig, Script, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import CONNECTORS, engine
@@ -220,9 +220,9 @@ ENGINE = """
 import os, time
 from kvobs.export.feed import Feed, exported
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.payload.wire import Increments
-from kvobs.telemetry.requests.sampling import TracingSettings
+from kvobs.probe.recorder import Recorder
+from kvobs.probe.increments import Increments
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.testing import Rig, Script, engine_config, transfer_config
 from tests.support.payloads import engine
 from tests.unit.export.test_feed import payload

@@ -24,9 +24,10 @@ from kvobs.export import __main__ as script
 from kvobs.export import process, span_export
 from kvobs.export.process import first_lines, lines
 from kvobs.log import forget
+from kvobs.probe.increments import Increments
 from kvobs.schema import __version__, signals, spans
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import ConnectorInfo, Increments
+from kvobs.telemetry.payload.wire import ConnectorInfo
 from tests.support.contexts import no_otel_variables, record
 from tests.support.payloads import engine
 

@@ -17,10 +17,10 @@ import kvobs
 from kvobs import faults
 from kvobs.export import prometheus
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, Kind, Scope, Signal, slot
 from kvobs.telemetry.payload.wire import VERSION
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api import versions
 from tests.support.front import LABELS, Front, metered, own
 

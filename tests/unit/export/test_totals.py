@@ -16,12 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families as plain
 
 from kvobs.export.engine_watch import End
 from kvobs.export.totals import FRESH_S, Exposition, Point, Totals
+from kvobs.probe.black_box import Call
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, SERIES_AT_MOST, SIGNALS, Kind, Scope, Signal, labelnames, place, slot
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import ConnectorInfo, Increments
-from kvobs.telemetry.timeline.black_box import Call
+from kvobs.telemetry.payload.wire import ConnectorInfo
 from tests.support.contexts import record
 from tests.support.payloads import CONNECTORS, engine, numbers, stopped_clock
 

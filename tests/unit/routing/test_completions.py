@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.child import Child
+from kvobs.probe.recorder import Recorder
 from kvobs.routing.completions import Completions, OutputView, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
@@ -22,7 +23,6 @@ from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, with_own_stats
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scheduler_life import Life, actions

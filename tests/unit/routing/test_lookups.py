@@ -12,14 +12,14 @@ from hypothesis import given
 
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
+from kvobs.probe.recorder import Recorder
 from kvobs.routing import lookups, policies
 from kvobs.routing.lookups import Offers, OpenLookups, Settled
-from kvobs.routing.policies import NOTHING, Offer
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.state.offers import NOTHING, Offer
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
 

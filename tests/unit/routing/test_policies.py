@@ -7,11 +7,12 @@ import pytest
 
 from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
-from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER, Decision
+from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER
+from kvobs.probe.recorder import Recorder
 from kvobs.routing import policies
-from kvobs.routing.policies import Fastest, LoadPolicy, Longest, Offer
+from kvobs.routing.policies import Fastest, LoadPolicy, Longest
+from kvobs.state.offers import Decision, Offer
 from kvobs.state.transfers import Load
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.observed import KV, SYNC, Observed
 from tests.support.reports import took

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvobs import faults
-from kvobs.state.transfer_listener import TransferListener
+from kvobs.state.events import TransferListener
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, started

@@ -7,10 +7,10 @@ import pytest
 
 from kvobs.children.child import Child, Unbuilt
 from kvobs.children.gate import AT_ANY_TIME, Gate
+from kvobs.probe.recorder import Recorder
 from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.quarantine import FOR_GOOD, IsolationState
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 STEP = frozenset(name for name, hook in HOOKS.items() if hook.cadence in (Cadence.STEP, Cadence.LAYER))

@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from kvobs.children.configured import read_specs
 from kvobs.schema.config import ConfigError, Configuration, read
 from kvobs.schema.options import Options, TracingOptions
-from kvobs.telemetry.requests.trace_context import KEY
+from kvobs.telemetry.tracing.trace_context import KEY
 from tests.support.contexts import json_values
 
 SECRET = "s3cr3t-" + "key" * 9

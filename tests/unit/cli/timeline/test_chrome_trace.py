@@ -7,11 +7,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
+from kvobs.telemetry.timeline.ring import OPEN
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.recordings import Process
-from kvobs.telemetry.timeline.flight import LAYER_HOOKS, NAMES, OUTCOMES, OWN, STEP, What, pack
-from kvobs.telemetry.timeline.ring import OPEN
 from kvobs.testing import Script
 from tests.support.recording_rigs import served
 from tests.support.recordings import recorded

@@ -8,11 +8,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from kvobs.telemetry.timeline import ring
 
 from kvobs.cli.timeline import chrome_trace, recordings
 from kvobs.cli.timeline.command import nanoseconds
 from kvobs.clock import wall_ns
-from kvobs.telemetry.timeline import ring
 from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector
 from tests.support.recording_rigs import recording_rig
 from tests.support.recordings import run

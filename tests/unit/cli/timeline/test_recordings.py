@@ -4,11 +4,11 @@ import struct
 from pathlib import Path
 
 import pytest
+from kvobs.telemetry.timeline.flight import LAYER_HOOKS, OWN, What, pack
+from kvobs.telemetry.timeline.ring import Ring
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import OPEN, UNREPORTED, engine_names, process_names, request_name
-from kvobs.telemetry.timeline.flight import LAYER_HOOKS, OWN, What, pack
-from kvobs.telemetry.timeline.ring import Ring
 from tests.support.recordings import recorded
 
 

@@ -1,9 +1,10 @@
 """The tables of a recording: what is in progress, and the slowest loads."""
 
+from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, What, pack
+
 from kvobs.cli.timeline import tables
 from kvobs.cli.timeline.tables import in_progress, slowest_loads
 from kvobs.cli.timeline.transfers import join
-from kvobs.telemetry.timeline.flight import OUTCOMES, OWN, What, pack
 from tests.support.recordings import recorded
 
 MS = 10**6

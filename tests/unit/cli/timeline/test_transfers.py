@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from kvobs.telemetry.timeline.flight import OWN, What, pack
 
 from kvobs.cli.timeline import recordings
 from kvobs.cli.timeline.recordings import UNREPORTED
 from kvobs.cli.timeline.transfers import Joined, join
-from kvobs.telemetry.timeline.flight import OWN, What, pack
 from kvobs.testing import Script
 from tests.support.recording_rigs import served
 from tests.support.recordings import recorded

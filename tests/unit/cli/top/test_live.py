@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from kvobs.cli import commands as cli
 from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
 from kvobs.cli.web import url_of
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.top_engines import Engines, count, serving
 
 KVOBS = Path(sys.executable).parent / "kvobs"

@@ -15,10 +15,10 @@ from kvobs import faults
 from kvobs.cli.top.rows import Server, as_dict, ordered, server_row
 from kvobs.cli.top.scrapes import READ, Scrape, parse
 from kvobs.cli.top.screen import picture
+from kvobs.probe.increments import Increments
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
-from kvobs.telemetry.payload.wire import Increments
-from kvobs.telemetry.recording.recorder import Recorder
 from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, Vllm, count
 from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, SERVERS, busy

@@ -17,14 +17,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvobs import faults
 from kvobs.export import span_export
+from kvobs.probe.increments import Increments
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import LOOKUPS, PROCESS_WIDTH, slot
 from kvobs.telemetry.payload import kvobs_stats, stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
-from kvobs.telemetry.payload.wire import VERSION, Increments
-from kvobs.telemetry.recording.journal import Journal
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.payload.wire import VERSION
+from kvobs.telemetry.tracing.journal import Journal
 from kvobs.testing import transfer_config
 from tests.support.contexts import near_misses, no_otel_variables, record
 from tests.support.front import Front, metered

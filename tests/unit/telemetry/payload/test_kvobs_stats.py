@@ -12,13 +12,14 @@ from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvobs import faults
+from kvobs.probe.increments import Increments
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, PROCESS_WIDTH, TABLE_DIGEST, slot
 from kvobs.schema.spans import Record
 from kvobs.telemetry.payload import kvobs_stats
 from kvobs.telemetry.payload.kvobs_stats import LONG, KvobsStats, as_dict, summarize
-from kvobs.telemetry.payload.wire import MOST, ROWS, VERSION, Increments, packed
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.payload.wire import MOST, ROWS, VERSION, packed
 from tests.support.contexts import record, records
 
 CHILDREN = {"a": "m:C", "b": "m:C"}

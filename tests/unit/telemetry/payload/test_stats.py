@@ -15,12 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 
 import kvobs
 from kvobs import faults
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOADS, LOOKUPS, PROCESS_WIDTH, slot
 from kvobs.telemetry.payload import stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, class_path, has_content, rebuild
-from kvobs.telemetry.payload.wire import VERSION, Increments
+from kvobs.telemetry.payload.wire import VERSION
 from tests.support.scripted import Stats
 
 

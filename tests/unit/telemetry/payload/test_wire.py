@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.schema.signals import locate, place, slot
 from kvobs.schema.spans import Record
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import Increments
 from tests.support.contexts import record
 from tests.support.payloads import NOW_NS, numbers, stopped_clock
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.requests.request_log import WAITING_AT_MOST, LogFile, RequestLog, Stderr
 from tests.engine.serving import eventually
@@ -159,7 +159,12 @@ def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(
 def test_a_pipe_is_opened_once(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reader sees the end of the file whenever it is closed, if only to be opened again."""
     opened = []
-    monkeypatch.setattr(request_log, "_opened", lambda *to_open: opened.append(to_open) or os.open(*to_open))
+
+    def open_once_more(path: str, flags: int) -> int:
+        opened.append(path)
+        return os.open(path, flags)
+
+    monkeypatch.setattr(request_log, "_opened", open_once_more)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     log = start(path)
@@ -167,13 +172,13 @@ def test_a_pipe_is_opened_once(start: Start, tmp_path: Path, monkeypatch: pytest
     with path.open() as reader:
         log.close()
         assert [json.loads(line)["n"] for line in reader] == [0, 1, 2]
-    assert len(opened) == 1
+    assert opened == [str(path)]
 
 
 CUT = """
 import resource, sys, time
 from kvobs.telemetry.requests import request_log
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.probe.recorder import Recorder
 request_log.EVERY_S = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 log = request_log.RequestLog(request_log.LogFile(sys.argv[1]), Recorder(1))
@@ -196,7 +201,7 @@ def test_a_line_that_was_cut_is_completed(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.probe.recorder import Recorder
 from kvobs.telemetry.requests.request_log import LogFile, RequestLog, Stderr
 log = RequestLog(LogFile(sys.argv[1]) if sys.argv[1] else Stderr(), Recorder(1))
 for n in range(2000):

@@ -19,7 +19,7 @@ from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import recorders
 from kvobs.telemetry.requests import request_log, request_reports
 from kvobs.telemetry.requests.request_reports import ENDING_AT_MOST, Reports, asks, into_params
-from kvobs.telemetry.requests.trace_context import of_params
+from kvobs.telemetry.tracing.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import json_values, no_otel_variables, request
 from tests.support.rig import assert_nothing_is_left, child_config

@@ -1,0 +1,200 @@
+"""``MultiConnector``, the class that vLLM loads: it builds the children and binds the hooks of its role.
+
+The name is fixed: vLLM compares the literal string. It subclasses vLLM's own class, so that identity checks hold and
+hooks of newer vLLM versions reach the children through the inherited routing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+
+from kvobs.aggregation import aggregator
+from kvobs.children import configured
+from kvobs.children.child import build
+from kvobs.children.configured import all_support_hma, read_specs, required_layout
+from kvobs.children.fanout import hooks_of
+from kvobs.connector import wiring
+from kvobs.probe.recorder import Call
+from kvobs.routing.scheduler import SchedulerSide
+from kvobs.routing.worker import WorkerSide
+from kvobs.state.ledger import Ledger
+from kvobs.telemetry import recorders
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
+from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
+from kvobs.telemetry.tracing.sampling import TracingSettings
+from kvobs.vllm_api import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+
+# vLLM asks this of each waiting request in each step: a generator would cost more than the answers.
+_supports_divergent_hits = attrgetter("supports_divergent_local_hybrid_hits")
+
+
+class MultiConnector(stock.MultiConnector):
+    """Load from one of several KV connectors, save to all of them, and record what each does.
+
+    Enable it with ``"kv_connector_module_path": "kvobs"`` beside ``"kv_connector": "MultiConnector"``. Options are
+    under ``kv_connector_extra_config.kvobs``, see ``kvobs.schema.config.Options``.
+
+    Raises:
+        ConfigError: the configuration has mistakes; lists each with its JSON path.
+    """
+
+    aggregation: aggregator.Aggregation | None = None
+    """The aggregator that vLLM's executor is to use; None: vLLM's own."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        # vLLM's constructor is skipped: it would build the children itself.
+        KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        validated = configured.read(vllm_config.kv_transfer_config, wiring.conditions_of(vllm_config, kv_cache_config))
+        configuration, specs = validated.configuration, validated.specs
+        options = configuration.options
+        self._all_support_hma = all_support_hma(specs)
+        if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not self._all_support_hma:
+            lacking = [spec.name for spec in specs if not KVConnectorFactory.supports_hma_config(spec.transfer_config)]
+            raise ValueError(
+                f"these connectors don't support the hybrid KV cache manager: {', '.join(lacking)}. "
+                "Start vLLM with --disable-hybrid-kv-cache-manager, or remove them"
+            )
+        tracing = TracingSettings.of(options, vllm_config)
+        rank = None if is_scheduler else wiring.rank_of(vllm_config)
+        built = recorders.build(configuration.names, options, vllm_config, tracing, rank)
+        activated = built.traces.activated if built.traces is not None else None
+        children = build(vllm_config, role, kv_cache_config, specs, built.recorder, activated=activated)
+        # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
+        self._connectors = [child.connector for child in children]
+        self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
+        self._extra_async_saves: dict[str, int] = {}
+        self._requests_to_connector: Any = {}
+        parts = (children, built, validated, vllm_config, kv_cache_config)
+        self._side: SchedulerSide | WorkerSide
+        self._telemetry: SchedulerTelemetry | WorkerTelemetry
+        fan_outs: Mapping[str, Call] = {}
+        if is_scheduler:
+            self._side, self._telemetry = side, telemetry = wiring.scheduler_side(*parts, tracing=tracing)
+            self._requests_to_connector = Choices(side.ledger)
+            if "aggregator" not in configuration.stock:
+                self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)
+                aggregator.install()
+        else:
+            self._side, self._telemetry = worker, _ = wiring.worker_side(*parts)
+            fan_outs = worker.stalls.fan_outs
+        hooks = hooks_of(self._side, children, fan_outs, versions.has_hook)
+        self._shutdown = hooks["shutdown"]
+        self.__dict__.update({name: hook for name, hook in hooks.items() if name not in vars(MultiConnector)})
+
+    def shutdown(self) -> None:
+        """End the connectors, and then what observes them."""
+        is_well = not isinstance(sys.exception(), Exception)  # vLLM also calls it while an error ends the engine
+        try:
+            self._shutdown()
+        finally:
+            self._telemetry.close(is_well=is_well)
+
+    # The wrapper's own metadata must be bound too: vLLM asks has_connector_metadata() before every layer.
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(self._side, WorkerSide)
+        self._side.bind_connector_metadata(connector_metadata)
+        KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        assert isinstance(self._side, WorkerSide)
+        self._side.clear_connector_metadata()
+        KVConnectorBase_V1.clear_connector_metadata(self)
+
+    # What the children can do
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return all(map(_supports_divergent_hits, self._connectors))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(child.requires_kv_delivery for child in self._connectors)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        parent = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(extra_config),
+            kv_load_failure_policy="recompute",  # unknown here; it is checked when the connector is built
+        )
+        return any(
+            spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
+            for spec in read_specs(parent)
+        )
+
+    @classmethod
+    def all_children_support_hma(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return all_support_hma(read_specs(kv_transfer_config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the KV cache layout that the children need (such as "HND"), or None if any will do."""
+        return required_layout(vllm_config, read_specs(vllm_config.kv_transfer_config))
+
+    # Stats and metrics, in the API server
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
+        return rebuild(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiKVConnectorPromMetrics:
+        from kvobs.export.prometheus import MultiKVConnectorPromMetrics  # of the API server only
+
+        read = configured.read(vllm_config.kv_transfer_config)
+        names, values, options = labelnames, per_engine_labelvalues, read.configuration.options
+        return MultiKVConnectorPromMetrics(vllm_config, metric_types, names, values, of=read.specs, options=options)
+
+
+class Choices(Mapping[str, int]):
+    """The child that loads each request, in the form of vLLM's class: for code inherited from newer versions."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __getitem__(self, request: str) -> int:
+        choice = self._ledger.choice(request)
+        if choice is None:
+            raise KeyError(request)
+        return choice
+
+    def __iter__(self) -> Iterator[str]:
+        return (request for request in self._ledger if self._ledger.choice(request) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+_stock_cache_layout = utils.get_kv_connector_cache_layout
+
+
+def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str | None:
+    """Return the KV cache layout that the configured connector needs, as vLLM's helper of this name does.
+
+    If none is needed the result is None, and "NHD" before vLLM 0.30. The default configuration is this process's.
+    """
+    return versions.required_cache_layout(_stock_cache_layout, vllm_config)

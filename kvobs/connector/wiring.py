@@ -1,0 +1,233 @@
+"""Build both sides of the connector: the router on the built connectors, and what observes it in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from kvobs import faults
+from kvobs.children.block_copies import BlockCopies
+from kvobs.children.child import Child
+from kvobs.children.configured import all_support_hma
+from kvobs.children.specs import load_ends_save
+from kvobs.children.sync_loads import Conditions, async_only, unsafe_loads
+from kvobs.children.validation import Validated
+from kvobs.export import destinations
+from kvobs.export.feed import Feed, described, exported
+from kvobs.log import log
+from kvobs.probe.layer_calls import ARGUMENTS, Stalls
+from kvobs.routing import policies
+from kvobs.routing.audience import Audience
+from kvobs.routing.completions import Completions, OutputView
+from kvobs.routing.isolation import Isolation
+from kvobs.routing.lookups import Offers, OpenLookups
+from kvobs.routing.metadata import NextOrders
+from kvobs.routing.scheduler import EngineFacts, SchedulerSide
+from kvobs.routing.sync_load_warnings import SyncLoadWarnings
+from kvobs.routing.visibility import Visibility
+from kvobs.routing.worker import WorkerSide
+from kvobs.routing.worker_isolation import WorkerGates
+from kvobs.schema import __version__
+from kvobs.schema.config import STOCK_VARIABLE
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.events import Observer
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import InProgress
+from kvobs.telemetry.collector import Collector, StatsSource
+from kvobs.telemetry.observers import compose
+from kvobs.telemetry.payload.stats import StatsParts, class_path
+from kvobs.telemetry.recorders import Recorders
+from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
+from kvobs.telemetry.tracing import sampling
+from kvobs.telemetry.tracing.sampling import TracingSettings
+from kvobs.telemetry.transfers.gains import Gains, step_limits
+from kvobs.telemetry.transfers.offers import OfferCounts
+from kvobs.telemetry.transfers.open_transfers import OpenTransfers
+from kvobs.telemetry.transfers.outcomes import Outcomes
+from kvobs.telemetry.transfers.quarantines import Quarantines
+from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
+from kvobs.vllm_api import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+def scheduler_side(
+    children: Sequence[Child],
+    recorders: Recorders,
+    validated: Validated,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+    *,
+    tracing: TracingSettings | None,
+) -> tuple[SchedulerSide, SchedulerTelemetry]:
+    """Build the side in EngineCore, and its telemetry."""
+    options, specs, recorder = validated.configuration.options, validated.specs, recorders.recorder
+    names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
+    reporting = reporting_ranks(vllm_config)
+    layout = CacheLayout.of(groups, parallel.world_size, getattr(parallel, "decode_context_parallel_size", 1))
+    record_sizes(recorder, specs, layout, parallel.world_size, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    isolates = any(child.gate is not None for child in children)
+
+    ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
+    waited_for = tuple(InProgress[str]() for _ in children)
+    minimum = [options.min_tokens.get(name, 1) for name in names]
+    followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
+    followers += [Quarantines(recorder), recorders.traces, recorders.reports]
+    followed = compose(filter(None, followers))
+    gains = Gains(recorder, followed, *step_limits(vllm_config))
+    prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
+    reuse = PromptReuse(recorder, followed, *prompt_sizes)
+    open_transfers = OpenTransfers(names, ledger, waited_for, recorder, reporting, options.stuck_after_s)
+    policy = policies.policy_of(options, children, lambda: gains.cost)
+    unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
+    more = [policy if isinstance(policy, Observer) else None, SyncLoadWarnings(unsafe) if unsafe else None]
+    observer = compose(filter(None, [*followers, reuse, gains, open_transfers, *more]))
+    feed = _feed(vllm_config, validated, tracing)
+    collector = _collector(children, recorders, feed)
+    telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed)
+
+    visibility = [Visibility() for _ in children]
+    isolation = Isolation(children, ledger, visibility, observer, int(options.isolate_slow_ms * 1e6))
+    next_orders = NextOrders()
+    offers = Offers(
+        children,
+        options,
+        observer,
+        policy,
+        visibility,
+        waited_for=waited_for,
+        # Without isolated connectors a lookup costs less.
+        isolation=isolation if isolates else None,
+        async_only=async_only(specs, validated.conditions),
+    )
+    completions = Completions(
+        children=children,
+        ledger=ledger,
+        view=OutputView(children, ledger, visibility, StatsParts(_paths(children)), observer.stray),
+        observer=observer,
+        next_orders=next_orders,
+        isolation=isolation,
+        offers=offers,
+        layout=layout,
+        ranks=parallel.world_size,
+        to_reset=[child for child in children if child.name in options.reset_after_failed_sync_load],
+    )
+    open_lookups = OpenLookups(children, visibility, offers.answered_late)
+    may_hide = offers.may_leave_open or isolates
+    side = SchedulerSide(
+        children=children,
+        ledger=ledger,
+        offers=offers,
+        audience=Audience(children, visibility, isolation, open_lookups, ledger, may_hide=may_hide),
+        completions=completions,
+        next_orders=next_orders,
+        facts=EngineFacts(layout, reporting, all_support_hma(specs)),
+        observer=observer,
+        annotator=telemetry,
+        stats=telemetry,
+    )
+    _introduce(validated, tracing)
+    return side, telemetry
+
+
+def worker_side(
+    children: Sequence[Child],
+    recorders: Recorders,
+    validated: Validated,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+) -> tuple[WorkerSide, WorkerTelemetry]:
+    """Build the side in a worker, and its telemetry."""
+    blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
+    is_stock = "block_copy" in validated.configuration.stock
+    telemetry = WorkerTelemetry(recorders, _collector(children, recorders))
+    targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
+    side = WorkerSide(
+        children=children,
+        rank=rank_of(vllm_config),
+        ids_are_unique=len(groups_of(kv_cache_config)) <= 1,
+        copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
+        stalls=Stalls(targets, recorders.recorder),
+        gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
+        observer=telemetry,
+        stats=telemetry,
+    )
+    return side, telemetry
+
+
+def _paths(children: Sequence[Child]) -> dict[str, str]:
+    """Return where each connector's class is, by name."""
+    return {child.name: class_path(type(child.connector)) for child in children}
+
+
+def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
+    hook = "get_kv_connector_stats"
+    sources = [
+        StatsSource(child.name, path, child.get_kv_connector_stats if child.does(hook) else None)
+        for child, path in zip(children, _paths(children).values(), strict=True)
+    ]
+    return Collector(sources, recorders.recorder, recorders.journal, feed)
+
+
+def _feed(vllm_config: VllmConfig, validated: Validated, tracing: TracingSettings | None) -> Feed | None:
+    """Return the way to the exporter; None if it does not run, or can't be made. Log where the metrics are."""
+    options, specs = validated.configuration.options, validated.specs
+    try:
+        setup = destinations.Setup.of_engine(options, vllm_config)
+        exporter, engine = setup.running, None
+        if exporter is not None:
+            engine = exported(described(vllm_config, specs, options, os.getppid()), vllm_config, exporter, tracing)
+        destinations.announce(setup, engine)
+        return None if engine is None else Feed(engine)
+    except Exception:
+        faults.contain("flush")
+        return None
+
+
+def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
+    """Log at start to which connectors kvobs routes, which parts of vLLM it leaves in place, and what may surprise."""
+    configuration = validated.configuration
+    listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
+    log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
+    if configuration.stock:
+        log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
+    for warning in validated.warnings:
+        log.warning("%s", warning)
+    sampling.warn_about(configuration.options, tracing)
+    if unknown := versions.unknown_hooks():
+        text = (
+            "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "
+            "are not observed"
+        )
+        log.warning(text, ", ".join(unknown))
+
+
+def conditions_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Conditions:
+    """Return the properties by which an engine can, or can't, recompute a failed synchronous load."""
+    _, steps = step_limits(vllm_config)
+    return Conditions(len(groups_of(kv_cache_config)), steps, versions.has_v2_runner(vllm_config))
+
+
+def groups_of(kv_cache_config: KVCacheConfig | None) -> list[KVCacheGroupSpec]:
+    """Return the KV cache groups; none without a configuration."""
+    return kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
+
+
+def rank_of(vllm_config: VllmConfig) -> int:
+    """Return this worker's rank within its engine: an external launcher counts on through data parallel engines."""
+    return vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size
+
+
+def reporting_ranks(vllm_config: VllmConfig) -> int:
+    """Return how many workers report to this scheduler: 1 if each executor has one worker.
+
+    With an external launcher every worker has its own engine, and all engines get the same requests.
+    """
+    executor = Executor.get_class(vllm_config)
+    return 1 if issubclass(executor, UniProcExecutor) else int(vllm_config.parallel_config.world_size)

@@ -1,0 +1,291 @@
+"""Time and count every call into a connector, and detect slow and failed calls: the hot path.
+
+``take`` returns the increments since the last call, so that receivers only add. An error in here is contained: it never
+reaches the child, the caller, or vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import compress
+from operator import ne
+from time import perf_counter_ns
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from kvobs import faults
+from kvobs.clock import WALL_OFFSET
+from kvobs.faults import contained
+from kvobs.log import once
+from kvobs.probe.black_box import BlackBox
+from kvobs.probe.increments import Increments
+from kvobs.probe.pauses import Pauses
+from kvobs.schema import signals
+from kvobs.schema.signals import CALL_DURATION, Signal, place
+from kvobs.vllm_api.hooks import HOOKS, Cadence
+
+Call = Callable[..., Any]
+
+# A histogram: an item for each bucket, then the sum in ns.
+Tally = list[int]
+SUM = CALL_DURATION.sum_offset
+
+
+@cache
+def buckets(signal: Signal) -> list[int]:
+    """Return the bucket of a duration by the number of its bits: bounds are powers of two."""
+    return [bisect_left(signal.bounds, bits) for bits in range(65)]
+
+
+BUCKET = buckets(CALL_DURATION)
+
+NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
+
+ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_VALUE
+_NAME_AT_MOST = 64
+
+
+class CallEvent(NamedTuple):
+    """One slow, failed or traced call.
+
+    Times are ns since the epoch. ``subject`` is the call's first argument; ``error`` the exception's class; ``more``
+    further span attributes. With ``is_many`` it summarizes several calls.
+    """
+
+    child: int
+    hook: str
+    start_ns: int
+    spent_ns: int
+    is_slow: bool
+    error: str = ""
+    subject: Any = None
+    more: Mapping[str, int | float] = MappingProxyType({})
+    is_many: bool = False
+
+
+class CallListener(Protocol):
+    """Receives slow and failed calls; all of them with ``traces_all``."""
+
+    traces_all: bool
+
+    def note(self, event: CallEvent) -> None:
+        """Receive a call that has ended."""
+
+
+class Recorder:
+    """The numbers of one process.
+
+    A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
+    are exempt. ``box`` shows the call in progress.
+    """
+
+    def __init__(
+        self,
+        children: int,
+        slow_ns: int = NEVER,
+        names: tuple[str, ...] = (),
+        *,
+        listener: CallListener | None = None,
+        box: BlackBox | None = None,
+    ) -> None:
+        self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
+        self._opened: dict[tuple[str | int, ...], int] = {}
+        self._gauges: dict[int, int] = {}
+        self._changed_gauges: dict[int, int] = {}
+        # Tallies are cumulative: a call may be counted by another thread while they are read.
+        self._tallies: dict[int, tuple[Tally, Tally, bool]] = {}  # first slot -> now, when last taken, whether of calls
+        self._slow_ns = slow_ns
+        self.pauses = Pauses()  # none, until this process is watched
+        self.listener = listener
+        self.children = children
+        self._names = names or tuple(map(str, range(children)))
+        self.box = box if box is not None else BlackBox(self._names)
+
+    # Counting
+
+    def count(self, child: int, slot: int, n: int = 1) -> None:
+        """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
+        try:
+            self._add(place(child, slot), n)
+        except Exception:
+            faults.contain("record")
+
+    @contained("record")
+    def count_own(self, slot: int, n: int) -> None:
+        """Add ``n`` to a slot of this process."""
+        self._add(slot, n)
+
+    @contained("record")
+    def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
+        """Add a duration to a histogram of this child."""
+        ns, first = max(0, ns), place(child, signals.slot(signal, *values))
+        self._add(first + buckets(signal)[(ns - 1).bit_length()], 1)
+        self._add(first + signal.sum_offset, ns)
+
+    @contained("record")
+    def count_open(self, child: int, signal: Signal, *values: str) -> None:
+        """Add 1 to a series whose label values are known at run time only."""
+        key: tuple[str | int, ...] = (signal.name, child, *values)
+        self._opened[key] = self._opened.get(key, 0) + 1
+
+    @contained("record")
+    def set_gauge(self, child: int | None, slot: int, value: int) -> None:
+        """Set a gauge of this child, or of this process; it is sent if it differs from the value sent before."""
+        at = slot if child is None else place(child, slot)
+        if self._gauges.get(at, 0) != value:
+            self._gauges[at] = self._changed_gauges[at] = value
+
+    def _add(self, slot: int, n: int) -> None:
+        if n:
+            self._counts[slot] = self._counts.get(slot, 0) + n
+
+    # Calls
+
+    def tally(self, child: int, hook: str) -> Tally:
+        """Return the tally of this hook's calls into this child."""
+        return self.histogram(child, CALL_DURATION, signals.hook_label(hook))
+
+    def histogram(self, child: int, signal: Signal, *values: str) -> Tally:
+        """Return a histogram of this child, for those who add to it in place."""
+        first = place(child, signals.slot(signal, *values))
+        if first not in self._tallies:
+            zeros = [0] * (signal.sum_offset + 1)
+            self._tallies[first] = zeros, [*zeros], signal is CALL_DURATION
+        return self._tallies[first][0]
+
+    @property
+    def traces_all(self) -> bool:
+        """Whether the listener receives every call."""
+        return self.listener is not None and self.listener.traces_all
+
+    def slow_ns(self, hook: str) -> int:
+        """Return the duration above which a call of this hook is slow."""
+        return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
+
+    def timed(self, child: int, hook: str, call: Call) -> Call:
+        """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
+        tally = self.tally(child, hook)
+        noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
+        words, begun = self.box.words, self.box.pair(child, hook)
+        ended = begun + 1
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            start = words[begun] = perf_counter_ns()
+            try:
+                answer = call(*args, **kwargs)
+            except BaseException as error:
+                self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
+                words[ended] = start
+                raise
+            words[ended] = start
+            try:
+                spent = perf_counter_ns() - start
+                if spent > noticed_ns:
+                    spent = self.notice(child, hook, start, spent, *args[:1])
+                tally[BUCKET[(spent - 1).bit_length()]] += 1
+                tally[SUM] += spent
+            except Exception:
+                faults.contain("record")
+            return answer
+
+        return recorded
+
+    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
+        """Count a call if it is slow, pass it to the listener, and return its time without pauses (see ``_ran_ns``)."""
+        ran = self._ran_ns(hook, start, spent)
+        if is_slow := ran > self.slow_ns(hook):
+            self._slow(child, hook, start, ran)
+        if self.listener is not None:
+            self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
+        return ran
+
+    def add_call(self, child: int, hook: str, start: int, spent: int) -> int:
+        """Count a call that took ``spent`` ns; return its time without pauses (see ``_ran_ns``)."""
+        tally, ran = self.tally(child, hook), self._ran_ns(hook, start, spent)
+        tally[BUCKET[(ran - 1).bit_length()]] += 1
+        tally[SUM] += ran
+        if ran > self.slow_ns(hook):
+            self._slow(child, hook, start, ran)
+        return ran
+
+    def _ran_ns(self, hook: str, start: int, spent: int) -> int:
+        """Return a call's time; without pauses of the process if it would be slow with them."""
+        return self.pauses.ran_ns(start, spent) if spent > self.slow_ns(hook) else spent
+
+    def _slow(self, child: int, hook: str, start: int, spent: int) -> None:
+        """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
+        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
+        level, key, more = logging.WARNING, "slow", ". Further slow calls are only counted (kvobs_slow_calls_total)"
+        if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns(hook):
+            level, key, more = logging.INFO, "starved", ", and may have waited so long for a core of this busy machine"
+        text = f"connector %r: %s took %.0f ms, more than slow_call_ms (%g){more}"
+        once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns(hook) / 1e6)
+
+    @contained("record")
+    def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+        """Count a call that ended with an exception."""
+        self.box.raised(child, hook, error)
+        self.add_call(child, hook, start, spent)
+        self.count_error(child, hook, start, spent, error, *subject)
+
+    @contained("record")
+    def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+        """Count the exception only, and pass it to the listener."""
+        kind = type(error).__qualname__[:_NAME_AT_MOST]
+        label = signals.hook_label(hook)
+        known = [key for key in self._opened if key[0] == signals.CALL_ERRORS.name]
+        if (signals.CALL_ERRORS.name, child, label, kind) not in known and len(known) >= ERROR_TYPES_AT_MOST:
+            kind = signals.OTHER_VALUE
+        self.count_open(child, signals.CALL_ERRORS, label, kind)
+        if self.listener is not None:
+            self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, False, kind, *subject))
+
+    # Sending
+
+    def take(self) -> Increments:
+        """Return the increments since the last call."""
+        begin, calls, counts = perf_counter_ns(), 0, self._counts
+        for first, (now, taken, is_of_calls) in self._tallies.items():
+            if now != taken:  # as of few hooks
+                for i in compress(range(len(now)), map(ne, now, taken)):
+                    n = now[i]
+                    counts[first + i] = more = n - taken[i]
+                    calls += more if is_of_calls and i != SUM else 0
+                    taken[i] = n
+        self._add(_RECORD, int(calls * cost_of_recording()))
+        collected, self.pauses.collected_ns = self.pauses.collected_ns, 0
+        self._add(_COLLECTED[self.box.rank is None], collected)
+        self._counts = {}
+        opened = [[*key, n] for key, n in self._opened.items() if n]
+        self._opened = dict.fromkeys(self._opened, 0)
+        gauges, self._changed_gauges = self._changed_gauges, {}
+        self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
+        return Increments(counts, opened, gauges)
+
+
+_RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
+_COLLECTED = tuple(signals.slot(signals.GC_PAUSES, process) for process in ("worker", "scheduler"))
+
+
+@cache
+def cost_of_recording(calls: int = 200, rounds: int = 5) -> float:
+    """Measure once the overhead of timing a call, in ns."""
+
+    def nothing() -> None:
+        """Do nothing: a stand-in for a child's hook."""
+
+    recorded = Recorder(1).timed(0, "wait_for_save", nothing)
+
+    def shortest(call: Call) -> int:
+        times = []
+        for _ in range(rounds):
+            begin = perf_counter_ns()
+            for _ in range(calls):
+                call()
+            times.append(perf_counter_ns() - begin)
+        return min(times)
+
+    return max(0, shortest(recorded) - shortest(nothing)) / calls

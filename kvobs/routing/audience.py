@@ -1,0 +1,125 @@
+"""Decide which connectors a hook reaches: all of them, unless one is isolated or a lookup was left open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvobs.routing.metadata import Isolated, Orders
+from kvobs.routing.visibility import Visibility, write_back
+from kvobs.state.ledger import Ledger
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from kvobs.children.child import Child
+    from kvobs.routing.isolation import Isolation
+    from kvobs.routing.lookups import OpenLookups
+
+
+class Audience:
+    """The connectors, and what each of them is shown.
+
+    With ``may_hide`` connectors may not see some requests; without it no hook needs to look for these.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        visibility: Sequence[Visibility],
+        isolation: Isolation,
+        open_lookups: OpenLookups,
+        ledger: Ledger,
+        *,
+        may_hide: bool,
+    ) -> None:
+        self.may_hide = may_hide
+        self.isolation = isolation
+        self._children = children
+        self._visibility = visibility
+        self._open_lookups = open_lookups
+        self._ledger = ledger
+
+    # Requests
+
+    def arrive(self, request_id: str) -> Sequence[Child]:
+        """Return the connectors that see a new request."""
+        if self.may_hide:
+            self.isolation.arrive(request_id)
+        return self.of(request_id)
+
+    def of(self, request_id: str) -> Sequence[Child]:
+        """Return the connectors that know a request."""
+        if not self.may_hide:
+            return self._children
+        return [child for child in self._children if request_id not in self._visibility[child.index].hidden]
+
+    def savers(self, request_id: str) -> Sequence[Child]:
+        """Return the connectors that may save a request."""
+        return [child for child in self._children if self._visibility[child.index].saves(request_id)]
+
+    def looks_up(self, request_id: str) -> None:
+        """Note that vLLM repeats a lookup: none is open then."""
+        self._open_lookups.forget(request_id)
+
+    def allocate(self, request: Any, blocks: Any, computed: int, left_open: Collection[int]) -> Iterator[Child]:
+        """Yield the connectors that are given a request's blocks.
+
+        Those in ``left_open`` have not answered the lookup: they are given them once they have.
+        """
+        if not self.may_hide:
+            yield from self._children
+            return
+        request_id = request.request_id
+        self._open_lookups.leave_open(request, blocks, computed, left_open)
+        for child in self._children:
+            is_shown = self._visibility[child.index].allocates(request_id)
+            if is_shown and not self._open_lookups.has(child.index, request_id):
+                self.isolation.allocated(child.index, request_id)
+                yield child
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        if self.may_hide:
+            self.isolation.forget(request_id)
+            self._open_lookups.forget(request_id)
+            for visibility in self._visibility:
+                visibility.end(request_id)
+
+    # The step
+
+    def begin_step(self) -> None:
+        """Apply what is due: ends of quarantines, answers to open lookups."""
+        self.isolation.begin_step()
+        self._open_lookups.poll(self.isolation.is_slow)
+
+    def build(self, output: SchedulerOutput) -> tuple[Any, ...]:
+        """Return the connectors' metadata for a step, each built from its view of the scheduler's output."""
+        if not self.may_hide:
+            return tuple([child.build_connector_meta(output) for child in self._children])
+        return tuple([self._build_one(child, output) for child in self._children])
+
+    def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
+        visibility = self._visibility[child.index]
+        if not visibility:
+            return child.build_connector_meta(output)
+        view = visibility.shown(output)
+        metadata = child.build_connector_meta(view)
+        if view is not output:
+            write_back(view, output)
+        return metadata
+
+    def unmade(self, orders: Orders) -> tuple[str, ...]:
+        """Return the synchronous loads of connectors that are not shown the request: their allocation call raised."""
+        loads = orders.loads.items()
+        return tuple([r for r, load in loads if not load.is_async and not self._visibility[load.child].saves(r)])
+
+    def isolated(self, finished: Collection[str]) -> Isolated:
+        """Return the isolation of connectors for the workers; forget ended requests."""
+        hidden = {}
+        for index, visibility in enumerate(self._visibility):
+            if visibility:
+                if ends := visibility.ends_hidden(finished):
+                    hidden[index] = ends
+                visibility.forget(finished, self._ledger)
+        return Isolated(self.isolation.states(), hidden)

@@ -1,1 +1,0 @@
-"""Time and count the calls into connectors."""

@@ -1,1 +1,0 @@
-"""Keep the latest calls in a ring of shared memory."""

@@ -1,0 +1,1 @@
+"""Count lookups, loads and saves, what loads gain, and how far back prompts were used last."""

@@ -1,0 +1,57 @@
+"""Count lookups by their outcome, and what became of the tokens that connectors offered."""
+
+from collections.abc import Sequence
+
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.events import ObservedRequest, Observer, Outcome
+from kvobs.state.offers import NOBODY, LookupResult, Offer
+
+_OUTCOMES: dict[str, int] = {
+    outcome: signals.slot(signals.LOOKUPS, outcome) for outcome in signals.LOOKUPS.labels["outcome"]
+}
+_OFFERED = signals.slot(signals.OFFERED_TOKENS)
+_ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
+_UNUSED = {
+    reason: signals.slot(signals.UNUSED_HIT_TOKENS, reason) for reason in signals.UNUSED_HIT_TOKENS.labels["reason"]
+}
+_UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
+
+
+class OfferCounts(Observer):
+    """Counts answers and offers; ``minimum`` are the tokens that each connector must offer to load a request."""
+
+    def __init__(self, recorder: Recorder, minimum: Sequence[int]) -> None:
+        self._recorder = recorder
+        self._minimum = minimum
+
+    def answered(self, child: int, outcome: Outcome) -> None:
+        self._recorder.count(child, _OUTCOMES[outcome])
+
+    def waited(self, child: int, ns: int) -> None:
+        self._recorder.observe(child, signals.LOOKUP_DELAY, ns)
+
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        """Count the offers once: a lookup after a preemption, or after a failed load, offers the same again."""
+        count = self._recorder.count
+        if owner is not None:
+            count(owner, _ADMITTED, tokens)
+        if not lookup.is_first:
+            return
+        won = next((offer.tokens for offer in lookup.offers if offer.child == owner), 0)
+        lost = "other_chosen" if owner is not None else "not_taken" if lookup.chosen != NOBODY else "declined"
+        for offer in lookup.offers:
+            if not offer.tokens:
+                continue
+            count(offer.child, _OFFERED, offer.tokens)
+            if offer.child == owner:
+                count(offer.child, _UNUSED["not_taken"], max(0, offer.tokens - tokens))
+            else:
+                reason = "below_minimum" if offer.tokens < self._minimum[offer.child] else lost
+                count(offer.child, _UNUSED_OFFERS)
+                count(offer.child, _UNUSED[reason], max(0, offer.tokens - won))
+
+    def lapsed(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            self._recorder.count(offer.child, _OFFERED, offer.tokens)
+            self._recorder.count(offer.child, _UNUSED["not_allocated"], offer.tokens)

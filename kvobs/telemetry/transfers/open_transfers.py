@@ -1,0 +1,99 @@
+"""Watch the transfers in progress: as gauges with their ages, and log lines of those that are late or stuck."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvobs.clock import WALL_OFFSET, wall_ns
+from kvobs.faults import contained
+from kvobs.log import line, log
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.events import Observer
+from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import InProgress, Stuck, named_ranks
+
+_GAUGES = {
+    kind: (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
+    for kind in signals.IN_FLIGHT.labels["kind"]
+}
+_HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
+_AWAITED = {"lookup": "the connector's answer", "resume": "vLLM's scheduler"}
+_UNKNOWN_RANK = "unknown"
+_NAMED_AT_MOST = 4  # requests in a log line
+
+
+@dataclass(eq=False)
+class OpenTransfers(Observer):
+    """Watches the ledger's open transfers.
+
+    ``stuck_after_s`` after the first rank's report a missing one makes a transfer stuck; and from this age on something
+    in progress is logged that no rank has reported.
+    """
+
+    names: Sequence[str]
+    ledger: Ledger
+    lookups: Sequence[InProgress[str]]  # that requests wait for, by connector
+    recorder: Recorder
+    ranks: int  # the number of workers that report
+    stuck_after_s: float
+    _shown: set[tuple[int, str]] = field(default_factory=set, init=False)
+
+    @contained("record")
+    def measure(self) -> None:
+        """Set the gauges, and log once what waits for long."""
+        now_ns = wall_ns()
+        before_ns = now_ns - int(self.stuck_after_s * 1e9)
+        for child, waiting in enumerate(self.lookups):
+            kinds = {"lookup": waiting, **self.ledger.in_flight[child]}
+            for kind, found in kinds.items() if self._shown or any(kinds.values()) else ():
+                n = len(found)
+                if not n and (child, kind) not in self._shown:  # as most
+                    continue
+                (self._shown.add if n else self._shown.discard)((child, kind))
+                in_flight, oldest = _GAUGES[kind]
+                self.recorder.set_gauge(child, in_flight, n)
+                self.recorder.set_gauge(child, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
+                if kind in _HELD:
+                    self.recorder.set_gauge(child, _HELD[kind], found.tokens)
+                late = found.take_late(before_ns)
+                # Those that some ranks have reported are stuck.
+                if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
+                    requests, since, tokens = zip(*late, strict=True)
+                    age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
+                    text = "connector %r: %s of %s in progress for %.0f s, with %d tokens: waits for %s"
+                    log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
+
+    def awaiting_ranks(self) -> None:
+        """Count and log transfers that have become stuck, each once."""
+        before_ns = wall_ns() - int(self.stuck_after_s * 1e9)
+        if found := self.ledger.take_stuck(before_ns, self.ranks):
+            self._note(found)
+
+    @contained("record")
+    def note_in_aggregator(self, stuck: Stuck) -> None:
+        """Count and log failed loads that are stuck in the aggregation of the workers' outputs.
+
+        For all other transfers the ledger itself knows which ranks have reported.
+        """
+        load = self.ledger.load(stuck.request)
+        if load is not None and load.is_in:
+            self._note([(load.child, stuck._replace(kind="load"))])
+
+    def _note(self, found: Sequence[tuple[int, Stuck]]) -> None:
+        alike: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
+        for child, (kind, request, missing) in found:
+            alike.setdefault((child, kind, missing), []).append(request)
+            for rank in missing or (_UNKNOWN_RANK,):
+                self.recorder.count_open(child, signals.STUCK_TRANSFERS, str(rank))
+        for (child, kind, missing), requests in alike.items():
+            text = (
+                "connector %r: %s of %s stuck: %g s after another rank, not reported by %s. The blocks stay held "
+                "until then; counted in kvobs_stuck_transfers_total"
+            )
+            name, ranks = self.names[child], named_ranks(missing)
+            log.warning(text, name, kind, _listed(requests), self.stuck_after_s, ranks)
+
+
+def _listed(requests: Sequence[str]) -> str:
+    names = ", ".join(map(line, requests[:_NAMED_AT_MOST])) + (", ..." if len(requests) > _NAMED_AT_MOST else "")
+    return f"{len(requests)} request{'' if len(requests) == 1 else 's'} ({names})"

@@ -1,0 +1,123 @@
+"""Record how loads and saves ended, as numbers and log lines."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from kvobs.log import line, log, once
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.offers import LookupResult
+from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
+
+_LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
+_DECISIONS = {why: signals.slot(signals.LOAD_DECISIONS, why) for why in signals.LOAD_DECISIONS.labels["reason"]}
+_LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
+_LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
+_RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
+_ABORTED = signals.slot(signals.UNUSED_HIT_TOKENS, "aborted")
+_PREFILL_SAVED = signals.slot(signals.PREFILL_SAVED)
+_LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
+_SLOWER = signals.slot(signals.LOADS_SLOWER)
+_SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
+_FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
+
+
+class Outcomes(Observer):
+    """Records the ends of loads and saves as numbers and log lines."""
+
+    def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
+        self._names = names
+        self._recorder = recorder
+
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        if (decision := lookup.decision) is not None:
+            self._recorder.count(decision.about, _DECISIONS[decision.reason])
+
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        """Record that a request ended while its load was open; the load's later end is not counted.
+
+        With kv_load_failure_policy "fail" a failed load itself ends the request: if its blocks are bad, vLLM ends it
+        with an error before it passes on the workers' reports.
+        """
+        if load.failed or by_error:
+            self._failed(load)
+        else:
+            self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
+            self._recorder.count(load.child, _ABORTED, load.tokens)
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        if load.failed:
+            if not load.aborted:
+                self._failed(load)
+            return
+        count, mode = self._recorder.count, _mode(load)
+        count(load.child, _LOAD_TOKENS, load.tokens)
+        count(load.child, _LOAD_BYTES, load.size)
+        if load.aborted:  # counted when its request ended
+            return
+        count(load.child, _LOADS[mode, "ok"])
+        self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
+        self._compare_ranks(load.child, load.slowest, "load")
+
+    def _failed(self, load: Load) -> None:
+        self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
+        self._recorder.count(load.child, _RECOMPUTED, load.recomputed_tokens)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        """Record the time that a request waited for its load, and the time saved."""
+        if gain.resume_ns is not None:
+            self._recorder.observe(load.child, signals.LOAD_RESUME_DELAY, gain.resume_ns)
+        if gain.saved_ns is not None:
+            self._recorder.count(load.child, _PREFILL_SAVED, gain.saved_ns)
+            self._recorder.count(load.child, _LOAD_WAITED, gain.waited_ns)
+            self._recorder.count(load.child, _SLOWER, int(gain.is_slower))
+
+    def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
+        for child, save in early.items():
+            self._saved(child, save, save.promised_ns)
+
+    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+        if save.is_abandoned:
+            self._recorder.count(child, _ABANDONED)
+        else:
+            self._saved(child, save, ended_ns)
+
+    def _saved(self, child: int, save: Save, ended_ns: int) -> None:
+        """Record a save that is done on every rank: its blocks were held from the promise until then."""
+        self._recorder.count(child, _SAVED)
+        self._recorder.observe(child, signals.SAVE_HOLD, ended_ns - save.promised_ns)
+        self._compare_ranks(child, save.slowest, "save")
+
+    def _compare_ranks(self, child: int, slowest: Slowest | None, kind: str) -> None:
+        if slowest is not None:
+            self._recorder.observe(child, signals.RANK_SKEW, slowest.skew_ns, kind)
+            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest.rank))
+
+    def stray(self, report: Stray) -> None:
+        """Count and log a stray report: its child does not own the transfer."""
+        self._recorder.count(report.child, signals.slot(signals.STRAY_REPORTS, report.kind))
+        name, kind = self._names[report.child], report.kind
+        text = (
+            "connector %r reported a %s of request %s that it does not own. kvobs ignores such reports and counts "
+            "them (kvobs_stray_reports_total); with vLLM's own MultiConnector they can end the engine"
+        )
+        once(f"stray:{name}:{kind}", logging.WARNING, text, name, kind, line(report.request))
+
+    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
+        """Count failed synchronous loads, and log who may have saved their blocks."""
+        self._recorder.count(child, _FAILED_SYNC, loads)
+        siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
+        caches = "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load"
+        if reset:
+            caches = f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
+        text = (
+            "a synchronous load of connector %r failed. In the same step other connectors (%s) may have saved its "
+            "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)"
+        )
+        log.error(text, self._names[child], siblings, caches)
+
+
+def _mode(load: Load) -> str:
+    return "async" if load.is_async else "sync"

@@ -1,0 +1,83 @@
+"""Record how far back each prompt was used last: the hit share of a cache of any size, beside what connectors gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from kvobs.children.specs import STATED_BYTES, STORES_MORE, ChildSpec, name_among
+from kvobs.faults import contained
+from kvobs.prediction.reuse import ReuseDistances
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.schema.signals import REUSE_DISTANCE
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.offers import LookupResult
+
+if TYPE_CHECKING:
+    from kvobs.state.cache_layout import CacheLayout
+
+_FIRST, _TAIL, _CACHE = map(signals.slot, (REUSE_DISTANCE, signals.PROMPT_TAIL_TOKENS, signals.LOCAL_CACHE_TOKENS))
+
+
+def hash_block_size(kv_cache_config: Any, layout: CacheLayout) -> int:
+    """Return the number of tokens for which vLLM computes a hash; 0 without KV cache groups."""
+    stated = getattr(kv_cache_config, "hash_block_size", None)  # since vLLM 0.32
+    return stated or gcd(*layout.block_sizes)
+
+
+def cache_tokens(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) -> int:
+    """Return how many tokens vLLM's own cache has room for."""
+    stated = getattr(vllm_config.cache_config, "kv_cache_size_tokens", None)  # since vLLM 0.32
+    sizes = layout.block_sizes  # groups share the blocks
+    return stated or (kv_cache_config.num_blocks * min(sizes) // len(sizes) if sizes else 0)
+
+
+@contained("record")
+def record_sizes(recorder: Recorder, specs: Sequence[ChildSpec], layout: CacheLayout, ranks: int, copies: int) -> None:
+    """Record how many tokens each child stores, if its options state it; ``copies`` ranks have the same KV cache."""
+    for spec in specs if layout.bytes_per_token else ():
+        options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, STATED_BYTES)
+        is_unclear = name == "OffloadingConnector" and copies == ranks > 1  # with MLA it may store one copy
+        if name is None or is_unclear or any(map(options.get, STORES_MORE)):
+            continue
+        if key := next(filter(options.get, STATED_BYTES[name]), None):
+            size = int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) / layout.bytes_per_token
+            recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), int(size))
+
+
+class PromptReuse(Observer):
+    """Looks up each prompt's block hashes among those of earlier prompts and answers; salts are part of a hash.
+
+    ``listener`` receives ``reused``.
+    """
+
+    def __init__(self, recorder: Recorder, listener: Observer, block_size: int, local_cache_tokens: int) -> None:
+        self._recorder = recorder
+        self._listener = listener
+        recorder.set_gauge(None, _CACHE, local_cache_tokens)
+        self._block_size = block_size
+        self._distances = ReuseDistances([2**k // max(1, block_size) for k in REUSE_DISTANCE.bounds])
+        self._live: dict[str, int] = {}  # request -> blocks of its prompt that were looked up
+
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        """Record a prompt at its first allocation."""
+        if request.request_id in self._live or not self._block_size:
+            return
+        # vLLM computes at least the last token.
+        blocks = min((request.num_prompt_tokens - 1) // self._block_size, len(request.block_hashes))
+        self._live[request.request_id] = blocks
+        self._recorder.count_own(_TAIL, request.num_prompt_tokens - blocks * self._block_size)
+        reuse = self._distances.observe(request.block_hashes, blocks)
+        for bucket, number in enumerate(reuse.blocks):
+            if number:
+                self._recorder.count_own(_FIRST + bucket, number * self._block_size)
+        self._listener.reused(request.request_id, reuse.seen * self._block_size)
+
+    def request_ended(self, request: ObservedRequest) -> None:
+        """Note the use of an answer's blocks: the next turn of a chat has them in its prompt."""
+        if (blocks := self._live.pop(request.request_id, None)) is not None:
+            # The last token that was generated is not computed.
+            ends = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+            self._distances.use(request.block_hashes, blocks, ends)

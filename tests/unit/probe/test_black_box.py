@@ -1,0 +1,164 @@
+"""The page of a process: where it is, who may read it, when it goes. What is seen in it: ``test_engine_watch``."""
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvobs.log import forget
+from kvobs.probe import black_box
+from kvobs.probe.black_box import BlackBox, Identity, Page, pages
+from kvobs.probe.recorder import Recorder
+from kvobs.schema.options import Options
+from kvobs.telemetry import recorders
+from tests.support.watched import NAMES, REMOTE, config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    forget()
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    return tmp_path / "pages"
+
+
+def begin(engine: str = "e", rank: int | None = 1) -> BlackBox:
+    return black_box.begin(config(engine), NAMES, rank, ())
+
+
+def read(engine: str = "e") -> list[Page]:
+    return [page for _, page in pages(Identity.of(config(engine)).pages())]
+
+
+def test_it_is_private_and_goes_when_it_is_closed(folder: Path) -> None:
+    box = begin()
+    (path,) = folder.iterdir()
+    assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o400)
+    (page,) = read()
+    assert (page.pid, page.rank, page.is_alive, page.has_ended_well) == (os.getpid(), 1, True, False)
+    box.close()
+    assert (page.has_ended_well, list(folder.iterdir())) == (True, [])
+
+
+def test_a_fork_does_not_remove_it(folder: Path) -> None:
+    box = begin()
+    pid = os.fork()
+    if not pid:
+        box.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_calls_of_a_process_are_on_its_page() -> None:
+    recorder = recorders.build(NAMES, Options(), config("e"), None, 1).recorder
+    calls = recorder.timed(REMOTE, "start_load_kv", read()[0].calls)()
+    assert [call[:3] for call in calls] == [("remote", "start_load_kv", 1)]
+
+
+def test_engines_of_a_group_are_one_start_and_several_pages() -> None:
+    """As vLLM names them for dense models; the group's name is the same without the suffix."""
+    boxes = [begin("e_dp0", None), begin("e_dp3", None), begin("other", None)]
+    assert [Identity.of(config(name)).number for name in ("e", "e_dp0", "e_dp3")] == [0, 0, 3]
+    group = Identity.of(config("e"))
+    assert [len(list(pages(group.pages(number)))) for number in (0, 1, 3)] == [1, 0, 1]
+    assert len(boxes) == 3
+
+
+def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    box = black_box.begin(config("e"), NAMES, 0, {REMOTE})
+    for child, hook, error in ((REMOTE, "wait_for_save", OSError()), (0, "reset_cache", OSError()),
+                               (0, "wait_for_save", SystemExit())):  # fmt: skip
+        box.raised(child, hook, error)
+        assert read()[0].raised() is None
+    assert "ends the engine" not in caplog.text
+    box.raised(0, "wait_for_save", OSError())
+    raised = read()[0].raised()
+    assert raised is not None
+    assert (raised[:3], raised.error) == (("cpu", "wait_for_save", 0), "OSError")
+    assert 0 <= time.perf_counter_ns() - raised.since_ns < 60 * 10**9
+    assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this ends the engine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("since_s", "began_s", "looks", "seen_in"),
+    [(9, 5, True, REMOTE + 1), (9, 5, False, 0), (9, 0, True, -1), (4, 5, True, -1), (0, 5, True, -1)],
+)
+def test_a_look_notes_the_connector_that_a_layer_hooks_call_is_in(
+    since_s: int, began_s: int, looks: bool, seen_in: int
+) -> None:
+    def fan_out() -> None:
+        box.look()
+
+    box, now_s = begin(), time.perf_counter()
+    at = box.place_of_layers("save_kv_layer")
+    box.watch("save_kv_layer", fan_out.__code__, {fan_out.__code__.co_firstlineno + 1: REMOTE})
+    box.words[black_box.SEEN_IN] = -1
+    box.words[black_box.SINCE] = int((now_s - since_s) * 1e9) if since_s else 0
+    box.floats[at] = now_s - began_s
+    (fan_out if looks else box.look)()
+    assert box.words[black_box.SEEN_IN] == seen_in
+    assert (box.floats[black_box.SEEN] == box.floats[at]) is (seen_in >= 0)
+    assert 0 <= time.perf_counter_ns() - box.words[black_box.LOOKED] < 60 * 10**9
+
+
+def raising(recorder: Recorder, child: int, error: Exception) -> None:
+    """Raise the error in a call into a connector, which has handled another one before."""
+
+    def call() -> None:
+        try:
+            raise KeyError
+        except KeyError:
+            raise error  # noqa: B904 - as connectors do
+
+    recorder.timed(child, "wait_for_save", call)()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_connector_that_a_step_ends_with_is_not_blamed_for_an_exception_before(is_ours: bool) -> None:
+    """vLLM's V1 model runner calls the hooks of a step's end in a `finally`; what failed once often fails again."""
+    box = begin()
+    recorder = Recorder(2, names=NAMES, box=box)
+    box.words[black_box.SINCE] = time.perf_counter_ns()
+
+    def step() -> None:
+        try:
+            if is_ours:
+                raising(recorder, REMOTE, OSError("first"))
+            raise RuntimeError("in the model")
+        finally:
+            box.words[black_box.SINCE], box.words[black_box.STEPS] = 0, 1
+            raising(recorder, 0, OSError("again"))
+
+    with pytest.raises(OSError, match="again"):
+        step()
+    raised = read()[0].raised()
+    assert (raised and raised[:3]) == (("remote", "wait_for_save", 1) if is_ours else None)
+    box.words[black_box.STEPS] += 1
+    assert read()[0].raised() is None, "it has run another step"
+
+
+@pytest.mark.parametrize("mode", [0o777, None])
+def test_without_a_private_folder_calls_are_made_and_not_shown(
+    mode: int | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if mode is None:
+        folder.symlink_to("/nowhere")
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    box = begin()
+    assert Recorder(2, box=box).timed(REMOTE, "wait_for_save", lambda: "done")() == "done"
+    assert read() == []
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()[:34]) == (logging.WARNING, "calls in progress can't be shown: ")
+    box.close()
+
+
+def test_what_is_no_page_is_not_read(folder: Path) -> None:
+    folder.mkdir()
+    for name, content in (("empty", b""), ("short", b"x"), ("zeros", bytes(4096)), ("other", b"KVOBSBOX" + bytes(64))):
+        (folder / f"{Identity.of(config('e')).pages()}-{name}.page").write_bytes(content)
+    assert read() == []

@@ -1,0 +1,328 @@
+"""The layer hooks reach every child with the host's arguments; their time is cut between the children exactly."""
+
+import inspect
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvobs import faults
+from kvobs.children.child import Child
+from kvobs.clock import WALL_OFFSET
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls
+from kvobs.probe.recorder import SUM, Recorder
+from kvobs.schema import signals
+from kvobs.schema.signals import CALL_DURATION, locate
+from kvobs.telemetry.recorders import Telemetry
+from kvobs.telemetry.tracing.call_spans import CallEvent
+from kvobs.telemetry.tracing.journal import Journal
+from kvobs.vllm_api.hooks import HOOKS, Cadence
+from tests.support.contexts import Noting
+
+CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "wait_for_layer_load": [(("layer",), {})],
+    "save_kv_layer": [(("layer", 1, 2), {}), (("layer", 1, 2), {"more": 3})],
+}
+each_hook = pytest.mark.parametrize("hook", sorted(CALLS))
+
+
+class Fan:
+    """A fan-out over children whose calls take the time that a test says, by a clock of its own."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, hook: str, children: int, slow_ns: int = 2**63, tracer: Any = None
+    ) -> None:
+        self.now = 10**15
+        self.takes: list[int] = []
+        self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self.raises: dict[int, BaseException] = {}
+        patch.setattr("kvobs.probe.layer_calls.perf_counter", lambda: self.now / 1e9)
+        patch.setattr("kvobs.probe.recorder.perf_counter_ns", lambda: self.now)
+        journal = Journal()
+        self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
+        connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
+        made = [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)]
+        self.layers = LayerCalls(hook, made, Telemetry(self.recorder, journal, tracer))
+        self.args = CALLS[hook][0][0]
+
+    def _hook(self, child: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((child, args, kwargs))
+            self.now += self.takes.pop(0) if self.takes else 1
+            if child in self.raises:
+                raise self.raises[child]
+
+        return call
+
+    def __call__(self, *takes: int) -> None:
+        self.takes = list(takes)
+        self.layers.fan_out(*self.args)
+
+    def sums(self) -> list[int]:
+        return [self.recorder.tally(i, self.layers.hook)[SUM] for i in range(len(self.layers.children))]
+
+    def counts(self) -> list[int]:
+        return [sum(self.recorder.tally(i, self.layers.hook)[:SUM]) for i in range(len(self.layers.children))]
+
+
+def test_the_table_has_the_layer_hooks_as_vllm_declares_them() -> None:
+    assert set(ARGUMENTS) == set(CALLS) == {hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER}
+    for hook, names in ARGUMENTS.items():
+        declared = inspect.signature(getattr(KVConnectorBase_V1, hook)).parameters
+        assert names.split(", ") == [n for n, p in declared.items() if n != "self" and p.kind is not p.VAR_KEYWORD]
+
+
+@each_hook
+@pytest.mark.parametrize("children", [0, 1, 2, 5])
+def test_every_child_is_called_with_the_hosts_arguments(
+    hook: str, children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fan = Fan(monkeypatch, hook, children)
+    for args, kwargs in CALLS[hook]:
+        fan.calls.clear()
+        assert fan.layers.fan_out(*args, **kwargs) is None
+        assert fan.calls == [(i, args, kwargs) for i in range(children)]
+    fan.layers.close_step()
+    assert fan.counts() == [len(CALLS[hook])] * children
+
+
+steps = st.lists(
+    st.lists(st.lists(st.integers(0, 2**16) | st.integers(0, 2**40), min_size=3, max_size=3), max_size=4), max_size=5
+)
+
+
+@given(st.sampled_from(sorted(CALLS)), steps)
+def test_time_is_cut_by_child_and_step_exactly(hook: str, plan: list[list[list[int]]]) -> None:
+    """The plan: by step, by layer, what each child takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        fan = Fan(patch, hook, 3)
+        for layers in plan:
+            for takes in layers:
+                fan(*takes)
+            assert fan.layers.close_step() == ([*map(sum, zip(*layers, strict=True))] or [0, 0, 0])
+            assert fan.layers.last_ns == (fan.now + WALL_OFFSET if layers else 0)
+    every = [takes for layers in plan for takes in layers]
+    for child in range(3):
+        took = [takes[child] for takes in every]
+        buckets = [sum(CALL_DURATION.bucket(ns) == i for ns in took) for i in range(SUM)]
+        assert fan.recorder.tally(child, hook) == [*buckets, sum(took)]
+
+
+def test_two_threads_lose_nothing_and_mix_nothing_up() -> None:
+    """vLLM's two micro-batches call the same connector."""
+    recorder = Recorder(2)
+    children = [Child(i, f"c{i}", SimpleNamespace(wait_for_layer_load=lambda layer: None), recorder) for i in range(2)]
+    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
+    begin = time.perf_counter_ns()
+    threads = [threading.Thread(target=lambda: [layers.fan_out("layer") for _ in range(20_000)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = time.perf_counter_ns() - begin
+    took = layers.close_step()
+    for child in range(2):
+        tally = recorder.tally(child, "wait_for_layer_load")
+        assert sum(tally[:SUM]) == 40_000
+        assert 0 < tally[SUM] == took[child] < 2 * whole
+
+
+@each_hook
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()], ids=repr)
+def test_an_error_ends_fan_out_and_is_counted(hook: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    fan = Fan(monkeypatch, hook, 3)
+    fan.raises[1] = error
+    with pytest.raises(type(error)) as raised:
+        fan(5, 7, 9)
+    assert raised.value is error
+    assert [child for child, *_ in fan.calls] == [0, 1]
+    fan.raises.clear()
+    fan(1, 1, 1)
+    fan.layers.close_step()
+    assert fan.sums() == [6, 8, 1]
+    assert fan.recorder.take().opened == [["kvobs_call_errors_total", 1, hook, type(error).__name__, 1]]
+
+
+@each_hook
+def test_slow_calls_are_counted(hook: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    unit_ns = 1_000_000 if hook == "save_kv_layer" else 1_000  # also below the first bucket's bound
+    fan = Fan(monkeypatch, hook, 2, slow_ns=10 * unit_ns)
+    for units in (9, 11, 30, 20):
+        fan(units * unit_ns, 1)
+    fan.layers.close_step()
+    assert "connector '0': " + hook + f" took {11 * unit_ns / 1e6:.0f} ms" in caplog.text
+    assert len(caplog.records) == 1
+    slow = [n for place, n in fan.recorder.take().counts.items() if "slow" in locate(place)[0].signal.name]
+    assert slow == [3]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fan = Fan(monkeypatch, "wait_for_layer_load", 2)
+    fan.raises[1] = OSError("x")
+    fan.layers.children = []
+    with pytest.raises(OSError, match="x"):
+        fan(1, 2)
+    assert faults.take() == {"record": 1}
+
+
+# --- what the tracer gets
+
+SLOW_NS = 1_000
+traced_steps = st.lists(
+    st.lists(st.lists(st.integers(0, 2 * SLOW_NS), min_size=2, max_size=2), min_size=1, max_size=4), max_size=4
+)
+
+
+@given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans())
+def test_the_tracer_gets_slow_layers_and_a_summary(hook: str, plan: list[list[list[int]]], traces_all: bool) -> None:
+    """The plan: by step, by layer, what each child takes."""
+    tracer = Noting(traces_all)
+    expected: list[CallEvent] = []
+    with pytest.MonkeyPatch.context() as patch:
+        fan = Fan(patch, hook, 2, SLOW_NS, tracer)
+        for layers in plan:
+            step_began = fan.now
+            for layer, takes in enumerate(layers):
+                for child, took in enumerate(takes):
+                    if took > SLOW_NS:
+                        start = fan.now + sum(takes[:child]) + WALL_OFFSET
+                        expected.append(CallEvent(child, hook, start, took, True, more={"kv_transfer.layer": layer}))
+                fan(*takes)
+            for child in range(2 if traces_all else 0):
+                each = [takes[child] for takes in layers]
+                first = step_began + (layers[0][0] if child else 0)
+                last = fan.now - (0 if child else layers[-1][1])
+                summary = {
+                    "kv_transfer.layers": len(layers),
+                    "kv_transfer.layers_duration": sum(each) / 1e9,
+                    "kv_transfer.slowest_layer": each.index(max(each)),
+                    "kv_transfer.slowest_layer_duration": max(each) / 1e9,
+                }
+                expected.append(
+                    CallEvent(child, hook, first + WALL_OFFSET, last - first, False, more=summary, is_many=True)
+                )
+            fan.layers.close_step()
+    assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
+    for noticed in tracer.noticed:
+        noted = (*noticed[2:4], *noticed.more.values())
+        assert all(type(number) in (int, float) for number in noted), "builtins only, for the wire"
+
+
+@each_hook
+def test_the_tracer_gets_a_call_that_failed_at_once(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Noting()
+    fan = Fan(monkeypatch, hook, 3, tracer=tracer)
+    fan.raises[1] = OSError("x")
+    began = fan.now
+    with pytest.raises(OSError, match="x"):
+        fan(5, 7)
+    assert tracer.noticed == [CallEvent(1, hook, began + 5 + WALL_OFFSET, 7, False, "OSError")]
+
+
+# --- the steps' waits
+
+
+class Waits:
+    """Stalls of children whose calls take the time that a test says; some have no layer hooks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *has_layers: bool) -> None:
+        self.now = 0
+        self.takes: list[int] = []
+        patch.setattr("kvobs.probe.layer_calls.perf_counter", lambda: self.now / 1e9)
+        self.recorder = Recorder(len(has_layers))
+        hooks = [dict.fromkeys(CALLS, self._take if has else Quiet().hook) for has in has_layers]
+        children = [Child(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
+        self.stalls = Stalls(children, Telemetry(self.recorder, Journal()))
+        self.calls = {calls.hook: calls.fan_out for calls in self.stalls.layer_calls}
+
+    def _take(self, *_: Any) -> None:
+        self.now += self.takes.pop(0)
+
+    def layer(self, hook: str, *takes: int) -> None:
+        self.takes = list(takes)
+        self.calls[hook](*CALLS[hook][0][0])
+
+    def observed(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return (child, metric) -> how many observations, their sum in ns."""
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for place, n in self.recorder.take().counts.items():
+            series, offset, child = locate(place)
+            if series.signal in (signals.LOAD_STALL, signals.SAVE_STALL):
+                count, total = found.get((child, series.signal.name), (0, 0))
+                is_sum = offset == series.width - 1
+                found[child, series.signal.name] = (count, total + n) if is_sum else (count + n, total)
+        return found
+
+
+class Quiet:
+    """A hook that does nothing."""
+
+    def hook(self, *args: Any) -> None:
+        pass
+
+
+LOAD, SAVE = ("wait_for_layer_load", "start_load_kv"), ("save_kv_layer", "wait_for_save")
+METRICS = {LOAD: "kvobs_load_stall_seconds", SAVE: "kvobs_save_stall_seconds"}
+times = st.integers(0, 2**30)
+stalled_steps = st.lists(
+    st.fixed_dictionaries(
+        {
+            "has_forward": st.booleans(),
+            "has_sync_loads": st.booleans(),
+            LOAD: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            SAVE: st.tuples(st.lists(st.tuples(times, times), max_size=3), times),
+            "flush": st.booleans(),
+        }
+    ),
+    max_size=6,
+)
+
+
+@given(st.tuples(st.booleans(), st.booleans()), stalled_steps)
+def test_a_steps_wait_is_that_of_its_layers_and_other_hooks(has_layers: tuple[bool, bool], plan: list[Any]) -> None:
+    """A wait for loads before the forward is one only where a synchronous load is due; no wait is not observed."""
+    expected: dict[tuple[int, str], list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        waits = Waits(patch, *has_layers)
+        found: dict[tuple[int, str], list[int]] = {}
+        for step in plan:
+            loads = {}
+            for hooks in (LOAD, SAVE):
+                layers, once = step[hooks]
+                is_waited_for = step["has_forward"] and (hooks is SAVE or step["has_sync_loads"])
+                for takes in layers:
+                    waits.layer(hooks[0], *(took for took, has in zip(takes, has_layers, strict=True) if has))
+                for child, has in enumerate(has_layers):
+                    waits.recorder.tally(child, hooks[1])[SUM] += once + child
+                    spent = sum(takes[child] for takes in layers) if has else 0
+                    if hooks is LOAD and step["has_sync_loads"]:
+                        loads[child] = spent + once + child
+                    if total := spent + (once + child if is_waited_for else 0):
+                        expected.setdefault((child, METRICS[hooks]), []).append(total)
+            assert waits.stalls.close_step(**{key: step[key] for key in ("has_forward", "has_sync_loads")}) == loads
+            for _ in range(step["flush"]):
+                add(found, waits.observed())
+        add(found, waits.observed())
+        assert waits.observed() == {}
+    assert found == {key: [len(totals), sum(totals)] for key, totals in expected.items()}
+
+
+def add(found: dict[tuple[int, str], list[int]], more: dict[tuple[int, str], tuple[int, int]]) -> None:
+    for key, (count, total) in more.items():
+        before = found.get(key, [0, 0])
+        found[key] = [before[0] + count, before[1] + total]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_faults_are_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch, True, True)
+    waits.layer("wait_for_layer_load", 1, 1)
+    waits.recorder.tally(0, "start_load_kv").clear()
+    assert waits.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
+    assert faults.take()["record"] == 1

@@ -1,0 +1,129 @@
+"""Time in which the process did not run is known: collections of garbage, and stops, of real processes."""
+
+import ctypes
+import gc
+import os
+import signal
+import time
+from collections.abc import Sequence
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvobs.probe import pauses
+from kvobs.probe.black_box import BlackBox
+from kvobs.probe.pauses import AT_MOST, OF_PROCESS, Pauses
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.schema.signals import slot
+
+HOOK = "wait_for_save"
+SLOW = signals.place(0, slot(signals.SLOW_CALLS, HOOK))
+TOOK = signals.place(0, slot(signals.CALL_DURATION, HOOK)) + signals.CALL_DURATION.sum_offset
+
+
+@given(
+    st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 9)), max_size=2 * AT_MOST), st.integers(0, 99), st.integers(0)
+)
+def test_of_a_calls_time_the_last_pauses_are_no_part(gaps: Sequence[tuple[int, int]], begin: int, spent: int) -> None:
+    mine, now, paused = Pauses(), 0, list[range]()
+    for gap, length in gaps:
+        paused.append(range(now + gap, max(now, now + gap) + length))
+        now = paused[-1].stop
+        mine.note(paused[-1].start, now)
+    inside = {ns for pause in paused[-AT_MOST:] for ns in pause if begin <= ns < begin + spent}
+    assert mine.ran_ns(begin, spent) == spent - len(inside)
+
+
+@pytest.mark.parametrize(("rank", "process"), [(None, "scheduler"), (0, "worker")])
+def test_a_call_is_not_slow_because_of_a_collection(rank: int | None, process: str) -> None:
+    mine, graph = Pauses(), [[i] for i in range(200_000)]
+    mine.collects("stop", {})  # of a collection that began before it was installed
+    gc.callbacks.append(mine.collects)
+    try:
+        begin = time.perf_counter_ns()
+        gc.collect()
+        spent = time.perf_counter_ns() - begin
+    finally:
+        gc.callbacks.remove(mine.collects)
+    collected = spent - mine.ran_ns(begin, spent)
+    assert 0 < collected < spent
+    for seen, is_slow in ((mine, False), (Pauses(), True)):
+        recorder = Recorder(1, spent - collected // 2, box=BlackBox(["one"], rank))
+        recorder.pauses = seen
+        recorder.notice(0, HOOK, begin, spent)
+        recorder.add_call(0, HOOK, begin, spent)
+        recorder.add_call(0, HOOK, begin - spent, spent)
+        counts = recorder.take().counts
+        assert counts[SLOW] == 2 * is_slow + 1
+        assert (counts.get(slot(signals.GC_PAUSES, process), 0) >= collected) is not is_slow
+    assert graph
+
+
+def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine() -> None:
+    mine, seen = Pauses(), list[int]()
+
+    def look() -> bool:
+        seen.append(gc.callbacks.count(mine.collects))
+        return len(seen) < 4
+
+    watches = [Thread(target=mine.watch, args=(look,)) for _ in range(2)]
+    for watch in watches:
+        watch.start()
+    for watch in watches:
+        watch.join()
+    assert (seen[2:4], gc.callbacks.count(mine.collects)) == ([1, 1], 0)
+    assert len(mine._delays) > 1
+
+
+@pytest.mark.parametrize(
+    ("begin", "spent", "waited"), [(4, 50, 0), (5, 50, 27), (9, 50, 27), (10, 50, 20), (10, 15, 15), (99, 50, 20)]
+)
+def test_a_call_may_have_waited_for_a_core_since_the_look_before_it(
+    begin: int, spent: int, waited: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Pauses()
+    mine._delays += (5, 100), (10, 107)
+    monkeypatch.setattr(pauses, "run_delay_ns", lambda thread: 127)
+    assert mine.waited_ns(begin, spent) == waited
+
+
+def test_another_threads_wait_for_a_core_is_unknown() -> None:
+    mine, waited = Pauses(), list[int]()
+    mine._delays.append((0, -(10**18)))
+    assert mine.waited_ns(1, 5) == 5
+    thread = Thread(target=lambda: waited.append(mine.waited_ns(1, 5)))
+    thread.start()
+    thread.join()
+    assert waited == [0]
+
+
+FAULTS = {
+    "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "holds the GIL": lambda: ctypes.PyDLL(None).sleep(4),  # no other thread runs
+    "waits": lambda: time.sleep(4),
+}
+
+
+@pytest.mark.parametrize(("fault", "is_slow"), [*zip(FAULTS, (False, True, True), strict=True)])
+def test_a_call_in_which_the_process_was_stopped_is_not_slow(fault: str, is_slow: bool) -> None:
+    """Nor is it counted as long: it would seem to block the scheduler."""
+    if not (pid := os.fork()):
+        try:
+            recorder = Recorder(1, 2 * 10**9)
+            recorder.pauses = OF_PROCESS
+            Thread(target=OF_PROCESS.watch, args=(lambda: True,), daemon=True).start()
+            time.sleep(0.1)
+            recorder.timed(0, HOOK, FAULTS[fault])()
+            counts = recorder.take().counts
+            os._exit(counts.get(SLOW, 0) + 2 * (counts.get(TOOK, 0) > 2 * 10**9))
+        finally:
+            os._exit(9)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        time.sleep(4)
+        os.kill(pid, signal.SIGCONT)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3 * is_slow

@@ -1,0 +1,276 @@
+"""Every call is timed, counted and let through; what is taken, over any number of takes, adds up."""
+
+import itertools
+import logging
+import threading
+from contextlib import suppress
+from typing import Any
+from unittest.mock import Mock
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.clock import WALL_OFFSET
+from kvobs.probe import recorder
+from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, SUM, Recorder, cost_of_recording
+from kvobs.schema import signals
+from kvobs.schema.signals import CALL_DURATION, CHILD_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
+from kvobs.telemetry.tracing.call_spans import CallEvent
+from kvobs.telemetry.tracing.journal import Journal
+from tests.support.contexts import Noting, record
+
+HOOK = "wait_for_save"
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: int) -> None:
+        self.times = list(times)
+        monkeypatch.setattr(recorder, "perf_counter_ns", lambda: self.times.pop(0) if self.times else 0)
+
+
+def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dict[int, int]]:
+    """Return (child, metric, label values) -> which of its slots -> number, kvobs's own cost left out."""
+    found: dict[Any, dict[int, int]] = {}
+    for place, n in counts.items():
+        of, offset, child = locate(place)
+        if of.signal is not signals.SELF_SECONDS:
+            found.setdefault((child, of.signal.name, of.values), {})[offset] = n
+    return found
+
+
+# --- calls
+
+
+@given(st.integers(0, 2**40))
+def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_below_it(ns: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + ns)
+        mine = Recorder(2)
+        assert mine.timed(1, HOOK, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
+    bucket = next((i for i, k in enumerate(CALL_DURATION.bounds) if ns <= 2**k), len(CALL_DURATION.bounds))
+    expected = {bucket: 1, len(CALL_DURATION.bounds) + 1: ns}
+    assert series(mine.take().counts) == {
+        (1, CALL_DURATION.name, (HOOK,)): {offset: n for offset, n in expected.items() if n}
+    }
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException) -> None:
+    mine = Recorder(2)
+
+    def fail() -> None:
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            mine.timed(1, HOOK, fail)()
+        assert raised.value is error
+    taken = mine.take()
+    assert taken.opened == [["kvobs_call_errors_total", 1, HOOK, type(error).__name__, 2]]
+    assert series(taken.counts).keys() == {(1, CALL_DURATION.name, (HOOK,))}
+    assert mine.take().opened == []
+
+
+def test_a_call_that_raised_is_not_in_progress_in_the_black_box() -> None:
+    mine = Recorder(1)
+    with suppress(OSError):
+        mine.timed(0, HOOK, Mock(side_effect=OSError))()
+    begun = mine.box.pair(0, HOOK)
+    assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
+
+
+def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+    call = mine.timed(0, HOOK, lambda: None)
+    for ns in (50_000_000, 50_000_001, 90_000_000):
+        Clock(monkeypatch, 0, ns)
+        call()
+    assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "connector 'disk': wait_for_save took 50 ms, more than slow_call_ms (50). Further slow calls are only counted "
+        "(kvobs_slow_calls_total)"
+    ]
+
+
+def test_a_call_that_may_have_waited_for_a_core_is_counted_and_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+    call = mine.timed(0, HOOK, lambda: None)
+    with caplog.at_level(logging.INFO):
+        for waited_ns in (30_000_000, 10_000_000):
+            Clock(monkeypatch, 0, 70_000_000)
+            monkeypatch.setattr(mine.pauses, "waited_ns", lambda begin, spent, ns=waited_ns: ns)
+            call()
+    assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
+    text = "connector 'disk': wait_for_save took 70 ms, more than slow_call_ms (50)"
+    assert [(line.levelno, line.getMessage().removeprefix(text)[:5]) for line in caplog.records] == [
+        (logging.INFO, ", and"), (logging.WARNING, ". Fur")
+    ]  # fmt: skip
+
+
+def test_two_threads_lose_nothing() -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    threads = [threading.Thread(target=lambda: [call() for _ in range(20_000)]) for _ in range(2)]
+    taken: dict[int, int] = {}
+
+    def take() -> None:
+        for place, n in mine.take().counts.items():
+            taken[place] = taken.get(place, 0) + n
+
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        take()
+    take()
+    (found,) = series(taken).values()
+    assert sum(n for offset, n in found.items() if offset <= len(CALL_DURATION.bounds)) == 40_000
+    assert found[len(CALL_DURATION.bounds) + 1] == mine.tally(0, HOOK)[SUM]
+
+
+# --- counters, histograms, gauges
+
+counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
+
+
+@given(st.lists(st.none() | counted))
+def test_differences_add_up_to_the_counts(events: list[tuple[int, int, int] | None]) -> None:
+    """None stands for a take."""
+    mine = Recorder(3)
+    expected: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for event in [*events, None]:
+        if event is None:
+            counts = mine.take().counts
+            assert 0 not in counts.values()
+            for place, n in counts.items():
+                if place >= PROCESS_WIDTH:
+                    taken[place] = taken.get(place, 0) + n
+        else:
+            child, own, n = event
+            mine.count(child, own, n)
+            place = PROCESS_WIDTH + child * CHILD_WIDTH + own
+            expected[place] = expected.get(place, 0) + n
+    assert taken == {place: n for place, n in expected.items() if n}
+    assert [place for place in mine.take().counts if place >= PROCESS_WIDTH] == []
+
+
+histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds and s.scope is Scope.CHILD])
+
+
+@given(histograms, st.integers(-5, 2**40))
+def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing(signal: Signal, ns: int) -> None:
+    mine = Recorder(1)
+    mine.observe(0, signal, ns, *[next(iter(v)) for v in signal.labels.values()])
+    (found,) = series(mine.take().counts).values()
+    buckets = {offset: n for offset, n in found.items() if offset <= len(signal.bounds)}
+    bucket = next((i for i, k in enumerate(signal.bounds) if ns <= 2**k), len(signal.bounds))
+    assert buckets == {bucket: 1}
+    assert found.get(len(signal.bounds) + 1, 0) == max(0, ns)
+
+
+def test_a_gauge_is_shipped_when_it_changes() -> None:
+    mine = Recorder(2)
+    place, of_process = slot(signals.IN_FLIGHT, "load"), slot(signals.LOCAL_CACHE_TOKENS)
+    assert mine.take().gauges == {}
+    mine.set_gauge(None, of_process, 5)
+    assert mine.take().gauges == {of_process: 5}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 3)
+    mine.set_gauge(1, place, 3)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 3}
+    assert mine.take().gauges == {}
+    mine.set_gauge(1, place, 0)
+    assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 0}
+
+
+# --- its own cost
+
+
+def test_what_recording_costs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Recorder(1)
+    call = mine.timed(0, HOOK, lambda: None)
+    for _ in range(100):
+        call()
+    assert mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0) == int(100 * cost_of_recording()) >= 0
+    assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
+    monkeypatch.setattr(recorder, "perf_counter_ns", itertools.count(0, 10).__next__)
+    assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20, "two readings of the clock beyond the call"
+
+
+# --- who gets the calls
+
+
+@given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
+def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int, fails: bool, traces_all: bool) -> None:
+    def child(subject: str) -> None:
+        if fails:
+            raise LookupError(subject)
+
+    tracer: Any = Noting(traces_all)
+    mine = Recorder(2, slow_ns, tracer=tracer)
+    call = mine.timed(1, HOOK, child)
+    with pytest.MonkeyPatch.context() as patch:
+        Clock(patch, 1000, 1000 + spent)
+        with suppress(LookupError):
+            call("request")
+    is_slow = spent > slow_ns
+    error = "LookupError" if fails else ""
+    start, is_only_slow = 1000 + WALL_OFFSET, is_slow and not fails
+    expected = CallEvent(1, HOOK, start, spent, is_only_slow, error, "request", {}, is_many=False)
+    assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
+    slow = mine.take().counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
+    assert slow == int(is_slow), "what is slow is counted whatever is traced"
+
+
+def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer() -> None:
+    tracer: Any = Noting()
+    mine = Recorder(1, tracer=tracer)
+    for i in range(ERROR_TYPES_AT_MOST + 5):
+        mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
+    kinds = [event.error for event in tracer.noticed]
+    assert len(set(kinds)) == ERROR_TYPES_AT_MOST + 1
+    assert (kinds[-1], max(map(len, kinds))) == (OTHER_VALUE, 64)
+    opened = mine.take().opened
+    assert [row[3] for row in opened] == list(dict.fromkeys(kinds))
+    assert opened[-1] == ["kvobs_call_errors_total", 0, HOOK, OTHER_VALUE, 5]
+
+
+@pytest.mark.parametrize(
+    ("hook", "limit"), [("start_load_kv", 100), ("register_kv_caches", 2**63), ("reset_cache", 2**63)]
+)
+def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
+    hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer: Any = Noting()
+    mine = Recorder(1, 100, ("disk",), tracer=tracer)
+    assert mine.slow_ns(hook) == limit
+    call = mine.timed(0, hook, lambda: None)
+    for ns in (limit, limit + 1):
+        Clock(monkeypatch, 0, min(ns, 2**62))
+        call()
+    is_ever_slow = limit < 2**62
+    labels = {values for _, name, values in series(mine.take().counts) if name == CALL_DURATION.name}
+    assert labels == {(hook if is_ever_slow else "other",)}
+    assert [event.spent_ns for event in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
+    assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
+
+
+def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted() -> None:
+    journal = Journal()
+    mine = Recorder(1, journal=journal)
+    assert mine.take().spans == []
+    group = [record()]
+    journal.add(group)
+    journal.drop()
+    journal.note_malformed("params")
+    taken = mine.take()
+    assert taken.spans == [group]
+    assert taken.counts[slot(signals.SPANS_DROPPED, "flush")] == 1
+    assert taken.counts[slot(signals.MALFORMED_CONTEXTS, "params")] == 1
+    again = mine.take()
+    assert again.spans == []
+    assert not {slot(signals.SPANS_DROPPED, "flush"), slot(signals.MALFORMED_CONTEXTS, "params")} & set(again.counts)

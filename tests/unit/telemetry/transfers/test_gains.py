@@ -1,0 +1,225 @@
+"""Each load is weighed once: what it saved against what its request waited; and the work of vLLM's steps is read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvobs.prediction.compute_cost import Work
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.events import TransferListener
+from kvobs.state.transfers import Gain, Load
+from kvobs.telemetry.transfers import gains
+from kvobs.telemetry.transfers.gains import Gains, step_limits, work_of
+from kvobs.testing import BLOCK, Rig, Script
+from tests.support.reports import took
+
+MS = 1_000_000
+TOKEN_NS, STEP_NS = 100_000, 5 * MS
+
+
+class Engine(TransferListener):
+    """An engine whose steps take 5 ms and 0.1 ms a token, on the test's clock, and what is announced of its loads."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_ns = 10**18
+        self.weighed: list[tuple[str, Gain]] = []
+        self.recorder = Recorder(2)
+        self.gains = Gains(self.recorder, self, 2048, 1)
+        patch.setattr(gains, "wall_ns", lambda: self.now_ns)
+        patch.setattr(gains, "work_of", lambda work: work)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        self.weighed.append((request_id, gain))
+
+    def step(self, tokens: int, context: int = 0, *, loads: bool = False, more_ns: int = 0) -> None:
+        self.now_ns += 7 * MS
+        work: Any = (tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0, 1)
+        self.gains.step_begun(work, self.now_ns, loads=loads)
+        self.now_ns += STEP_NS + tokens * TOKEN_NS + more_ns
+        self.gains.step_ended()
+
+    def learn(self) -> None:
+        for i in range(100):
+            self.step(1 + 37 * (i % 41))
+
+    def resume(self, request_id: str) -> None:
+        self.gains.allocated(request_id, [], 0, None, 0)
+
+    def load(self, tokens: int = 1000, **more: Any) -> Load:
+        return Load(1, tokens, more.pop("is_async", True), 1, opened_ns=self.now_ns, **more)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine(monkeypatch)
+    engine.learn()
+    return engine
+
+
+def test_an_async_load_is_weighed_when_its_request_is_scheduled_again(engine: Engine) -> None:
+    load = engine.load()
+    engine.now_ns += 30 * MS
+    engine.gains.load_ended("r", load)
+    assert engine.weighed == []
+    engine.now_ns += 12 * MS
+    engine.resume("r")
+    engine.resume("r")
+    ((request_id, gain),) = engine.weighed
+    assert (request_id, gain.waited_ns, gain.resume_ns) == ("r", 42 * MS, 12 * MS)
+    assert gain.saved_ns == pytest.approx(1000 * TOKEN_NS, rel=0.02)
+    assert not gain.is_slower
+    assert len(engine.gains) == 0
+
+
+def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
+    engine.gains.load_ended("r", engine.load(is_async=False, ranks=took(3 * MS, 4 * MS)))
+    ((_, gain),) = engine.weighed
+    assert (gain.waited_ns, gain.resume_ns) == (4 * MS, None)
+    assert gain.saved_ns == pytest.approx(1000 * TOKEN_NS, rel=0.02)
+
+
+@pytest.mark.parametrize(("lost", "echo", "kept"), [(None, False, 0), (400, False, 600), (400, True, 0)])
+def test_a_failed_load_saves_what_vllm_keeps_of_it(engine: Engine, lost: int | None, echo: bool, kept: int) -> None:
+    load = engine.load(failed_on={0}, lost_tokens=lost, needs_echo=echo)
+    engine.now_ns += 20 * MS
+    engine.gains.load_ended("r", load)
+    engine.resume("r")
+    ((_, gain),) = engine.weighed
+    assert gain.waited_ns == 20 * MS
+    assert gain.saved_ns == pytest.approx(kept * TOKEN_NS, rel=0.02)
+    assert gain.is_slower == (not kept)
+
+
+def test_loads_of_ended_requests_are_not_weighed(engine: Engine) -> None:
+    engine.gains.load_ended("aborted", engine.load(aborted=True))
+    engine.gains.load_ended("ended", engine.load())
+    engine.gains.request_ended("ended")
+    for request_id in ("aborted", "ended"):
+        engine.resume(request_id)
+    assert engine.weighed == []
+    assert len(engine.gains) == 0
+
+
+def test_before_there_is_an_estimate_only_the_wait_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    load = engine.load()
+    engine.now_ns += MS
+    engine.gains.load_ended("r", load)
+    engine.resume("r")
+    assert engine.weighed == [("r", Gain(None, MS, 0))]
+    assert not engine.weighed[0][1].is_slower
+
+
+def test_nothing_is_learned_from_steps_that_load(engine: Engine) -> None:
+    before = engine.gains.cost.saved(1000, 0, 1)
+    for _ in range(100):
+        engine.step(1000, loads=True, more_ns=500 * MS)
+    assert engine.gains.cost.saved(1000, 0, 1) == before
+
+
+def test_what_is_computed_after_a_load_is_computed_either_way(engine: Engine) -> None:
+    """Beyond a step's budget the load saves whole steps, too."""
+    load = engine.load(tokens=2048, local_tokens=16, rest_tokens=100)
+    engine.gains.load_ended("r", load)
+    engine.resume("r")
+    assert engine.weighed[0][1].saved_ns == pytest.approx(2048 * TOKEN_NS + STEP_NS, rel=0.03)
+
+
+def test_the_error_of_the_estimate_is_recorded(engine: Engine) -> None:
+    def counts(signal: signals.Signal) -> int:
+        return taken.get(signals.slot(signal, "prefill"), 0)
+
+    engine.gains.flush()
+    engine.recorder.take()
+    engine.step(1000, more_ns=45 * MS)
+    engine.gains.flush()
+    taken = engine.recorder.take().counts
+    assert counts(signals.STEP_SECONDS) == 150 * MS
+    assert counts(signals.STEP_ESTIMATE_ERROR) == pytest.approx(45 * MS, rel=0.05)
+    for learned in (0, 2 * 150 * MS):  # by the step after a flush
+        engine.step(1000, more_ns=45 * MS)
+        engine.gains.flush(goes_on=True)
+        taken = engine.recorder.take().counts
+        assert counts(signals.STEP_SECONDS) == learned
+
+
+@pytest.mark.parametrize(("threshold", "chunk"), [(0, 2048), (512, 512), (4096, 2048)])
+def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
+    scheduling = SimpleNamespace(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling, max_concurrent_batches=3)) == (chunk, 3)
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (chunk, 1)
+    del scheduling.long_prefill_token_threshold  # as in other versions
+    assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (2048, 1)
+
+
+# --- the work of a step
+
+
+class Planned:
+    """Notes every step's work as it is read, and as the requests have it."""
+
+    def __init__(self, rig: Rig, patch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[Work | None, Work]] = []
+        self.rig = rig
+        patch.setattr(gains, "work_of", self.read)
+
+    def read(self, output: Any) -> Work | None:
+        tokens = pairs = decodes = context = prefills = 0
+        for request_id, n in output.num_scheduled_tokens.items():
+            request = self.rig.scheduler.requests[request_id]
+            before = request.num_computed_tokens
+            if before < request.num_prompt_tokens:
+                prefills += 1
+                tokens += n
+                pairs += sum(range(before + 1, before + n + 1))
+            else:
+                decodes += n
+                context += before
+        found = work_of(output)
+        self.steps.append((found, (tokens, pairs, decodes, context, prefills)))
+        return found
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prefills_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch, a: Script, lag: int) -> None:
+    a.offers |= {"loaded": (3 * BLOCK, True)}
+    rig = Rig("kvobs", a, lag=lag, blocks=256)
+    rig.scheduler.max_num_scheduled_tokens = 100
+    planned = Planned(rig, monkeypatch)
+    for i, tokens in enumerate((1, 17, 250, 90)):
+        rig.add(f"r{i}", tokens=tokens, max_tokens=4 + i)
+    rig.add("loaded", tokens=4 * BLOCK + 1)
+    rig.run(4)
+    a.say(0, received="loaded")
+    rig.run(14)
+    assert not rig.scheduler.requests
+    working = [(found, truth) for found, truth in planned.steps if any(truth)]
+    assert len(working) > 6
+    assert all(found == truth for found, truth in working)
+    sizes = {(tokens, decodes) for _, (tokens, _pairs, decodes, _context, _prefills) in working}
+    assert any(tokens and decodes for tokens, decodes in sizes), "mixed"
+    assert any(tokens == 100 - decodes for tokens, decodes in sizes), "chunked"
+    assert any(not tokens for tokens, _ in sizes), "decodes alone"
+    assert {found for found, truth in planned.steps if not any(truth)} <= {None}
+
+
+def test_nothing_is_learned_from_what_a_preemption_computes_again(monkeypatch: pytest.MonkeyPatch, a: Script) -> None:
+    rig = Rig("kvobs", a, blocks=16)
+    planned = Planned(rig, monkeypatch)
+    for request_id in ("r", "q"):
+        rig.add(request_id, tokens=5 * BLOCK, max_tokens=5 * BLOCK)
+    rig.run(8 * BLOCK)
+    unlike = [found for found, truth in planned.steps if any(truth) and found != truth]
+    assert unlike
+    assert set(unlike) == {None}
+
+
+def test_nothing_is_learned_from_an_encoders_input(a: Script) -> None:
+    rig = Rig("kvobs", a)
+    rig.add("r")
+    output = rig.scheduler.schedule()
+    assert work_of(output) is not None
+    output.scheduled_encoder_inputs = {"r": [0]}
+    assert work_of(output) is None

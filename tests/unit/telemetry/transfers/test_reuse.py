@@ -1,0 +1,130 @@
+"""Each prompt is counted once, whole, at its first allocation; what an engine generated is known at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.schema.signals import REUSE_DISTANCE
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
+from kvobs.testing import BLOCK, Rig, Script
+
+FIRST, TAIL = signals.slot(REUSE_DISTANCE), signals.slot(signals.PROMPT_TAIL_TOKENS)
+Counted = Callable[[], tuple[int, int, int]]
+
+
+@pytest.fixture
+def rig(a: Script, b: Script) -> Rig:
+    return Rig("kvobs", a, b)
+
+
+@pytest.fixture
+def counted(rig: Rig) -> Counted:
+    """Return the tokens so far that were used before, those that were not, and those that no cache serves."""
+    recorder = rig.connector._side.reuse._recorder = Recorder(2)  # which no flush empties
+
+    def counts() -> tuple[int, int, int]:
+        *seen, new = (recorder._counts.get(FIRST + i, 0) for i in range(REUSE_DISTANCE.sum_offset))
+        return sum(seen), new, recorder._counts.get(TAIL, 0)
+
+    return counts
+
+
+def serve(rig: Rig, request: str, tokens: int | list[int], max_tokens: int = 1) -> list[int]:
+    """Serve a request to its end; return all its tokens."""
+    live = rig.add(request, tokens, max_tokens)
+    rig.run(max_tokens + 2)
+    assert rig.status(request) == "gone"
+    return list(live.all_token_ids)
+
+
+def test_a_prompt_is_counted_whole_and_its_last_token_is_never_served(rig: Rig, counted: Counted) -> None:
+    lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 5]
+    for total, tokens in zip(accumulate(lengths), lengths, strict=True):
+        serve(rig, f"r{tokens}", [tokens] * tokens)
+        assert sum(counted()) == total
+    assert counted() == (0, (0 + 0 + 0 + 1 + 2 + 3) * BLOCK, sum(lengths) - 6 * BLOCK)
+    assert not rig.connector._side.reuse._live
+
+
+def test_the_next_turn_of_a_chat_knows_the_answer_before(rig: Rig, counted: Counted) -> None:
+    serve(rig, "two", serve(rig, "one", 2 * BLOCK, max_tokens=2 * BLOCK) + [5] * BLOCK)
+    seen, new, tail = counted()
+    assert (seen, new) == (4 * BLOCK - BLOCK, BLOCK + BLOCK), "the last generated token was not computed"
+    assert seen + new + tail == 2 * BLOCK + 5 * BLOCK
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_prompt_counts_once_however_often_it_is_looked_up_and_allocated(
+    is_async: bool, rig: Rig, counted: Counted, a: Script
+) -> None:
+    a.offers["r"] = [(None, False), (2 * BLOCK, is_async)]
+    rig.add("r", 4 * BLOCK + 1, max_tokens=9)
+    rig.run(3)
+    a.say(0, received="r")
+    rig.run(2)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts it
+    rig.run(9)
+    assert len(a.called("update_state_after_alloc")) >= 2
+    assert counted() == (0, 4 * BLOCK, 1)
+
+
+def test_an_aborted_request_that_was_never_allocated_is_not_counted(rig: Rig, counted: Counted, a: Script) -> None:
+    a.offers["r"] = (None, False)
+    rig.add("r")
+    rig.run(2)
+    rig.abort("r")
+    rig.run(2)
+    assert counted() == (0, 0, 0)
+
+
+def test_without_a_block_size_nothing_is_done() -> None:
+    recorder = Recorder(0)
+    request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=40, block_hashes=[b"hash"])
+    assert PromptReuse(recorder, 0, 0).allocated(request) is None
+    assert not recorder._counts
+
+
+def test_the_tokens_of_a_prompt_that_were_used_before_are_returned_once() -> None:
+    reuse, hashes = PromptReuse(Recorder(0), 8, 0), [b"first hash", b"second hash"]
+    for request, tokens, seen in (("r", 17, 0), ("s", 17, 16), ("t", 16, 8)):
+        live: Any = SimpleNamespace(request_id=request, num_prompt_tokens=tokens, block_hashes=hashes)
+        assert [reuse.allocated(live) for _ in range(2)] == [seen, None]
+
+
+def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blocks() -> None:
+    layout = CacheLayout((48, 32))
+    assert hash_block_size(SimpleNamespace(hash_block_size=8), layout) == 8
+    assert hash_block_size(SimpleNamespace(hash_block_size=None), layout) == 16
+    assert hash_block_size(None, CacheLayout(())) == 0
+    for stated, tokens in ((5000, 5000), (None, 100 * 32 // 2)):
+        config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=stated))
+        assert cache_tokens(config, SimpleNamespace(num_blocks=100), layout) == tokens
+    assert cache_tokens(config, SimpleNamespace(num_blocks=100), CacheLayout(())) == 0
+
+
+OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}
+STATED: list[tuple[str, dict[str, Any], int, int]] = [
+    ("OffloadingConnector", OF_ALL, 2, 1000),
+    ("OffloadingConnector", OF_ALL, 4, 0),
+    ("OffloadingConnector", OF_ALL | {"secondary_tiers": [{"type": "fs"}]}, 1, 0),
+    ("SimpleCPUOffloadConnector", OF_ALL, 4, 1000),
+    ("SimpleCPUOffloadConnector", OF_ALL | OF_EACH, 1, 2000),
+    ("NixlConnector", OF_ALL, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "copies", "tokens"), STATED)
+def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, copies: int, tokens: int) -> None:
+    """Of four ranks, on which a token takes 8 bytes."""
+    recorder, transfer = Recorder(1), SimpleNamespace(kv_connector_extra_config=options)
+    spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
+    record_sizes(recorder, [spec], CacheLayout((16,), 8.0), 4, copies)
+    assert sum(recorder.take().gauges.values()) == tokens
