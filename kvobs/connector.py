@@ -42,7 +42,6 @@ from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
 from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.requests import sampling
 from kvobs.telemetry.requests.sampling import TracingSettings
-from kvobs.telemetry.timeline import flight
 from kvobs.telemetry.timeline.black_box import SINCE, STEPS
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Combine
@@ -123,8 +122,6 @@ class MultiConnector(stock.MultiConnector):
         for name, hook in HOOKS.items():
             if hook.combine is Combine.ROUTED and name not in vars(MultiConnector) and versions.has_hook(name):
                 routed = getattr(self._side, name, None)
-                if routed is not None and records.flight is not None and name in flight.ROUTED:
-                    routed = records.flight.routed(name, routed)
                 if routed is not None:
                     setattr(self, name, routed)
         # Bound just now: unknown to mypy.

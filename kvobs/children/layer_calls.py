@@ -38,10 +38,8 @@ class LayerCalls:
         self._last = 0.0  # reading of the ended step
         self._recorder = telemetry.recorder
         self._tracer = telemetry.tracer
-        self._flight = telemetry.flight
         self._box = telemetry.recorder.box
         self._tallies = [(child.index, self._recorder.tally(child.index, hook)) for child in self.children]
-        self._live = self._flight.live_words(hook, [c.index for c in self.children]) if self._flight else []
         self._long: list[tuple[int, Readings]] = []  # fan-outs of this step, each after so many short ones
         self._every: list[Readings] = []  # all fan-outs of this step, where somebody needs them
         self.fan_out, self._read = self._unrolled()
@@ -49,9 +47,9 @@ class LayerCalls:
 
     def _unrolled(self) -> tuple[Call, Call]:
         """Return the fan-out, and a function: how many were short, each child's seconds in these, the last reading."""
-        keeps_all = self._flight is not None or (self._tracer is not None and self._tracer.traces_all)
+        keeps_all = self._tracer is not None and self._tracer.traces_all
         place = self._box.place_of_layers(self.hook)
-        source = _source(self.hook, len(self.children), place, self._live, keeps_all=keeps_all)
+        source = _source(self.hook, len(self.children), place, keeps_all=keeps_all)
         scope: dict[str, Any] = {f"c{i}": child.layer_call(self.hook) for i, child in enumerate(self.children)}
         scope |= {
             "begun": self._box.floats,
@@ -62,7 +60,6 @@ class LayerCalls:
             "every": self._every,
             "general": self._general,
             "failed": self._failed,
-            "times": self._flight.layer_times if self._flight is not None else None,
         }
         exec(compile(source, f"<kvobs: {self.hook}>", "exec"), scope)
         fan_out, read = scope["unrolled"]()
@@ -78,8 +75,6 @@ class LayerCalls:
     def _failed(self, scope: dict[str, Any], error: BaseException) -> None:
         """Count the calls of a fan-out that a child's exception ended: the completed ones and the failed one."""
         try:
-            if self._flight is not None:
-                self._flight.layer_times[self._live[-1]] = perf_counter()
             readings = [scope[f"t{i}"] for i in range(len(self.children)) if f"t{i}" in scope]
             stamps = [*map(_ns, readings), _ns(perf_counter())]
             for child, begin, end in zip(self.children, stamps, stamps[1:-1], strict=False):
@@ -100,8 +95,8 @@ class LayerCalls:
                 tally[SUM] += ns
             if self._long:
                 self._count_long(whole)
-            if self._every:
-                self._note_all(whole)
+            if self._tracer is not None and self._every:
+                self._summarize(self._tracer)
             self._short, self._sums = short, sums
         else:
             self._last = 0.0
@@ -126,29 +121,25 @@ class LayerCalls:
                     more = {LAYER: before - self._short + n}
                     self._tracer.note(CallEvent(child.index, self.hook, start + WALL_OFFSET, took, True, more=more))
 
-    def _note_all(self, whole: Sequence[int]) -> None:
-        """Pass the step's calls to the flight recorder, and a summary to a tracer that gets all calls."""
+    def _summarize(self, tracer: CallSpans) -> None:
+        """Pass a summary of the step's calls to a tracer that gets all calls."""
         every = self._every[:]
         del self._every[: len(every)]
         for i, child in enumerate(self.children):
-            start, end, took = _ns(every[0][i]), _ns(every[-1][i + 1]), whole[child.index]
-            if self._flight is not None:
-                self._flight.layers(child.index, self.hook, start=start, end=end, calls=len(every), took=took)
-            if self._tracer is not None and self._tracer.traces_all:
-                self._summarize(self._tracer, child, [_ns(row[i + 1]) - _ns(row[i]) for row in every], start, end)
-
-    def _summarize(self, tracer: CallSpans, child: Child, took: Sequence[int], start: int, end: int) -> None:
-        slowest = max(took)
-        more = {
-            LAYERS: len(took),
-            LAYERS_DURATION: sum(took) / 1e9,
-            SLOWEST_LAYER: took.index(slowest),
-            SLOWEST_LAYER_DURATION: slowest / 1e9,
-        }
-        tracer.note(CallEvent(child.index, self.hook, start + WALL_OFFSET, end - start, False, more=more, is_many=True))
+            start, end = _ns(every[0][i]), _ns(every[-1][i + 1])
+            took = [_ns(row[i + 1]) - _ns(row[i]) for row in every]
+            slowest = max(took)
+            more = {
+                LAYERS: len(took),
+                LAYERS_DURATION: sum(took) / 1e9,
+                SLOWEST_LAYER: took.index(slowest),
+                SLOWEST_LAYER_DURATION: slowest / 1e9,
+            }
+            event = CallEvent(child.index, self.hook, start + WALL_OFFSET, end - start, False, more=more, is_many=True)
+            tracer.note(event)
 
 
-def _source(hook: str, children: int, place: int, live: Sequence[int], *, keeps_all: bool) -> str:
+def _source(hook: str, children: int, place: int, *, keeps_all: bool) -> str:
     """Write a fan-out as straight-line code: a loop is a third slower (bench: calls).
 
     Calls with keywords, which vLLM does not make, take a slower path. Seconds are read and added in three quarters of
@@ -160,8 +151,6 @@ def _source(hook: str, children: int, place: int, live: Sequence[int], *, keeps_
     calls = "".join(f", c{i}=c{i}" for i in numbers)
     sums = "".join(f"s{i}, " for i in numbers)
     row = "".join(f"t{i}, " for i in (*numbers, children))
-    # The child that is being called, for the flight recorder.
-    marks = [f"; times[{at}] = t{i}" for i, at in enumerate(live)] or [""] * (children + 1)
     if not children:
         return f"def unrolled():\n    return lambda {arguments}{more}: None, lambda: (0, (), 0.0)\n"
     lines = [
@@ -171,8 +160,8 @@ def _source(hook: str, children: int, place: int, live: Sequence[int], *, keeps_
         f"        nonlocal short, {sums}last",
         *([f"        if kwargs: return general({arguments}, **kwargs)"] if more else []),
         "        try:",
-        f"            t0 = begun[{place}] = clock(){marks[0]}",
-        *(f"            c{i}({arguments})\n            t{i + 1} = clock(){marks[i + 1]}" for i in numbers),
+        f"            t0 = begun[{place}] = clock()",
+        *(f"            c{i}({arguments})\n            t{i + 1} = clock()" for i in numbers),
         "        except BaseException as error:",
         "            failed(locals(), error)",
         "            raise",

@@ -140,7 +140,6 @@ def worker_side(
         gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
         journal=telemetry.journal,
         tracer=telemetry.tracer,
-        flight=telemetry.flight,
     )
 
 

@@ -33,7 +33,6 @@ from kvobs.telemetry.payload.stats import MultiKVConnectorStats
 from kvobs.telemetry.recording.call_spans import CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.requests.trace_context import TraceContext
-from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class WorkerSide:
     gates: WorkerGates | None  # of the isolated children, if there are any
     journal: Journal
     tracer: CallSpans | None
-    flight: Flight | None
 
     def __post_init__(self) -> None:
         self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
@@ -88,8 +86,6 @@ class WorkerSide:
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._meta = meta = _checked(connector_metadata)
         self._orders = meta.orders if meta.orders is not None else NO_ORDERS
-        if self.flight is not None:
-            self.flight.begin_step(has_forward=meta.has_forward, has_orders=meta.orders is not None)
         if self.gates is not None:
             self.gates.begin_step(meta)
         if self.tracer is not None:
@@ -100,9 +96,6 @@ class WorkerSide:
             child.bind_connector_metadata(own)
 
     def _take(self, orders: Orders) -> None:
-        if self.flight is not None:
-            closed = ((self._loads[request].child, request) for request in orders.closed if request in self._loads)
-            self.flight.ordered(orders.loads, orders.promised, closed, orders.saved)
         self._orphaned.update(orders.orphaned)  # before the ones that have already ended
         for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
@@ -300,8 +293,6 @@ class WorkerSide:
                 self._report(self.children[index], kind, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
-        if self.flight is not None:
-            self.flight.reported(reports)
         if not reports and not broken and not has_own:
             return None
         return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
@@ -330,8 +321,6 @@ class WorkerSide:
         self._meta, self._orders = None, NO_ORDERS
         for child in self.children:
             child.clear_connector_metadata()
-        if self.flight is not None:
-            self.flight.end_step()
 
     # Once
 

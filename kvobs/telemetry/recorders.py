@@ -1,4 +1,4 @@
-"""Everything that records in one process, built together: numbers, spans, traces, flight recorder, black box."""
+"""Everything that records in one process, built together: numbers, spans, traces, black box."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.schema.options import Options
 from kvobs.state.transfer_listener import TransferListener
@@ -18,8 +17,7 @@ from kvobs.telemetry.requests.request_log import STDERR, LogFile, RequestLog, St
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.requests.request_traces import Traces
 from kvobs.telemetry.requests.sampling import TracingSettings, Verdicts
-from kvobs.telemetry.timeline import black_box, flight
-from kvobs.telemetry.timeline.flight import Flight
+from kvobs.telemetry.timeline import black_box
 from kvobs.vllm_api import versions
 
 
@@ -27,15 +25,14 @@ from kvobs.vllm_api import versions
 class Telemetry:
     """The recorders of one process.
 
-    ``recorder`` sends the records of ``journal`` with its numbers, passes calls on to ``tracer`` and ``flight``, and
-    shows the one in progress in its black box.
+    ``recorder`` sends the records of ``journal`` with its numbers, passes calls on to ``tracer``, and shows the
+    one in progress in its black box.
     ``listeners`` record the router's transfers, and ``log`` is the request log: both on the scheduler's side.
     """
 
     recorder: Recorder
     journal: Journal
     tracer: CallSpans | None = None
-    flight: Flight | None = None
     traces: Traces | None = None
     reports: Reports | None = None
     log: RequestLog | None = None
@@ -47,18 +44,17 @@ def build(
 ) -> Telemetry:
     """Build the telemetry of this process: a worker of this rank, or the scheduler's (None)."""
     journal = Journal()
-    recording = flight.begin(options.timeline, vllm_config, rank, names, WALL_OFFSET)
     traces, tracer = (_trace(names, journal, tracing, rank) if tracing is not None else None) or (None, None)
     slow_ns = int(options.slow_call_ms * 1e6)
     contained = [i for i, name in enumerate(names) if name in options.isolate]
     box = black_box.begin(vllm_config, names, rank, contained)
-    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, flight=recording, box=box)
+    recorder = Recorder(len(names), slow_ns, tuple(names), journal=journal, tracer=tracer, box=box)
     recorder.pauses = OF_PROCESS
     if rank is not None:
-        return Telemetry(recorder, journal, tracer, recording)
+        return Telemetry(recorder, journal, tracer)
     reports, log = _report(names, options, vllm_config, recorder) or (None, None)
-    listeners = tuple(listener for listener in (recording, traces, reports) if listener is not None)
-    return Telemetry(recorder, journal, tracer, recording, traces, reports, log, listeners)
+    listeners = tuple(listener for listener in (traces, reports) if listener is not None)
+    return Telemetry(recorder, journal, tracer, traces, reports, log, listeners)
 
 
 @contained("trace")

@@ -26,7 +26,6 @@ from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.pauses import Pauses
 from kvobs.telemetry.timeline.black_box import BlackBox
-from kvobs.telemetry.timeline.flight import Flight
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 Call = Callable[..., Any]
@@ -55,7 +54,7 @@ class Recorder:
 
     A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
     are exempt. ``journal`` holds the span records that are sent with the numbers; ``tracer`` receives slow and failed
-    calls, or all of them; ``flight`` records the calls as they begin and end; ``box`` shows the call in progress.
+    calls, or all of them; ``box`` shows the call in progress.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Recorder:
         *,
         journal: Journal | None = None,
         tracer: CallSpans | None = None,
-        flight: Flight | None = None,
         box: BlackBox | None = None,
     ) -> None:
         self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
@@ -79,7 +77,6 @@ class Recorder:
         self.pauses = Pauses()  # none, until this process is watched
         self._journal = journal if journal is not None else Journal()
         self._tracer = tracer
-        self._flight = flight
         self._names = names or tuple(map(str, range(children)))
         self.box = box if box is not None else BlackBox(self._names)
 
@@ -166,7 +163,7 @@ class Recorder:
                 faults.contain("record")
             return answer
 
-        return recorded if self._flight is None else self._flight.noted(child, hook, recorded)
+        return recorded
 
     def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
         """Count a call if it is slow, pass it to the tracer, and return its time without pauses (see ``_ran_ns``)."""
