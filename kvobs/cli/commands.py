@@ -15,8 +15,6 @@ from rich.console import Console
 from kvobs.cli.check.command import EXAMPLES as CHECK_EXAMPLES
 from kvobs.cli.check.command import check
 from kvobs.cli.output import count, examples, fail
-from kvobs.cli.timeline.command import EXAMPLES as TIMELINE_EXAMPLES
-from kvobs.cli.timeline.command import timeline
 from kvobs.cli.web import CaCert, Cert, Key, pair_of, use_certificates
 from kvobs.demo.scenarios import FAULTS
 from kvobs.schema import __version__
@@ -190,7 +188,6 @@ def top(
 
 
 app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=CHECK_EXAMPLES)(check)
-app.command(short_help="Write recorded calls as a trace for Perfetto.", epilog=TIMELINE_EXAMPLES)(timeline)
 
 
 @dashboards.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))

@@ -214,7 +214,7 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
     memory = remove = None
     with ring_files.reported("calls in progress can't be shown: %s. Serving is not affected"):
         place = f"{Identity.of(vllm_config).pages()}-{file_place_of(rank)}"
-        memory, remove = ring_files.create_temporary(folder(), place, _size(_about(names, rank), names), SUFFIX)
+        memory, remove = ring_files.create(folder(), place, _size(_about(names, rank), names), SUFFIX)
     box = BlackBox(names, rank, contained, memory, remove)
     look = partial(_look, weakref.ref(box))
     thread = Thread(target=OF_PROCESS.watch, args=(look,), name="kvobs-black-box", daemon=True)

@@ -1,4 +1,4 @@
-"""Manage the folder of the recordings: a private file for each process, and the newest few of earlier processes.
+"""Manage the folder of the pages: a private file for each process, which its process removes, or the next start.
 
 The writer of a file holds a lock on it until its process ends, so that no file of a running process is removed, even if
 several engines share the folder.
@@ -10,15 +10,13 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvobs import faults
 from kvobs.log import line, once
 
-SUFFIX = ".ring"
-EARLIER = 3  # files of ended processes to keep, for each position in an engine
 NEW_NS = 10 * 10**9
 
 
@@ -34,15 +32,14 @@ def reported(message: str, *args: object) -> Iterator[None]:
 
 
 @contextmanager
-def private_folder(path: Path, *, is_created: bool = True) -> Iterator[int]:
+def private_folder(path: Path) -> Iterator[int]:
     """Open the folder, created if missing; no other user may write to it.
 
     Raises:
         ValueError: it belongs to another user, or others may write to it.
     """
     with suppress(FileExistsError):
-        if is_created:
-            path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700)
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         state = os.fstat(opened)
@@ -56,32 +53,25 @@ def private_folder(path: Path, *, is_created: bool = True) -> Iterator[int]:
         os.close(opened)
 
 
-def create(path: Path, place: str, size: int) -> mmap.mmap:
-    """Create and map the file of the process with this position in its engine; remove files that are too old.
+def create(path: Path, place: str, size: int, suffix: str) -> tuple[mmap.mmap, Callable[[], None]]:
+    """Create and map the file of the process with this position in its engine; remove those of ended processes.
 
-    All of it is allocated at once: writing a page without disk space would kill the process.
+    All of it is allocated at once: writing a page without disk space would kill the process. Return the map, and what
+    removes the file.
 
     Raises:
         OSError: no disk space, or no permission.
         ValueError: the folder is not private.
-    """
-    with private_folder(path) as folder:
-        ended = [name for name in os.listdir(folder) if name.startswith(f"{place}-") and name.endswith(SUFFIX)]
-        _remove_ended(folder, sorted(ended, key=_started, reverse=True), but=EARLIER)
-        return _map(folder, f"{place}-{time.time_ns()}-{os.getpid()}{SUFFIX}", size)
-
-
-def create_temporary(path: Path, place: str, size: int, suffix: str) -> tuple[mmap.mmap, Callable[[], None]]:
-    """Do the same for a file that does not outlive its process; remove the others that did.
-
-    Return the map, and what removes the file.
     """
     name, owner = f"{place}-{time.time_ns()}-{os.getpid()}{suffix}", os.getpid()
     with private_folder(path) as folder:
         # A file that has only just begun may not be locked yet.
         before = time.time_ns() - NEW_NS
         others = [other for other in os.listdir(folder) if other.endswith(suffix) and _started(other) < before]
-        _remove_ended(folder, others)
+        for other in others:
+            if not _is_written(other, folder):
+                with suppress(OSError):
+                    os.unlink(other, dir_fd=folder)
         memory = _map(folder, name, size)
 
     def remove() -> None:
@@ -125,20 +115,13 @@ def _map(folder: int, name: str, size: int) -> mmap.mmap:
         os.close(opened)
 
 
-def _remove_ended(folder: int, names: Sequence[str], but: int = 0) -> None:
-    """Remove the files of ended processes, except the first few."""
-    for name in [name for name in names if not is_written(name, folder)][but:]:
-        with suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-
-
 def _started(name: str) -> int:
     """Return the start time of a file's process, from its name."""
     parts = name.rpartition(".")[0].rsplit("-", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else 0  # noqa: PLR2004 - place, time, process
 
 
-def is_written(name: str | Path, folder: int | None = None) -> bool:
+def _is_written(name: str, folder: int) -> bool:
     """Return whether a process is writing this file, or it can't be opened."""
     try:
         opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)

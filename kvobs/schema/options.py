@@ -58,15 +58,6 @@ class TracingOptions(_Strict):
     )
 
 
-class TimelineOptions(_Strict):
-    """The options of the flight recorder, which keeps the last calls of each process in files."""
-
-    dir: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
-        default=None,
-        description="keeps recordings in this folder on each machine, created if missing; `null`: records nothing",
-    )
-
-
 class ExporterOptions(_Strict):
     """The options of the exporter, a process beside each engine."""
 
@@ -176,7 +167,6 @@ class Options(_Strict):
         default=None,
         description="appends the same as a JSON line for each finished request to this file, or to `stderr`",
     )
-    timeline: TimelineOptions = Field(default=TimelineOptions(), description="the flight recorder")
     exporter: ExporterOption = Field(
         default="auto",
         description="a process beside the engine that serves metrics and exports spans in the place of vLLM's API "

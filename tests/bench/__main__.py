@@ -37,7 +37,6 @@ def main() -> int:
         "yardstick": calls.measure_machine,
         "calls": calls.measure,
         "growth": lambda: growth.measure(progress.print),
-        "recording": calls.measure_timeline,
         "payload": payload.measure,
         "reuse": reuse.measure,
         "aggregating": aggregating.measure,

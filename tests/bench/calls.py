@@ -1,9 +1,8 @@
-"""What a call into connectors costs: kvobs's fan-out against vLLM's own, and what a timeline adds."""
+"""What a call into connectors costs: kvobs's fan-out against vLLM's own."""
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 import timeit
 from collections.abc import Callable, Iterable
@@ -67,10 +66,6 @@ def layer_load(rig: Rig) -> timeit.Timer:
 
 def layer_save(rig: Rig) -> timeit.Timer:
     return timer(f"call('{LAYER}', None, None)", rig.workers[0].save_kv_layer)
-
-
-def step_load(rig: Rig) -> timeit.Timer:
-    return timer("call(None)", rig.workers[0].start_load_kv)
 
 
 def timer(statement: str, call: Callable[..., object]) -> timeit.Timer:
@@ -145,26 +140,6 @@ def _naive() -> Line:
 
 def busy_rig(router: str = "kvobs", /, **options: Any) -> Rig:
     return rig_of(router, *[BusyChild] * CHILDREN, kvobs=options or None)
-
-
-# --- a timeline
-
-TIMELINE: dict[str, tuple[Callable[[Rig], timeit.Timer], float]] = {
-    "start_load_kv, and any hook of steps and requests": (step_load, 550),
-    "wait_for_layer_load, and save_kv_layer": (layer_load, 60),
-}
-"""What to call, and the budget in ns."""
-
-
-def measure_timeline() -> Part:
-    """Measure what a timeline adds to each call into a child: kvobs with and without one, in turns."""
-    lines = []
-    for title, (case, budget) in TIMELINE.items():
-        with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
-            plain, recording = (timed(busy_rig(**on), case) for on in ({}, {"timeline": {"dir": f"{folder}/timeline"}}))
-            added = [(recording() - plain()) / CHILDREN / slowness() for _ in range(ROUNDS)]
-        lines.append(Line(title, "ns", added, budget=Budget(budget)))
-    return Part("What a timeline adds to a call into a connector, CPU time", lines)
 
 
 # --- this machine

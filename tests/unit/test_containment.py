@@ -44,10 +44,8 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _timeline(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("of")
-    OPTIONS["timeline"] = {"dir": str(folder / "timeline")}
-    OPTIONS["request_log"] = str(folder / "requests")
+def _request_log(tmp_path_factory: pytest.TempPathFactory) -> None:
+    OPTIONS["request_log"] = str(tmp_path_factory.mktemp("of") / "requests")
 
 
 class Late(dict[int, Callable[[], list[int]]]):
@@ -174,14 +172,14 @@ def test_the_story_is_the_same_and_passes_each_seam(monkeypatch: pytest.MonkeyPa
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert {seam for seam in passed if not seam.startswith(OF_THREADS)} == _of_story()
-    assert len(_of_story()) == 102, "a module that moves keeps its seams"
+    assert len(_of_story()) == 89, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
 
 OF_EXPORTER = tuple(f"export.{name}:" for name in ("engine_watch", "http_server", "otlp_metrics", "process", "totals"))
 """The modules of the exporter's process, or of threads that serve metrics."""
-OF_THREADS = (*OF_EXPORTER, "telemetry.recording.pauses:")
+OF_THREADS = (*OF_EXPORTER, "probe.pauses:")
 
 
 def _of_story() -> set[str]:
@@ -242,7 +240,7 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch, exp
     assert readings > 1000
 
 
-def test_only_recordings_and_the_request_log_are_written(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+def test_only_the_pages_and_the_request_log_are_written(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
     written: list[str] = []
     is_on = True
     sys.addaudithook(Writes(lambda line: written.append(line) if is_on else None))  # can't be taken away
@@ -264,11 +262,9 @@ EXPOSED = {
     "telemetry.requests.trace_context:activated": BINDING,
     "telemetry.requests.trace_context:activated.<locals>.active": "sets what a seam has made",
     "telemetry.timeline.black_box:BlackBox.pair": BINDING,
-    "telemetry.timeline.flight:Flight.routed.<locals>.step": FRONT,
-    "telemetry.timeline.flight:pack": BINDING,
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
-    "telemetry.recording.recorder:Recorder.tally": BINDING,
-    "telemetry.recording.recorder:Recorder.histogram": BINDING,
+    "probe.recorder:Recorder.tally": BINDING,
+    "probe.recorder:Recorder.histogram": BINDING,
     "schema.signals:hook_label": BINDING,
     "schema.signals:is_timed": BINDING,
     "schema.signals:place": BINDING,

@@ -118,7 +118,7 @@ QUOTED = [(page, figure) for page, text in quoted() for figure in sorted(figures
 
 
 def test_figures_are_found() -> None:
-    assert {PERFORMANCE, "docs/sizing.md", "docs/timeline.md"} <= {page for page, _ in QUOTED}
+    assert {PERFORMANCE, "docs/sizing.md"} <= {page for page, _ in QUOTED}
     assert is_published("51.6", "MiB")
     assert not is_published("1.01", "%"), "an older run's"
 

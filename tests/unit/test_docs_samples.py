@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -15,9 +14,7 @@ from kvobs.demo.collector import ReceivedSpan
 from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
-from kvobs.testing import BLOCK, Script
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
-from tests.support.recording_rigs import recording_rig
 from tests.support.top_engines import Engines, count, serving
 
 
@@ -132,26 +129,6 @@ def test_the_headings_of_top_are_what_it_prints() -> None:
     engines.send(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "hit"))
     with serving(engines) as address:
         assert not_printed(shown, kvobs("top", address, "--once", "--interval", "0.2")) == []
-
-
-# --- kvobs timeline
-
-
-def test_the_headings_of_a_timeline_are_what_it_prints(tmp_path: Path, a: Script, b: Script) -> None:
-    folder, page = tmp_path / "t", "docs/timeline.md"
-    rig = recording_rig(folder, a, b, ranks=2)
-    a.offers |= {"loaded": (2 * BLOCK, True), "open": (BLOCK, True)}
-    for name in a.offers:
-        rig.add(name)
-    rig.run(2)
-    a.say(0, received="loaded")
-    a.say(1, received="loaded")
-    rig.run(3)
-    output = kvobs("timeline", folder, "-o", tmp_path / "t.json")
-    shown = [line.replace("t0.json.gz", "...") for line in sample(page, "process ") + sample(page, "in progress ")]
-    heads = [line for line in shown if line.startswith(("process ", "in progress ", "slowest loads ", "...:"))]
-    assert len(heads) == 4
-    assert not_printed([*heads[:1], *heads[2:], heads[1]], output) == []
 
 
 # --- vLLM's log

@@ -14,7 +14,7 @@ from docs.house import TIERS, room
 
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
-PURE = ("prediction", "state", "telemetry.recording", "telemetry.requests", "telemetry.timeline")
+PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing")
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),

@@ -84,7 +84,6 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
-        ("snapshot.py", "json.loads(bytes(memory[HEAD.size:HEAD.size + length]))"),  # for the command kvobs timeline
         ("black_box.py", "json.loads(about)"),  # the description of an engine's process, of this user
         ("engine_watch.py", "json.loads(text)"),  # its end, likewise
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
@@ -100,21 +99,19 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     found = [(name, node) for name, node in in_production() if called(node) in WRITES | {"open", "fdopen", "Whole"}]
     spans = {"self.open(request_id)", "self._traces.open(request_id)"}
     found = [one for one in found if ast.unparse(one[1]) not in spans]
-    of_timeline = {
+    of_engine = {
         "process.py": 1,  # /dev/null in the place of the engine's stderr
         "web_config.py": 1,  # to read the exporter's certificates
         "black_box.py": 1,  # to read the page of an engine's process
-        # The folder and files of kvobs.timeline.dir, the end of an engine; to look whether a file is still written.
+        # The folder and files of the pages, the end of an engine; to look whether a file is still written.
         "ring_files.py": 8,
-        "recordings.py": 2,  # to read them
-        "chrome_trace.py": 2,  # what the command kvobs timeline writes
     }
     of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
         "command.py": 1,  # kvobs check: /dev/null, for the output of vLLM's import
     }
-    assert Counter(name for name, _ in found) == of_timeline | of_log | of_commands
+    assert Counter(name for name, _ in found) == of_engine | of_log | of_commands
 
 
 # --- what a payload can make the API server do

@@ -23,7 +23,6 @@ from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
 from kvobs.log import line
-from kvobs.probe import ring_files
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions, Options
@@ -286,11 +285,11 @@ def _check_effects(checked: Checked, flags: Flags) -> None:
         for option, is_so, why in useless
         if is_so and connectors
     ]
-    for option, path in (("timeline.dir", options.timeline.dir), ("request_log", options.request_log)):
-        if path not in (None, "stderr") and (problem := _refusal(Path(path), is_folder=option != "request_log")):
-            fix = "correct it on the engine's machine, or use another path there"
-            text = f"found {show(path)}, which the engine would refuse here: {problem}"
-            found.append(Finding(f"{place}.{option}", text, fix=fix))
+    path = options.request_log
+    if path not in (None, "stderr") and (problem := _refusal(Path(path))):
+        fix = "correct it on the engine's machine, or use another path there"
+        text = f"found {show(path)}, which the engine would refuse here: {problem}"
+        found.append(Finding(f"{place}.request_log", text, fix=fix))
     for i, name in enumerate(connectors):
         if name == "ExampleConnector" and flags.has_chunked_prefill:
             text = "found ExampleConnector with chunked prefill, of whose chunks it saves the first only"
@@ -298,26 +297,17 @@ def _check_effects(checked: Checked, flags: Flags) -> None:
     checked.add(warnings=found)
 
 
-def _refusal(path: Path, *, is_folder: bool) -> str | None:
-    """Return why the engine could not write recordings to a folder, or a log to a file; None if it can, or makes it."""
+def _refusal(path: Path) -> str | None:
+    """Return why the engine could not write a log to a file; None if it can, or makes it."""
     if not path.parent.is_dir():
         return f"{path.parent} is missing"
-    if not is_folder:
-        return "it is a folder" if path.is_dir() else None
-    try:
-        with suppress(FileNotFoundError), ring_files.private_folder(path, is_created=False):
-            return None
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None
+    return "it is a folder" if path.is_dir() else None
 
 
 def _note_options_that_are_off(checked: Checked) -> None:
     options, off = checked.options, checked.off
     if not options.isolate:
         off["isolation"] = "kvobs.isolate is empty: an exception in a connector ends the engine"
-    if options.timeline.dir is None:
-        off["timeline"] = "kvobs.timeline.dir is not set"
     if not options.report and options.request_log is None:
         off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from kvobs.schema.config import ConfigError, read, validate
 from kvobs.schema.findings import Finding
-from kvobs.schema.options import ExporterOptions, Options, TimelineOptions, TracingOptions
+from kvobs.schema.options import ExporterOptions, Options, TracingOptions
 from kvobs.schema.signals import CONNECTORS_AT_MOST
 
 CPU = "OffloadingConnector"
@@ -24,7 +24,7 @@ def mistakes(**extra: Any) -> tuple[str, ...]:
     return tuple(f"{mistake.path}: {mistake.says}" for mistake in error.value.mistakes)
 
 
-@pytest.mark.parametrize("group", [Options, TracingOptions, TimelineOptions, ExporterOptions])
+@pytest.mark.parametrize("group", [Options, TracingOptions, ExporterOptions])
 def test_options_do_not_change(group: type[Any]) -> None:
     read_only = group()
     with pytest.raises(ValidationError, match="frozen"):
@@ -114,11 +114,6 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"request_log": "/a\0"}, "kvobs.request_log: found '/a\\x00', allowed: 'stderr', or an absolute path"),
         ({"request_log": True}, "kvobs.request_log: found True, allowed: a valid string"),
         ({"wait_for": "earlier", "load_policy": "fastest"}, "'earlier' with load_policy 'fastest', which compares"),
-        ({"timeline": {"dir": "here"}}, "kvobs.timeline.dir: found 'here', allowed: an absolute path"),
-        ({"timeline": {"dir": 5}}, "kvobs.timeline.dir: found 5, allowed: a valid string"),
-        ({"timeline": {"dir": "/a\0b"}}, "kvobs.timeline.dir: found '/a\\x00b', allowed: an absolute path"),
-        ({"timeline": {"path": "/x"}}, "kvobs.timeline.path: unknown option, allowed: 'dir'"),
-        ({"timeline": "/x"}, "kvobs.timeline: found '/x', allowed: an object"),
         ({"tracing": {"levle": "off"}}, "kvobs.tracing.levle: unknown option, allowed: 'level', 'propagate'"),
         ({"tracing": {"level": "all"}}, "kvobs.tracing.level: found 'all', allowed: 'off', 'requests' or 'calls'"),
         ({"tracing": {"propagate": "yes"}}, "kvobs.tracing.propagate: found 'yes', allowed: a valid boolean"),

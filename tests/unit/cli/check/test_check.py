@@ -106,7 +106,7 @@ def test_the_environment_can_turn_tracing_on_without_parents_and_off(monkeypatch
 
 
 SWITCHES = [
-    ("isolation", {"isolate": ["ExampleConnector"]}), ("timeline", {"timeline": {"dir": "/tmp/t"}}),
+    ("isolation", {"isolate": ["ExampleConnector"]}),
     ("request reports", {"report": True}), ("request reports", {"request_log": "stderr"}),
     ("lookup timeout", {"lookup_timeout_ms": 5.0}),
 ]  # fmt: skip
