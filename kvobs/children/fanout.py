@@ -17,7 +17,7 @@ from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
 def hooks_of(
     side: object, children: Sequence[Child], fan_outs: Mapping[str, Call], known_to_host: Callable[[str], bool]
 ) -> dict[str, Call]:
-    """Return the callable of each hook that this vLLM knows.
+    """Return the callable of each hook that this vLLM knows, and calls on the side that the connectors were built for.
 
     A hook of layers is one of ``fan_outs``; another one is the method of the router's ``side``, or follows a general
     rule. A hook without any of these is left to the class.
@@ -25,7 +25,7 @@ def hooks_of(
     hooks: dict[str, Call] = {}
     for name, hook in HOOKS.items():
         rule = RULES.get(hook.combine)
-        if not is_timed(hook) or not known_to_host(name):
+        if not is_timed(hook) or not known_to_host(name) or hook.side not in children[0].sides:
             continue
         if name in fan_outs:
             hooks[name] = fan_outs[name]

@@ -38,7 +38,7 @@ from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.collector import Collector, StatsSource
-from kvobs.telemetry.observers import compose
+from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
@@ -79,7 +79,7 @@ def scheduler_side(
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
     followers += [Quarantines(recorder), recorders.traces, recorders.reports]
-    followed = compose(filter(None, followers))
+    followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
@@ -87,7 +87,7 @@ def scheduler_side(
     policy = policies.policy_of(options, children, lambda: gains.cost)
     unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
     more = [policy if isinstance(policy, Observer) else None, SyncLoadWarnings(unsafe) if unsafe else None]
-    observer = compose(filter(None, [*followers, reuse, gains, open_transfers, *more]))
+    observer = Composed([*followers, reuse, gains, open_transfers, *more])
     feed = _feed(vllm_config, validated, tracing)
     collector = _collector(children, recorders, feed)
     telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed)

@@ -193,23 +193,23 @@ class Stalls:
         """Measure the calls into the connectors that implement each layer hook."""
         self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", targets, recorder)
         self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", targets, recorder)
+        self.last_load_ns: dict[int, int] = {}
+        """The end of the last layer wait of a step with synchronous loads, in ns since the epoch, by connector."""
         self.fan_outs = {waits.layers.hook: waits.layers.fan_out for waits in (self._loads, self._saves)}
 
-    @property
-    def last_load_ns(self) -> dict[int, int]:
-        """Return the time of the ended step's last layer wait, in ns since the epoch, by child with layer hooks."""
-        layers = self._loads.layers
-        return dict.fromkeys([target.child for target in layers.targets], layers.last_ns)
-
     def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
-        """End a step; if a synchronous load was due, return the time of each child's loads within it, in ns.
+        """End a step; if a synchronous load was due, return the time of each connector's loads within it, in ns.
 
         vLLM calls ``start_load_kv`` before the forward in that case, else after its launch. A step without a forward
         waits for nothing.
         """
+        self.last_load_ns = {}
         try:
             loads = self._loads.close_step(has_forward and has_sync_loads)
             self._saves.close_step(has_forward)
+            if has_sync_loads:
+                layers = self._loads.layers
+                self.last_load_ns = dict.fromkeys([target.child for target in layers.targets], layers.last_ns)
         except Exception:
             faults.contain("record")
             return {}

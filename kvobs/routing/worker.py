@@ -244,7 +244,7 @@ class WorkerSide:
             return self.stats.collect(is_idle=False, has_news=False)
         has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
         self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        self._loaded_ns = self.stalls.last_load_ns if has_sync_loads else {}
+        self._loaded_ns = self.stalls.last_load_ns
         is_idle = not meta.has_forward
         return self.stats.collect(is_idle=is_idle, has_news=is_idle and self._has_news())
 

@@ -12,15 +12,15 @@ from kvobs.state.events import EVENTS, Observer
 from kvobs.telemetry.tracing.request_traces import Traces
 
 
-def compose(observers: Iterable[Observer]) -> Observer:
-    """Return an observer that passes each event to those that record it, in their order."""
-    composed = Observer()
-    given = tuple(observers)
-    for event in EVENTS:
-        if calls := [(getattr(each, event), _where(each)) for each in given if _records(each, event)]:
-            setattr(composed, event, _announcement(calls))
-    composed.wants_lookups = any(_records(each, "looked_up") for each in given)
-    return composed
+class Composed(Observer):
+    """Passes each event to those of the observers that record it, in their order."""
+
+    def __init__(self, observers: Iterable[Observer | None]) -> None:
+        self.observers = tuple(each for each in observers if each is not None)
+        for event in EVENTS:
+            if calls := [(getattr(each, event), _where(each)) for each in self.observers if _records(each, event)]:
+                setattr(self, event, _announcement(calls))
+        self.wants_lookups = any(_records(each, "looked_up") for each in self.observers)
 
 
 def _records(observer: Observer, event: str) -> bool:

@@ -29,8 +29,10 @@ from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
 from kvobs.demo.model import FIRST_BYTE, VOCAB, make_model
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.routing.scheduler import SchedulerSide
-from kvobs.state.events import TransferListener, TransferListeners
+from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load
+from kvobs.telemetry.observers import Composed
+from kvobs.telemetry.transfers.gains import Gains
 from kvobs.vllm_api.versions import chunks_of
 from tests.bench.report import Budget, Line, Part
 
@@ -68,7 +70,7 @@ class Pair(NamedTuple):
     waited: float
 
 
-class Announced(TransferListener):
+class Announced(Observer):
     """What kvobs announced of the latest load."""
 
     latest: Gain | None = None
@@ -108,7 +110,9 @@ class Engine:
         self.announced = Announced()
         core: Any = self.engine.engine_core
         side: SchedulerSide = core.engine_core.scheduler.connector._side
-        side.gains._listener = TransferListeners([side.gains._listener, self.announced])
+        observer: Any = side.observer
+        gains = next(each for each in observer.observers if isinstance(each, Gains))
+        gains._listener = Composed([gains._listener, self.announced])
         self._busy = busy
         self._others: set[str] = set()
         self._number = 0

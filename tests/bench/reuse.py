@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.probe.recorder import Recorder
+from kvobs.state.events import Observer
+from kvobs.state.offers import NO_RESULT
 from kvobs.telemetry.transfers.reuse import PromptReuse
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part
@@ -25,7 +27,7 @@ def measure() -> Part:
 
 
 def _timings(shared: int, *, is_observed: bool = True) -> list[float]:
-    reuse = PromptReuse(Recorder(1), BLOCK, 0)
+    reuse = PromptReuse(Recorder(1), Observer(), BLOCK, 0)
     systems = [[random.randbytes(32) for _ in range(shared)] for _ in range(20)]
     timings = []
     for of_round in range(ROUNDS + 5):  # the first ones fill the samples
@@ -33,8 +35,8 @@ def _timings(shared: int, *, is_observed: bool = True) -> list[float]:
         begin = time.thread_time_ns()
         for request in requests:
             if is_observed:
-                reuse.allocated(request)
-                reuse.ended(request)
+                reuse.allocated(request, NO_RESULT, None, 0)
+                reuse.request_ended(request)
             else:
                 for _ in request.block_hashes:
                     pass

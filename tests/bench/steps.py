@@ -76,7 +76,8 @@ class OfTheEngine(FlushRule):
 
 def flush_by_its_time(engine: Rig) -> None:
     """Let an engine flush as if each of its steps took as long as it would with a model."""
-    engine.connector._side.flush_rule = OfTheEngine(engine.connector._side.flush_rule.journal)
+    telemetry = engine.connector._telemetry
+    telemetry._flush_rule = OfTheEngine(telemetry._flush_rule.journal)
 
 
 class Engine(Rig):

@@ -26,10 +26,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvobs.export.span_export import SpanCutter
+from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals, spans
+from kvobs.state.offers import LookupResult, Offer
 from kvobs.state.transfers import Load, Report, ReportKind
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.tracing.call_spans import CallEvent, CallSpans
+from kvobs.telemetry.tracing.call_spans import CallSpans
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
@@ -267,13 +269,13 @@ def _writing() -> tuple[list[float], list[float]]:
             kv_transfer_params=None,
         )
         traces.looked_up(request, 1, 2)
-        traces.allocated(request.request_id, [(0, LOADED)], 0, 0, LOADED)
+        traces.allocated(request, LookupResult([Offer(0, LOADED, True)]), 0, LOADED)
         load = Load(0, LOADED, is_async=True, expected=RANKS, opened_ns=1)
         traces.admitted(request.request_id, load)
         report = Report(0, ReportKind.RECEIVED, request.request_id, 0, 3, 2, 1)
         load.ranks, load.arrived = dict.fromkeys(range(RANKS), report), dict.fromkeys(range(RANKS), 3)
         traces.load_ended(request.request_id, load)
-        traces.request_ended(request.request_id)
+        traces.request_ended(request)
         return SPANS_PER_LOAD
 
     def call() -> int:

@@ -144,5 +144,5 @@ def _live(storm: Storm, requests: int, result: Result, show: Callable[[str], Non
             show(f"{shape}: {storm.added:,} of {requests:,} requests, {storm.engine.epoch:,} quarantines of the first")
     result.requests += storm.added
     result.faults += storm.faults
-    result.faults["quarantines"] += sum(word.epoch for word in storm.engine.side.isolation.states().values())
+    result.faults["quarantines"] += sum(word.epoch for word in storm.engine.side.audience.isolation.states().values())
     assert storm.engine.epoch > storm.added // AT_ONCE, "that was no storm"

@@ -54,11 +54,11 @@ class Isolating(Clocked):
 
     @property
     def is_out(self) -> bool:
-        return bool(self.side.isolation.is_out(0))
+        return bool(self.side.audience.isolation.is_out(0))
 
     @property
     def epoch(self) -> int:
-        return int(self.side.isolation.states()[0].epoch)
+        return int(self.side.audience.isolation.states()[0].epoch)
 
 
 def named(script: Script, request: str) -> list[tuple[str, Any]]:

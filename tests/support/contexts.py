@@ -7,10 +7,10 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
-from kvobs.probe.increments import Group
-from kvobs.probe.recorder import Recorder
+from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
-from kvobs.telemetry.tracing.call_spans import CallEvent
+from kvobs.state.offers import LookupResult, Offer
+from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.tracing.trace_context import TraceContext
 
@@ -114,14 +114,14 @@ def record(name: str = "kv.load", **changes: Any) -> Record:
     return made._replace(**changes)
 
 
-def groups_of(recorder: Recorder) -> list[Group]:
-    """Return the groups that were written since the last call."""
-    return list(recorder.take().spans)
-
-
-def written(recorder: Recorder) -> list[Record]:
+def written(journal: Journal) -> list[Record]:
     """Return the records that were written since the last call."""
-    return [one for group in groups_of(recorder) for one in group]
+    return [one for group in journal.take()[0] for one in group]
+
+
+def lookup(*offers: tuple[int, int], local: int = 0, **more: Any) -> LookupResult:
+    """Return the result of a lookup; ``offers`` are connectors and tokens."""
+    return LookupResult([Offer(child, tokens, True) for child, tokens in offers], local, **more)
 
 
 def no_otel_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:

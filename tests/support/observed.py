@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvobs import routing
+from kvobs import routing, telemetry
 from kvobs.export import totals
-from kvobs.telemetry import collector
+from kvobs.telemetry import collector, transfers
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.transfers import outcomes
+from kvobs.telemetry.transfers import open_transfers
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.front import Front
 from tests.support.rig import child_config
@@ -33,12 +33,12 @@ class Clocked:
         self, patch: pytest.MonkeyPatch, connectors: list[dict[str, Any]], kvobs: dict[str, Any], **more: Any
     ) -> None:
         self.now_ns = 1_700_000_000 * S
-        for module in (
-            import_module(f"{routing.__name__}.{each.name}") for each in pkgutil.iter_modules(routing.__path__)
-        ):
+        folders = [(package.__name__, package.__path__) for package in (routing, telemetry, transfers)]
+        modules = [f"{name}.{each.name}" for name, path in folders for each in pkgutil.iter_modules(path)]
+        for module in map(import_module, modules):
             if hasattr(module, "wall_ns"):
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
-        patch.setattr(outcomes, "WALL_OFFSET", 0)
+        patch.setattr(open_transfers, "WALL_OFFSET", 0)
         patch.setattr(collector, "EVERY_NS", STEP_S * S)  # each step flushes
         for ages in (wire, totals):
             patch.setattr(ages, "perf_counter_ns", lambda: self.now_ns)

@@ -1,13 +1,16 @@
 """What kvobs's own tests need beside ``kvobs.testing``: other scripted connectors, counts, kvobs's own state."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, entry_of
+
+T = TypeVar("T")
 
 
 def child_config(script: Script, cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
@@ -33,11 +36,16 @@ def started(router: str, *scripts: Script, steps: int = 1, max_tokens: int = 2, 
     return rig
 
 
+def observer_of(rig: Rig, kind: type[T]) -> T | None:
+    """Return the router's observer of this class, if there is one."""
+    return next((each for each in rig.connector._side.observer.observers if isinstance(each, kind)), None)
+
+
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
     """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
     place = _place(child, metric, *labels)
     shipped = sum(KvobsStats(data=payload["kvobs"]).increments().counts.get(place, 0) for payload in rig.stats)
-    return shipped + counts_of(rig.connector._side.collector._recorder, child, metric, *labels)
+    return shipped + counts_of(rig.connector._telemetry._recorders.recorder, child, metric, *labels)
 
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
@@ -70,10 +78,11 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
     assert (len(side.ledger._entries), len(side.offers._asked), side.next_orders.made) == (0, 0, None)
-    assert side.open_lookups._open == {}
-    assert not any(visibility or visibility._over for visibility in side.visibility)
-    assert all(asked == {} for asked in side.isolation._asked.values())
-    assert not isinstance(side.traces, Traces) or len(side.traces) == 0
-    assert not isinstance(side.reports, Reports) or len(side.reports) == 0
+    assert side.audience._open_lookups._open == {}
+    assert not any(visibility or visibility._over for visibility in side.audience._visibility)
+    assert all(asked == {} for asked in side.audience.isolation._asked.values())
+    assert not observer_of(rig, Traces)
+    assert not observer_of(rig, Reports)
+    assert not observer_of(rig, Gains)
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
     assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

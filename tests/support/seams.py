@@ -1,7 +1,8 @@
 """Every place of kvobs whose faults are contained, found in its syntax trees, and made to break from inside.
 
 A seam is a block whose exceptions ``kvobs.faults`` takes: the body of a function under ``@contained``, or of a ``try``
-with a handler that calls ``faults.contain``. None is listed by hand, so none can be forgotten.
+with a handler that calls ``faults.contain``; or an observer's method for an event of the router, which the composed
+observer contains. None is listed by hand, so none can be forgotten.
 """
 
 import ast
@@ -19,6 +20,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import kvobs
+from kvobs.state.events import EVENTS, Observer
 
 PACKAGE = Path(kvobs.__file__).parent
 _POINT = "_point_of_tests"
@@ -69,13 +71,20 @@ class _Finder(ast.NodeTransformer):
         self.module = module
         self.seams: dict[str, str] = {}
         self._path: list[str] = []
+        self._observer: str = ""  # the class that is visited, if it is one
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        return self._within(node, node.name)
+        is_observer = any(ast.unparse(base) == Observer.__name__ for base in node.bases) and node.name != "Composed"
+        self._observer = node.name if is_observer else ""
+        node = self._within(node, node.name)
+        self._observer = ""
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         self._within(node, node.name, "<locals>")
         where = next((w for decorator in node.decorator_list if (w := _where(decorator, "contained"))), None)
+        if where is None and self._observer and node.name in EVENTS:
+            where = "trace" if self._observer == "Traces" else "record"
         if where is not None:
             docstring = node.body[: ast.get_docstring(node) is not None]
             node.body = docstring + self._broken(node.body[len(docstring) :], where, [*self._path, node.name])

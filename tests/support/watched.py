@@ -17,8 +17,6 @@ from kvobs.log import log as log_
 from kvobs.probe import black_box
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls
 from kvobs.probe.recorder import Recorder
-from kvobs.telemetry.recorders import Telemetry
-from kvobs.telemetry.tracing.journal import Journal
 
 NAMES = ("cpu", "remote")
 REMOTE = 1
@@ -118,7 +116,7 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
     if hook in ARGUMENTS:
         connectors = [SimpleNamespace(**{hook: well}), SimpleNamespace(**{hook: call})]
         children = [Child(i, NAMES[i], one, recorder) for i, one in enumerate(connectors)]
-        recorded: Any = LayerCalls(hook, children, Telemetry(recorder, Journal())).fan_out
+        recorded: Any = LayerCalls(hook, [child.layer_target(hook) for child in children], recorder).fan_out
         arguments: tuple[Any, ...] = (None,) * len(ARGUMENTS[hook].split(","))
     else:
         recorder.timed(0, hook, well)()

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 from kvobs.probe.black_box import BlackBox
-from kvobs.routing.scheduler import SchedulerSide
+from kvobs.telemetry.collector import Collector
 from kvobs.telemetry.requests.request_log import RequestLog
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS
@@ -152,8 +152,8 @@ def test_what_records_the_connectors_ends_after_them(
     """vLLM calls the hook after SIGTERM, and while an error ends the engine; the next start needs the page then."""
     ended: list[Any] = []
     rig = Rig("kvobs", a, kvobs={"request_log": str(tmp_path / "log")})
-    monkeypatch.setattr(rig.connector, "_feed", SimpleNamespace(close=lambda **how: ended.append(how)))
-    for cls, name in ((RequestLog, "close"), (SchedulerSide, "feed_last"), (BlackBox, "close")):
+    monkeypatch.setattr(rig.connector._telemetry, "_feed", SimpleNamespace(close=lambda **how: ended.append(how)))
+    for cls, name in ((RequestLog, "close"), (Collector, "feed"), (BlackBox, "close")):
         monkeypatch.setattr(cls, name, lambda *_, cls=cls: ended.append(cls))
     a.raises = {"shutdown": TimeoutError()}
 
@@ -167,4 +167,4 @@ def test_what_records_the_connectors_ends_after_them(
     with pytest.raises(TimeoutError):
         end()
     assert a.called("shutdown")
-    assert ended == [RequestLog, SchedulerSide, {"is_well": is_well}, *([BlackBox] if is_well else [])]
+    assert ended == [RequestLog, Collector, {"is_well": is_well}, *([BlackBox] if is_well else [])]

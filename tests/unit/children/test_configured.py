@@ -11,7 +11,7 @@ import kvobs
 from kvobs.children.configured import _fix_of_import, read_specs
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import ConfigError
-from kvobs.testing import Script, cache_config, engine_config, transfer_config
+from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, request
 from tests.support.rig import child_config
 
@@ -100,9 +100,12 @@ def test_children_see_the_context(propagates: bool, endpoint: str | None, monkey
     no_otel_variables(monkeypatch)
     config = config_of(child_config(Script("a")), tracing={"propagate": propagates})
     config.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
-    connector = build(config)
     seen: list[bool] = []
-    child = connector._children[0].connector
-    child.on_new_request = lambda request: seen.append(trace.get_current_span().get_span_context().is_valid)
+
+    def look(connector: Any, request: Any) -> None:
+        seen.append(trace.get_current_span().get_span_context().is_valid)
+
+    monkeypatch.setattr(ScriptedConnector, "on_new_request", look)
+    connector = build(config)
     connector.on_new_request(request("r"))
     assert seen == [propagates and endpoint is not None]

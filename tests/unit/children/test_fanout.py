@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvobs.children.child import Child
-from kvobs.children.fanout import bind, call_all
+from kvobs.children.fanout import call_all, hooks_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed, locate
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
@@ -24,7 +24,7 @@ def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
     wrapper = SimpleNamespace(connectors=connectors)
     wrapper.recorder = Recorder(len(connectors))
     wrapper.children = [Child(i, f"c{i}", c, wrapper.recorder) for i, c in enumerate(connectors)]
-    bind(wrapper, wrapper.children, known)
+    vars(wrapper).update(hooks_of(None, wrapper.children, {}, known))
     return wrapper
 
 
@@ -102,7 +102,7 @@ def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
     recorder = Recorder(2)
     wrapper: Any = SimpleNamespace()
     children = [Child(0, "quiet", Quiet(), recorder), Child(1, "real", real, recorder)]
-    bind(wrapper, children, lambda name: name == "wait_for_save")
+    vars(wrapper).update(hooks_of(None, children, {}, lambda name: name == "wait_for_save"))
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
     assert [locate(first)[2] for first in recorder._tallies] == [1]

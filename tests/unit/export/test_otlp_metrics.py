@@ -19,6 +19,7 @@ from kvobs import faults
 from kvobs.export import process
 from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_metric_exporter
 from kvobs.export.totals import Totals
+from kvobs.probe.increments import Increments
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
 from kvobs.telemetry.payload import wire
@@ -81,7 +82,7 @@ def scraped(totals: Totals) -> Sent:
 @given(st.lists(numbers(), max_size=3))
 @settings(max_examples=50, deadline=None)
 @stopped_clock()
-def test_totals_are_those_of_a_scrape(parts: list[wire.Increments]) -> None:
+def test_totals_are_those_of_a_scrape(parts: list[Increments]) -> None:
     totals, kept = Totals(engine()), Kept()
     pushing = push(totals, kept)
     for part in parts:
@@ -92,10 +93,10 @@ def test_totals_are_those_of_a_scrape(parts: list[wire.Increments]) -> None:
 
 @given(st.lists(st.tuples(numbers(), st.booleans()), max_size=4))
 @settings(max_examples=50, deadline=None)
-def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[wire.Increments, bool]]) -> None:
+def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Increments, bool]]) -> None:
     totals, kept = Totals(engine()), Kept(DELTA)
     pushing = push(totals, kept)
-    for part, takes in [*parts, (wire.Increments({}, [], {}), True)]:
+    for part, takes in [*parts, (Increments({}, [], {}), True)]:
         totals.add(part)
         kept.takes = takes
         pushing.send()
@@ -114,7 +115,7 @@ def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tupl
 def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     totals, kept = Totals(engine()), Kept()
     first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(wire.Increments({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
+    totals.add(Increments({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
     push(totals, kept).send()
     (resource,) = kept.sent[0].resource_metrics
     (scope,) = resource.scope_metrics
@@ -136,7 +137,7 @@ def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in
     """In OTLP a metric without points has no kind, and a gauge that is left out keeps its last value."""
     totals, kept = Totals(engine()), Kept()
     for begun, ages in (({}, []), ({OLDEST: time.perf_counter_ns() - 10**10}, [10]), ({OLDEST: 0}, [0])):
-        totals.add(wire.Increments({}, [], begun))
+        totals.add(Increments({}, [], begun))
         push(totals, kept).send()
         metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
         assert all(metric.data.data_points for metric in metrics)
@@ -149,9 +150,9 @@ def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in
 def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
     totals, kept = Totals(engine()), Kept(DELTA)
     pushing = push(totals, kept)
-    totals.add(wire.Increments({HIT: 100}, [], {}))
+    totals.add(Increments({HIT: 100}, [], {}))
     pushing.take_as_sent()
-    totals.add(wire.Increments({HIT: 2}, [], {}))
+    totals.add(Increments({HIT: 2}, [], {}))
     pushing.send()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [2]
 
@@ -162,7 +163,7 @@ def test_an_exemplar_is_sent_once_where_differences_are() -> None:
     first = place(0, slot(LOAD_DURATION, "async"))
     one = record(observed_ns=2_000_000, attributes={spans.CONNECTOR: "one", spans.MODE: "async"})
     for is_marked in (True, False):
-        totals.add(wire.Increments({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
+        totals.add(Increments({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
         if is_marked:
             totals.mark(one, 5.0)
         pushing.send()
@@ -180,7 +181,7 @@ def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     totals, kept = Totals(engine()), Kept()
     pushing = push(totals, kept)
     pushing.start()
-    totals.add(wire.Increments({HIT: 3}, [], {}))
+    totals.add(Increments({HIT: 3}, [], {}))
     pushing.close()
     assert kept.is_shut.is_set()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]
@@ -209,9 +210,9 @@ def test_an_exporter_sends_its_engines_numbers_while_it_runs_and_at_the_end(monk
     with ours, theirs:
         running = threading.Thread(target=process.Exporter(ours, engine(otlp_metrics=True)).run, args=(b"",))
         running.start()
-        theirs.sendall(wire.to_line(wire.message(wire.Increments({HIT: 3}, [], {}))))
+        theirs.sendall(wire.to_line(wire.message(Increments({HIT: 3}, [], {}))))
         assert kept.is_sent.wait(30)
-        theirs.sendall(wire.to_line(wire.message(wire.Increments({HIT: 4}, [], {}))) + wire.to_line({"bye": True}))
+        theirs.sendall(wire.to_line(wire.message(Increments({HIT: 4}, [], {}))) + wire.to_line({"bye": True}))
         running.join()
     assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [7]
 

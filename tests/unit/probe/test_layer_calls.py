@@ -15,12 +15,9 @@ from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.clock import WALL_OFFSET
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls
-from kvobs.probe.recorder import SUM, Recorder
+from kvobs.probe.recorder import SUM, CallEvent, Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
-from kvobs.telemetry.recorders import Telemetry
-from kvobs.telemetry.tracing.call_spans import CallEvent
-from kvobs.telemetry.tracing.journal import Journal
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
 
@@ -43,11 +40,10 @@ class Fan:
         self.raises: dict[int, BaseException] = {}
         patch.setattr("kvobs.probe.layer_calls.perf_counter", lambda: self.now / 1e9)
         patch.setattr("kvobs.probe.recorder.perf_counter_ns", lambda: self.now)
-        journal = Journal()
-        self.recorder = Recorder(children, slow_ns, journal=journal, tracer=tracer)
+        self.recorder = Recorder(children, slow_ns, listener=tracer)
         connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
         made = [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)]
-        self.layers = LayerCalls(hook, made, Telemetry(self.recorder, journal, tracer))
+        self.layers = LayerCalls(hook, [child.layer_target(hook) for child in made], self.recorder)
         self.args = CALLS[hook][0][0]
 
     def _hook(self, child: int) -> Any:
@@ -64,10 +60,10 @@ class Fan:
         self.layers.fan_out(*self.args)
 
     def sums(self) -> list[int]:
-        return [self.recorder.tally(i, self.layers.hook)[SUM] for i in range(len(self.layers.children))]
+        return [self.recorder.tally(i, self.layers.hook)[SUM] for i in range(len(self.layers.targets))]
 
     def counts(self) -> list[int]:
-        return [sum(self.recorder.tally(i, self.layers.hook)[:SUM]) for i in range(len(self.layers.children))]
+        return [sum(self.recorder.tally(i, self.layers.hook)[:SUM]) for i in range(len(self.layers.targets))]
 
 
 def test_the_table_has_the_layer_hooks_as_vllm_declares_them() -> None:
@@ -117,7 +113,9 @@ def test_two_threads_lose_nothing_and_mix_nothing_up() -> None:
     """vLLM's two micro-batches call the same connector."""
     recorder = Recorder(2)
     children = [Child(i, f"c{i}", SimpleNamespace(wait_for_layer_load=lambda layer: None), recorder) for i in range(2)]
-    layers = LayerCalls("wait_for_layer_load", children, Telemetry(recorder, Journal()))
+    layers = LayerCalls(
+        "wait_for_layer_load", [child.layer_target("wait_for_layer_load") for child in children], recorder
+    )
     begin = time.perf_counter_ns()
     threads = [threading.Thread(target=lambda: [layers.fan_out("layer") for _ in range(20_000)]) for _ in range(2)]
     for thread in threads:
@@ -165,7 +163,7 @@ def test_slow_calls_are_counted(hook: str, monkeypatch: pytest.MonkeyPatch, capl
 def test_a_fault_while_counting_an_error_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fan = Fan(monkeypatch, "wait_for_layer_load", 2)
     fan.raises[1] = OSError("x")
-    fan.layers.children = []
+    fan.layers.targets = []
     with pytest.raises(OSError, match="x"):
         fan(1, 2)
     assert faults.take() == {"record": 1}
@@ -238,8 +236,9 @@ class Waits:
         self.recorder = Recorder(len(has_layers))
         hooks = [dict.fromkeys(CALLS, self._take if has else Quiet().hook) for has in has_layers]
         children = [Child(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
-        self.stalls = Stalls(children, Telemetry(self.recorder, Journal()))
-        self.calls = {calls.hook: calls.fan_out for calls in self.stalls.layer_calls}
+        targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in CALLS}
+        self.stalls = Stalls(targets, self.recorder)
+        self.calls = self.stalls.fan_outs
 
     def _take(self, *_: Any) -> None:
         self.now += self.takes.pop(0)

@@ -13,12 +13,10 @@ from hypothesis import given
 
 from kvobs.clock import WALL_OFFSET
 from kvobs.probe import recorder
-from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, SUM, Recorder, cost_of_recording
+from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, SUM, CallEvent, Recorder, cost_of_recording
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, CHILD_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
-from kvobs.telemetry.tracing.call_spans import CallEvent
-from kvobs.telemetry.tracing.journal import Journal
-from tests.support.contexts import Noting, record
+from tests.support.contexts import Noting
 
 HOOK = "wait_for_save"
 
@@ -211,7 +209,7 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
             raise LookupError(subject)
 
     tracer: Any = Noting(traces_all)
-    mine = Recorder(2, slow_ns, tracer=tracer)
+    mine = Recorder(2, slow_ns, listener=tracer)
     call = mine.timed(1, HOOK, child)
     with pytest.MonkeyPatch.context() as patch:
         Clock(patch, 1000, 1000 + spent)
@@ -228,7 +226,7 @@ def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int,
 
 def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer() -> None:
     tracer: Any = Noting()
-    mine = Recorder(1, tracer=tracer)
+    mine = Recorder(1, listener=tracer)
     for i in range(ERROR_TYPES_AT_MOST + 5):
         mine.failed(0, HOOK, 0, 1, type(f"Error{i}" + "E" * 1000, (Exception,), {})())
     kinds = [event.error for event in tracer.noticed]
@@ -246,7 +244,7 @@ def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
     hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer: Any = Noting()
-    mine = Recorder(1, 100, ("disk",), tracer=tracer)
+    mine = Recorder(1, 100, ("disk",), listener=tracer)
     assert mine.slow_ns(hook) == limit
     call = mine.timed(0, hook, lambda: None)
     for ns in (limit, limit + 1):
@@ -257,20 +255,3 @@ def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
     assert labels == {(hook if is_ever_slow else "other",)}
     assert [event.spent_ns for event in tracer.noticed] == ([limit + 1] if is_ever_slow else [])
     assert ([f"more than slow_call_ms ({limit / 1e6:g})" in caplog.text] == [True]) is is_ever_slow
-
-
-def test_span_records_travel_with_the_numbers_once_and_what_was_lost_is_counted() -> None:
-    journal = Journal()
-    mine = Recorder(1, journal=journal)
-    assert mine.take().spans == []
-    group = [record()]
-    journal.add(group)
-    journal.drop()
-    journal.note_malformed("params")
-    taken = mine.take()
-    assert taken.spans == [group]
-    assert taken.counts[slot(signals.SPANS_DROPPED, "flush")] == 1
-    assert taken.counts[slot(signals.MALFORMED_CONTEXTS, "params")] == 1
-    again = mine.take()
-    assert again.spans == []
-    assert not {slot(signals.SPANS_DROPPED, "flush"), slot(signals.MALFORMED_CONTEXTS, "params")} & set(again.counts)

@@ -22,7 +22,7 @@ from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, with_own_stats
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, StatsParts, class_path
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scheduler_life import Life, actions
@@ -177,7 +177,8 @@ class Shown:
         self.visibility = [Visibility() for _ in self.watchers]
         self.stray: list[Stray] = []
         children = [Child(i, str(i), watcher, recorder) for i, watcher in enumerate(self.watchers)]
-        self.view = OutputView(children, self.ledger, self.visibility, self.stray.append)
+        self.parts = StatsParts({child.name: class_path(type(child.connector)) for child in children})
+        self.view = OutputView(children, self.ledger, self.visibility, self.parts, self.stray.append)
         for request, child in (("own", 0), ("other", 1)):
             self.ledger.propose(request, (child, True))
             self.ledger.admit(request, 16, 2)
@@ -388,7 +389,8 @@ def test_what_a_child_changes_of_its_own_stats_counts() -> None:
     shown.watchers[2].change = assign(kv_connector_stats=None)
     shown.show()
     assert stats_of(shown.output) == {"0": {"n": 5}, "1": {"n": 6}}
-    assert with_own_stats(shown.output.kv_connector_stats, "2", None, {}) is shown.output.kv_connector_stats
+    stats: Any = shown.output.kv_connector_stats
+    assert shown.parts.replaced(stats, 2, None) is stats
 
 
 def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:

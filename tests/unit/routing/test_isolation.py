@@ -34,7 +34,7 @@ def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b
     assert engine.is_out
     epoch = engine.epoch
     assert epoch == (2 if is_given_up else 1), "it was tried again meanwhile"
-    assert engine.rig.connector._side.isolation.states() == {0: (epoch, True)}
+    assert engine.rig.connector._side.audience.isolation.states() == {0: (epoch, True)}
 
     a.raises.clear()
     a.offers["again"] = KV

@@ -40,7 +40,7 @@ def test_an_error_is_one_short_line_of_the_log(engine: Isolating, a: Script, cap
 
 @pytest.mark.parametrize("child", [1, 7, -1])
 def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolating, child: int) -> None:
-    engine.side.isolation.record_failures([(child, 0)])
+    engine.side.audience.isolation.record_failures([(child, 0)])
     assert not engine.is_out
 
 
@@ -182,7 +182,7 @@ def test_a_slow_child_that_fails_on_a_worker_saves_no_more(
     engine.step()
     slow["update_connector_output"] = 3
     engine.step()
-    engine.side.isolation.record_failures([(0, 0)])
+    engine.side.audience.isolation.record_failures([(0, 0)])
     for is_shown in (True, False):
         assert ("r" in a.called("build_connector_meta")[-1].scheduled) is is_shown
         engine.step()

@@ -14,12 +14,14 @@ from kvobs.children.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.probe.recorder import Recorder
 from kvobs.routing import lookups, policies
-from kvobs.routing.lookups import Offers, OpenLookups, Settled
+from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
 from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
-from kvobs.state.offers import NOTHING, Offer
+from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
+from kvobs.state.transfers import InProgress
+from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
 
@@ -55,11 +57,20 @@ class Asker:
             Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
             for i in range(len(answers))
         ]
-        chosen, gains = Options(**options), cast("Any", SimpleNamespace(cost=ComputeCost(2048)))
-        policy = policies.configured(chosen, children, gains)
+        chosen = Options(**options)
+        policy = policies.policy_of(chosen, children, lambda: ComputeCost(2048))
         self.visibility = [Visibility() for _ in answers]
+        self.waited_for = [InProgress[str]() for _ in answers]
+        self.counts = OfferCounts(self.recorder, [chosen.min_tokens.get(child.name, 1) for child in children])
         self.offers = Offers(
-            children, chosen, self.recorder, policy, self.visibility, isolation=isolation, async_only=async_only
+            children,
+            chosen,
+            self.counts,
+            policy,
+            self.visibility,
+            waited_for=self.waited_for,
+            isolation=isolation,
+            async_only=async_only,
         )
 
     def _lookup(self, i: int) -> Any:
@@ -68,6 +79,12 @@ class Asker:
             return self.answers[i]
 
         return lookup
+
+    def settle(self, owner: int | None, tokens: int) -> LookupResult:
+        """Let vLLM allocate tokens of a connector; return the lookup that this ends."""
+        result = self.offers.settle("r")
+        self.counts.allocated(cast("Any", R), result, owner, tokens)
+        return result
 
     def ask(self, local: int = 0) -> Offer | None:
         return self.offers.ask(R, local)
@@ -142,11 +159,11 @@ def test_a_lookup_is_judged_by_its_answers(policy: str, wait_for: str, repetitio
             is_open = outcome != "pending" or (wait_for == "earlier" and "hit" in outcomes[:child])
             (pending.discard if is_open else pending.add)(child)
         assert asker.asked == asked
-        assert {child for child, waiting in enumerate(asker.offers.waited_for) if len(waiting)} == pending
+        assert {child for child, waiting in enumerate(asker.waited_for) if len(waiting)} == pending
         if choose(answers) is not None:
             left_open = {child for child, outcome in enumerate(outcomes) if outcome == "pending"}
             for expected in (left_open, set()):  # an asynchronous load is allocated twice
-                assert set(asker.offers.settle("r", None, 0).left_open) == expected
+                assert set(asker.settle(None, 0).left_open) == expected
     for child, outcome in product(range(3), ("hit", "miss", "pending")):
         assert asker.count(child, "kvobs_lookups_total", outcome) == ((child, outcome) in seen)
 
@@ -164,7 +181,7 @@ def test_an_offer_below_its_minimum_is_never_used(policy: str, tokens: list[int]
     usable = tuple((n if n >= minima[i] else 0, True) for i, n in enumerate(tokens))
     assert best == (longest(usable) if policy == "longest" else first(usable))
     assert asker.asked == [1] * len(tokens)
-    asker.offers.settle("r", best.child if best.tokens else None, best.tokens)
+    asker.settle(best.child if best.tokens else None, best.tokens)
     for i, n in enumerate(tokens):
         assert asker.count(i, "kvobs_offered_tokens_total") == n
         reason = "below_minimum" if n < minima[i] else "other_chosen"
@@ -181,7 +198,7 @@ def test_first_asks_nobody_after_one_that_has_not_answered() -> None:
     asker = Asker((16, True), (None, False), (32, True))
     assert asker.ask() is None
     assert asker.asked == [1, 1, 0]
-    assert set(asker.offers.settle("r", None, 0).left_open) == set()
+    assert set(asker.settle(None, 0).left_open) == set()
 
 
 def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
@@ -189,7 +206,7 @@ def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
     asker = Asker((-16, False), (16, True))
     assert asker.ask() == Offer(1, 16, True)
     assert asker.count(0, "kvobs_lookups_total", "miss") == 1
-    assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 0, False), Offer(1, 16, True)]
+    assert asker.settle(1, 16).offers == [Offer(0, 0, False), Offer(1, 16, True)]
 
 
 @POLICIES
@@ -209,13 +226,13 @@ def test_a_banned_child_is_asked_and_its_answer_is_dropped(policy: str) -> None:
 def test_synchronous_offers_of_some_are_not_used() -> None:
     asker = Asker((32, False), (16, False), async_only={0})
     assert asker.ask() == Offer(1, 16, False)
-    assert asker.offers.settle("r", 1, 16).offers == [Offer(0, 32, False), Offer(1, 16, False)], "it is unused"
+    assert asker.settle(1, 16).offers == [Offer(0, 32, False), Offer(1, 16, False)], "it is unused"
     assert lost(asker, 0) == {"other_chosen": 16}
     asker.answers[0] = (32, True)
     assert asker.ask() == Offer(0, 32, True)
     alone = Asker((32, False), async_only=(0,))
     alone.ask()
-    alone.offers.settle("r", None, 0)
+    alone.settle(None, 0)
     assert lost(alone, 0) == {"declined": 32}, "vLLM has no part in it"
 
 
@@ -227,7 +244,7 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str,
     assert asker.ask() is None
     clock.now_ms = 50
     assert asker.ask() == Offer(1, 16, True)
-    assert set(asker.offers.settle("r", None, 0).left_open) == {0}
+    assert set(asker.settle(None, 0).left_open) == {0}
     assert asker.ask() == Offer(1, 16, True)
     assert asker.count(0, "kvobs_lookups_total", "pending") == 1
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
@@ -250,7 +267,7 @@ def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Cl
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
-    assert asker.offers.settle("r", 0, 16).local == 48
+    assert asker.settle(0, 16).local == 48
 
 
 REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
@@ -271,7 +288,7 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
     taken = max(0, won - data.draw(st.sampled_from([0, 8]))) if owner is not None else 0
     for _ in range(2):  # the second is a lookup after a preemption
         asker.ask()
-        asker.offers.settle("r", owner, taken)
+        asker.settle(owner, taken)
     for i, n in enumerate(tokens):
         assert asker.count(i, "kvobs_offered_tokens_total") == n
         assert asker.count(i, "kvobs_unused_offers_total") == int(bool(n) and i != owner)
@@ -308,16 +325,16 @@ def test_only_the_decision_of_the_last_lookup_counts(last: Answer) -> None:
     asker.ask()
     asker.answers[0] = last
     asker.ask()
-    assert asker.offers.settle("r", None, 0).decision is (decision if last[0] else None)
-    assert asker.offers.settle("r", None, 0).decision is None, "an asynchronous load is allocated twice"
+    assert asker.settle(None, 0).decision is (decision if last[0] else None)
+    assert asker.settle(None, 0).decision is None, "an asynchronous load is allocated twice"
 
 
 def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
     asker = Asker((16, True))
     asker.ask()
-    asker.offers.settle("r", 0, 16)
+    asker.settle(0, 16)
     before = dict(asker.recorder._counts)
-    asker.offers.settle("r", None, 0)
+    asker.settle(None, 0)
     assert asker.recorder._counts == before
 
 
@@ -327,8 +344,8 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert len(asker.offers._asked) == 1
     asker.offers.forget("r")
     asker.offers.forget("r")
-    assert len(asker.offers._asked) == len(asker.offers.waited_for[0]) == 0
-    assert asker.offers.settle("r", None, 0) == Settled()
+    assert len(asker.offers._asked) == len(asker.waited_for[0]) == 0
+    assert asker.settle(None, 0) == NO_RESULT
     asker.ask()
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
 
@@ -336,7 +353,7 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
 @POLICIES
 def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clock: Clock) -> None:
     asker = Asker((16, True), (None, False), load_policy=policy)
-    waited_for = asker.offers.waited_for
+    waited_for = asker.waited_for
     for clock.now_ms in (3, 5):
         asker.ask()
         assert [len(lookups) for lookups in waited_for] == [0, 1]
@@ -354,7 +371,7 @@ def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:
     assert asker.ask() is None
     asked.remove(1)
     assert asker.ask() == Offer(0, 16, True)
-    assert [len(lookups) for lookups in asker.offers.waited_for] == [0, 0]
+    assert [len(lookups) for lookups in asker.waited_for] == [0, 0]
 
 
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])

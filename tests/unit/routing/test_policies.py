@@ -1,7 +1,7 @@
 """What the policy that predicts learns from the router's events, and that it harms nobody."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -39,9 +39,8 @@ class Policy:
             cost.observe(STEP_S + tokens * TOKEN_S, tokens, tokens * (tokens + 1) // 2, 0, 0)
         recorder = Recorder(len(connectors))
         children = [Child(i, str(i), connector, recorder) for i, connector in enumerate(connectors)]
-        self.cost = cost
-        self.gains = cast("Any", SimpleNamespace(cost=cost))
-        self.policy = Fastest(children, self.gains)
+        self.cost = self.known = cost
+        self.policy = Fastest(children, lambda: self.known)
 
     def crowd(self, prefills: int) -> None:
         """Have so many prefills in each of a hundred steps."""
@@ -111,9 +110,9 @@ def test_what_a_load_is_taken_to_last(policy: Policy, ms: int, how: dict[str, An
 
 
 def test_without_an_estimate_computing_is_taken_to_last_as_long_as_the_failed_load(policy: Policy) -> None:
-    policy.gains.cost = ComputeCost(2048)  # it has seen no step
+    policy.known = ComputeCost(2048)  # it has seen no step
     policy.load(0, 40, failed_on={0})
-    policy.gains.cost = policy.cost
+    policy.known = policy.cost
     assert policy.decide(1000).predicted[0] == pytest.approx(0.08 + 0.015, rel=0.05)
 
 
@@ -193,4 +192,4 @@ def test_only_the_policy_that_predicts_learns(name: str, cls: type, a: Script, b
     side = Rig("kvobs", a, b, kvobs={"load_policy": name}).connector._side
     policy = side.offers._policy
     assert type(policy) is cls
-    assert (policy in side.listener._listeners) is (name == "fastest")
+    assert (policy in side.observer.observers) is (name == "fastest")

@@ -1,6 +1,5 @@
 """What the router announces of each request; and random lives and reports: nothing raises, and nothing is left."""
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvobs import faults
-from kvobs.state.events import TransferListener
+from kvobs.state.events import EVENTS, Observer
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, started
@@ -112,15 +111,15 @@ def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> No
 # --- what is announced of each request, and in which order
 
 
-class Announced(TransferListener):
+class Announced(Observer):
     """A rig that notes its events, by request; of loads and saves what they have come to."""
 
     def __init__(self, *scripts: Script, **more: Any) -> None:
         self.rig = rig = Rig("kvobs", *scripts, **more)
         self.events: dict[Any, list[tuple[Any, ...]]] = {}
-        for event in [name for name, value in vars(TransferListener).items() if inspect.isfunction(value)]:
+        for event in set(EVENTS) - {"answered", "waited", "reused"}:
             setattr(self, event, partial(self._note, event))
-        rig.connector._side.listener = rig.connector._side.completions.listener = self
+        rig.connector._side.observer = rig.connector._side.completions.observer = self
 
     def _note(self, event: str, subject: Any, *details: Any, **more: Any) -> None:
         request_id = getattr(subject, "request_id", subject)
@@ -128,6 +127,8 @@ class Announced(TransferListener):
             case "looked_up", (int(began_ns), int(ended_ns)):
                 assert 0 < began_ns <= ended_ns
                 details = ()
+            case "allocated", (lookup, owner, tokens):
+                details = ([offer[:2] for offer in lookup.offers], lookup.local, owner, tokens)
             case "admitted", (load,):
                 assert load.blocks
                 assert load.size > 0

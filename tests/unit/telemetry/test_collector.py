@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.children.child import Child
 from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, PROCESS_WIDTH, slot
-from kvobs.telemetry.collector import EVERY_NS, SOON_NS, Collector, FlushRule, divert
+from kvobs.telemetry.collector import EVERY_NS, SOON_NS, Collector, FlushRule, StatsSource, divert
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
+from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path, has_content
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from tests.support.contexts import record
 
@@ -41,7 +40,8 @@ class Telling:
 
 def collector(*connectors: Any) -> tuple[Collector, Recorder]:
     recorder = Recorder(len(connectors))
-    return Collector([Child(i, f"c{i}", c, recorder) for i, c in enumerate(connectors)], recorder), recorder
+    sources = [StatsSource(f"c{i}", class_path(type(c)), c.get_kv_connector_stats) for i, c in enumerate(connectors)]
+    return Collector(sources, recorder, Journal()), recorder
 
 
 def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
@@ -51,7 +51,7 @@ def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when
     stats: Any = collects.collect(is_due=False)
     assert stats["c0"].data == {"n": 1}
     assert not has_content(stats)
-    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.children.test_collector:Telling")
+    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.telemetry.test_collector:Telling")
     stats = collects.collect(is_due=True)
     assert has_content(stats)
     assert list(stats.data) == ["kvobs"]
@@ -77,14 +77,28 @@ def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: py
     assert numbers_of(stats) == {slot(signals.INTERNAL_ERRORS, "flush"): 1}
 
 
-def test_a_child_without_stats_is_not_asked() -> None:
-    class Silent:
-        def get_kv_connector_stats(self) -> None:
-            return None
-
-    collects, recorder = collector(Silent())
+def test_a_connector_without_stats_is_named_and_not_asked() -> None:
+    collects = Collector([StatsSource("c0", "m:C", None)], Recorder(1), Journal())
     assert collects.collect(is_due=False) is None
-    assert recorder._tallies == {}
+    stats: Any = collects.collect(is_due=True)
+    assert stats["kvobs"].children == {"c0": "m:C"}
+
+
+def test_span_records_travel_with_the_numbers_once_and_lost_ones_are_counted() -> None:
+    journal, sent = Journal(), list[Any]()
+    sink: Any = SimpleNamespace(put=sent.append)
+    collects = Collector([], Recorder(1), journal, sink)
+    group = [record()]
+    journal.add(group)
+    journal.drop()
+    journal.note_malformed("params")
+    collects.feed(sink)
+    collects.feed(sink)
+    first, second = (stats.increments() for stats in sent)
+    assert (first.spans, second.spans) == ([group], [])
+    slots = slot(signals.SPANS_DROPPED, "flush"), slot(signals.MALFORMED_CONTEXTS, "params")
+    assert [first.counts.get(each) for each in slots] == [1, 1]
+    assert not set(slots) & set(second.counts)
 
 
 # --- in which steps

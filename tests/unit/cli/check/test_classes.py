@@ -35,10 +35,10 @@ def test_the_check_says_what_is_built(kind: str) -> None:
     assert checked.mistakes == []
     _, worker = start(config)
     said = checked.connectors
-    assert [child.name for child in said] == [child.name for child in worker._children]
-    assert [child.is_isolated for child in said] == [child.gate is not None for child in worker._children]
+    assert [child.name for child in said] == [child.name for child in worker._side.children]
+    assert [child.is_isolated for child in said] == [child.gate is not None for child in worker._side.children]
     assert [child.kv_role for child in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
-    for child, built in zip(said, worker._children, strict=True):
+    for child, built in zip(said, worker._side.children, strict=True):
         facts, real = child.facts, built.connector
         assert facts is not None
         assert facts.class_path == f"{type(real).__module__}.{type(real).__qualname__}"

@@ -25,7 +25,6 @@ from kvobs.telemetry.payload import kvobs_stats, stats
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
 from kvobs.telemetry.payload.wire import VERSION
-from kvobs.telemetry.tracing.journal import Journal
 from kvobs.testing import transfer_config
 from tests.support.contexts import near_misses, no_otel_variables, record
 from tests.support.front import Front, metered
@@ -43,15 +42,14 @@ def good() -> dict[str, Any]:
 
 
 def telling() -> dict[str, Any]:
-    journal = Journal()
-    recorder = Recorder(2, journal=journal)
+    recorder = Recorder(2)
     recorder.observe(0, signals.LOAD_DURATION, 2_000_000, "async")
     recorder.count(1, slot(LOOKUPS, "miss"), 3)
     recorder.count_open(0, signals.CALL_ERRORS, "save_kv_layer", "OSError")
     recorder.count_open(1, signals.SLOWEST_RANK, "3")
     recorder.set_gauge(0, slot(signals.IN_FLIGHT, "load"), 2)
-    journal.add([record()])
-    return {"one": {"n": 2}, "two": {"n": 3}, "kvobs": KvobsStats.of(CHILDREN, recorder.take()).to_dict()}
+    numbers = recorder.take()._replace(spans=[[record()]])
+    return {"one": {"n": 2}, "two": {"n": 3}, "kvobs": KvobsStats.of(CHILDREN, numbers).to_dict()}
 
 
 class ApiServer:

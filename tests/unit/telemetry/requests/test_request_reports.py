@@ -21,8 +21,8 @@ from kvobs.telemetry.requests import request_log, request_reports
 from kvobs.telemetry.requests.request_reports import ENDING_AT_MOST, Reports, asks, into_params
 from kvobs.telemetry.tracing.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.contexts import json_values, no_otel_variables, request
-from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.contexts import json_values, lookup, no_otel_variables, request
+from tests.support.rig import assert_nothing_is_left, child_config, observer_of
 
 NAMES = ["one", "two"]
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
@@ -104,9 +104,7 @@ def test_who_asks_gets_a_report_and_nobody_else(option: Any, sent: Any, own: Any
 
 
 def test_without_the_options_nothing_listens(make: Make) -> None:
-    side = make().rig.connector._side
-    assert side.reports is None
-    assert not any(isinstance(listener, Reports) for listener in side.listener._listeners)
+    assert observer_of(make().rig, Reports) is None
 
 
 def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Script) -> None:
@@ -114,7 +112,8 @@ def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Scrip
     engine = make(report=True)
     engine.rig.add("r")
     engine.rig.run(2)
-    assert len(engine.rig.connector._side.reports) == 0
+    assert observer_of(engine.rig, Reports) is not None
+    assert not observer_of(engine.rig, Reports)
     a.say(0, received="r")
     engine.rig.run(4)
 
@@ -160,7 +159,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     loaded(decode, a, "decode", **handed)
     assert decode.report("decode")["loads"][0]["outcome"] == "ok"
     assert decode.report("decode")["asked"] is True
-    assert decode.rig.connector._side.traces._journal.take()[1] == {}
+    assert decode.rig.connector._telemetry._recorders.journal.take()[1] == {}
 
 
 # --- what it says
@@ -255,21 +254,27 @@ def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -
         reports.looked_up(one, 1, 2)
         reports.admitted(name, Load(0, 64, False, 1))
         assert reports.finished(one, None) is None
-        reports.request_ended(name)
+        reports.request_ended(one)
     assert len(reports) == ENDING_AT_MOST
     assert [line["request_id"] for line in lines] == ["0", "0", "more"], "an id that comes again, and the oldest"
     assert lines[0]["loads"][0]["outcome"] == "open"
 
 
+def finished(reports: Reports, one: Any) -> Any:
+    answer = reports.finished(one, None)
+    reports.request_ended(one)
+    return answer
+
+
 EVENTS: dict[str, Callable[[Reports, Any, Load, int], Any]] = {
     "looked_up": lambda reports, one, load, n: reports.looked_up(one, n, n + 1),
-    "allocated": lambda reports, one, load, n: reports.allocated(one.request_id, [(0, n), (1, 64)], n, 0, n),
+    "allocated": lambda reports, one, load, n: reports.allocated(one, lookup((0, n), (1, 64), local=n), 0, n),
     "admitted": lambda reports, one, load, n: reports.admitted(one.request_id, load),
     "load_ended": lambda reports, one, load, n: reports.load_ended(one.request_id, load),
     "load_weighed": lambda reports, one, load, n: reports.load_weighed(one.request_id, load, Gain(n, n)),
     "aborted": lambda reports, one, load, n: reports.aborted(one.request_id, load, by_error=n > 1),
     "promised": lambda reports, one, load, n: reports.promised(one.request_id, {n % 2: Save()}, {}),
-    "finished": lambda reports, one, load, n: (reports.finished(one, None), reports.request_ended(one.request_id)),
+    "finished": lambda reports, one, load, n: finished(reports, one),
 }
 
 
@@ -287,9 +292,9 @@ def test_in_any_order_each_request_is_logged(asyncs: list[bool], sequence: list[
         one.get_finished_reason = lambda: "stop"
         answer = EVENTS[event](reports, one, loads[n], n)
         if event == "finished":
-            assert (answer[0] is not None) is (n % 2 == 1)
+            assert (answer is not None) is (n % 2 == 1)
     for name in "pq":
-        reports.request_ended(name)
+        reports.request_ended(request(name))
         for load in loads:
             reports.load_weighed(name, load, Gain(1, 1))
     assert len(reports) == 0
@@ -329,5 +334,4 @@ def test_workers_report_nothing(a: Script) -> None:
     options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="engine"), instance_id="start")
     built = recorders.build(["a"], options, config, None, rank=0)
-    assert built.reports is None
-    assert built.listeners == ()
+    assert (built.traces, built.reports, built.log) == (None, None, None)

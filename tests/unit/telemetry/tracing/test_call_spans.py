@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvobs.probe.recorder import Recorder
+from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
-from kvobs.telemetry.tracing.call_spans import LINKS_AT_MOST, CallEvent, CallSpans, Parent
+from kvobs.telemetry.tracing.call_spans import LINKS_AT_MOST, CallSpans, Parent
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from kvobs.telemetry.tracing.trace_context import TraceContext, new_span_id, new_trace_id
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -21,13 +21,12 @@ STEP_HOOK, LOAD_HOOK = "wait_for_save", "start_load_kv"
 class Calls:
     def __init__(self, *, traces_all: bool = False, roots: bool = True, sampler: Any = None, **more: Any) -> None:
         self.journal = Journal()
-        self.recorder = Recorder(2, journal=self.journal)
         tracing = replace(TRACING, has_calls=traces_all)
         self.spans = CallSpans(["disk", "cpu"], self.journal, tracing, sampler or Sampler(roots), **more)
 
     def note(self, hook: str = STEP_HOOK, child: int = 0, *, is_slow: bool = False, **more: Any) -> list[Record]:
         self.spans.note(CallEvent(child, hook, 1_000, 50, is_slow, **more))
-        return written(self.recorder)
+        return written(self.journal)
 
     def one(self, *args: Any, **more: Any) -> Record:
         (only,) = self.note(*args, **more)
@@ -35,7 +34,7 @@ class Calls:
         return only
 
     def dropped(self) -> int:
-        return self.recorder.take().counts.get(signals.slot(signals.SPANS_DROPPED, "flush"), 0)
+        return self.journal.take()[1].get(signals.slot(signals.SPANS_DROPPED, "flush"), 0)
 
 
 def context(is_sampled: bool = True) -> TraceContext:
@@ -72,9 +71,9 @@ def test_when_the_flush_is_full_only_slow_and_failed_calls_are_written_and_other
         calls.journal.add([record()])
     calls.spans.note(CallEvent(0, STEP_HOOK, 1, 1, is_slow=False))
     calls.spans.note(CallEvent(0, STEP_HOOK, 1, 1, is_slow=True))
-    taken = calls.recorder.take()
-    assert [one.name for (one,) in taken.spans] == ["kv.call", *["kv.load"] * (AT_MOST - 1)]
-    assert taken.counts[signals.slot(signals.SPANS_DROPPED, "flush")] == 2
+    groups, counts = calls.journal.take()
+    assert [one.name for (one,) in groups] == ["kv.call", *["kv.load"] * (AT_MOST - 1)]
+    assert counts[signals.slot(signals.SPANS_DROPPED, "flush")] == 2
 
 
 # --- where it belongs

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 
 from kvobs.probe.increments import Group
-from kvobs.probe.recorder import Recorder
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace
 from kvobs.telemetry.tracing.trace_context import TraceContext
-from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, groups_of
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, lookup
 
 MS = 1_000_000
 LABELS = {"kv_transfer.request.id": "r-0123abcd", "gen_ai.request.id": "r"}
@@ -41,12 +40,11 @@ def said(written: Record) -> dict[str, Any]:
 
 class Writer:
     def __init__(self) -> None:
-        journal = Journal()
-        self.recorder = Recorder(2, journal=journal)
-        self.spans = RequestSpans(["disk", "cpu"], journal, TRACING)
+        self.journal = Journal()
+        self.spans = RequestSpans(["disk", "cpu"], self.journal, TRACING)
 
     def groups(self) -> list[Group]:
-        groups = groups_of(self.recorder)
+        groups = self.journal.take()[0]
         for one in [one for group in groups for one in group]:
             assert Record.read(one) == one
             assert one.start_ns <= one.end_ns
@@ -70,7 +68,7 @@ class Writer:
 
 def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
     trace = trace_of(lookups=2, began_ns=100, ended_ns=300, prompt_tokens=100)
-    (found,) = Writer().looked_up(trace, "hit", [(0, 16), (1, 48)], local=32, owner=1, tokens=48)
+    (found,) = Writer().looked_up(trace, "hit", lookup((0, 16), (1, 48), local=32), owner=1, tokens=48)
     assert (found.title, found.span_id, found.parent_id) == ("kv.lookup", "1" * 16, SAMPLED.span_id)
     assert (found.start_ns, found.end_ns, found.observed_ns, found.reason) == (100, 300, 0, Reason.PARENT)
     assert said(found) == {
@@ -85,7 +83,7 @@ def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
 )
 def test_the_hit_rate_is_of_the_prompt(outcome: str, prompt_tokens: int, local: int, expected: float | None) -> None:
     """With a preempted request's own tokens there is more than the prompt; of an ended one nothing is known."""
-    (found,) = Writer().looked_up(trace_of(lookups=1, prompt_tokens=prompt_tokens), outcome, local=local)
+    (found,) = Writer().looked_up(trace_of(lookups=1, prompt_tokens=prompt_tokens), outcome, lookup(local=local))
     assert found.attributes.get("kv_transfer.hit_rate") == expected
     assert found.attributes["kv_transfer.local_tokens"] == local
     assert not {"kv_transfer.connector", "kv_transfer.tokens"} & set(found.attributes), "it has no owner"

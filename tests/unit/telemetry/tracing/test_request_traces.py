@@ -12,26 +12,24 @@ from hypothesis import given
 from opentelemetry import trace as otel
 
 from kvobs import faults
-from kvobs.probe.recorder import Recorder
+from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.tracing import trace_context
-from kvobs.telemetry.tracing.call_spans import CallEvent
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_spans import Trace
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.tracing.trace_context import TraceContext
 from tests.support import contexts
-from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, BrokenSampler, Sampler, request, written
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, BrokenSampler, Sampler, lookup, request, written
 
 LOOKUP, ALLOC = "get_num_new_matched_tokens", "update_state_after_alloc"
 
 
 class Scheduler:
     def __init__(self, *, roots: bool = True, traces_all: bool = False, sampler: Any = None) -> None:
-        journal = Journal()
-        self.recorder = Recorder(2, journal=journal)
+        self.journal = journal = Journal()
         self.traces = Traces(
             ["disk", "cpu"], journal, replace(TRACING, has_calls=traces_all, propagates=True), sampler or Sampler(roots)
         )
@@ -41,13 +39,13 @@ class Scheduler:
         return self.traces.activated(call)
 
     def written(self) -> list[Record]:
-        return written(self.recorder)
+        return written(self.journal)
 
     def note(self, hook: str, subject: Any, *, is_slow: bool = False, error: str = "") -> None:
         self.traces.calls.note(CallEvent(0, hook, 1, 1, is_slow, error, subject))
 
     def malformed(self) -> dict[str, int]:
-        counts = self.recorder.take().counts
+        counts = self.journal.take()[1]
         found = {s: counts.get(signals.slot(signals.MALFORMED_CONTEXTS, s), 0) for s in ("headers", "params")}
         return {source: n for source, n in found.items() if n}
 
@@ -95,8 +93,8 @@ def test_a_trace_lasts_as_long_as_its_request() -> None:
     assert scheduler.traces.of(mine) is first
     assert scheduler.traces._active(mine) is scheduler.traces._active(mine), "made once"
     assert scheduler.malformed() == {"headers": 1}, "counted once a request"
-    scheduler.traces.request_ended("r")
-    scheduler.traces.request_ended("r")
+    scheduler.traces.request_ended(request("r"))
+    scheduler.traces.request_ended(request("r"))
     assert len(scheduler.traces) == 0
     assert scheduler.traces.of(mine) is not first
 
@@ -121,7 +119,7 @@ def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     traces.looked_up(mine, 1, 2)
     for hook, error in ((LOOKUP, ""), (ALLOC, "OSError")):
         scheduler.note(hook, mine, is_slow=True, error=error)
-    traces.allocated(request_id, [(0, 16), (1, 0)], 32, 0, 16)
+    traces.allocated(mine, lookup((0, 16), (1, 0), local=32), 0, 16)
     load, save = Load(0, 16, True, 1), Save(True)
     traces.admitted(request_id, load)
     assert traces.of_load(request_id) is not None
@@ -131,7 +129,7 @@ def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     traces.looked_up(mine, 3, 4)
     traces.promised(request_id, {0: save}, {})
     params = traces.into_params(request_id, {})
-    traces.request_ended(request_id)
+    traces.request_ended(request(request_id))
     traces.load_ended(request_id, load)
     traces.saved(request_id, 0, save, 5)
     return trace_context.of_params(params)
@@ -172,12 +170,12 @@ def test_lookups_are_one_span_from_the_first_to_the_last() -> None:
     scheduler, mine = Scheduler(), request()
     for began, ended in ((10, 11), (20, 21), (30, 35)):
         scheduler.traces.looked_up(mine, began, ended)
-    scheduler.traces.allocated("r", [(0, 16), (1, 0)], 32, 0, 16)
+    scheduler.traces.allocated(request("r"), lookup((0, 16), (1, 0), local=32), 0, 16)
     (found,) = scheduler.written()
     assert (found.start_ns, found.end_ns, found.attributes["kv_transfer.lookups"]) == (10, 35, 3)
     assert found.attributes["kv_transfer.outcome"] == "hit"
     assert found.attributes["kv_transfer.offered_tokens.cpu"] == 0
-    scheduler.traces.allocated("r", [], 0, None, 0)
+    scheduler.traces.allocated(request("r"), lookup(), None, 0)
     assert scheduler.written() == [], "a second allocation follows no lookup"
 
 
@@ -185,9 +183,9 @@ def test_a_lookup_that_found_nothing_is_a_miss_and_one_that_led_nowhere_aborted(
     scheduler = Scheduler()
     for request_id in ("missed", "aborted"):
         scheduler.traces.looked_up(request(request_id), 1, 2)
-    scheduler.traces.allocated("missed", [(0, 0)], 0, None, 0)
+    scheduler.traces.allocated(request("missed"), lookup((0, 0)), None, 0)
     for request_id in ("missed", "aborted"):
-        scheduler.traces.request_ended(request_id)
+        scheduler.traces.request_ended(request(request_id))
     found = {
         one.attributes["kv_transfer.request.id"]: one.attributes["kv_transfer.outcome"] for one in scheduler.written()
     }
@@ -196,8 +194,8 @@ def test_a_lookup_that_found_nothing_is_a_miss_and_one_that_led_nowhere_aborted(
 
 def test_what_nobody_knows_changes_nothing() -> None:
     scheduler = Scheduler()
-    scheduler.traces.allocated("nobody", [(0, 16)], 0, 0, 16)
-    scheduler.traces.request_ended("nobody")
+    scheduler.traces.allocated(request("nobody"), lookup((0, 16)), 0, 16)
+    scheduler.traces.request_ended(request("nobody"))
     scheduler.traces.admitted("nobody", Load(0, 16, True, 1))
     assert scheduler.traces.of_load("nobody") is None
     scheduler.traces.load_ended("nobody", Load(0, 16, True, 1))
@@ -215,12 +213,12 @@ def test_whoever_sees_a_slow_or_failed_lookup_call_sees_the_lookup_it_is_below(h
     scheduler, mine = Scheduler(roots=False), request()
     scheduler.note(LOOKUP, mine, **how)
     scheduler.traces.looked_up(mine, 1, 2)
-    scheduler.traces.allocated("r", [], 0, None, 0)
-    call, lookup = scheduler.written()
-    assert (call.trace_id, call.parent_id) == (lookup.trace_id, lookup.span_id)
-    assert lookup.reason == Reason.SLOW
+    scheduler.traces.allocated(request("r"), lookup(), None, 0)
+    call, above = scheduler.written()
+    assert (call.trace_id, call.parent_id) == (above.trace_id, above.span_id)
+    assert above.reason == Reason.SLOW
     scheduler.traces.looked_up(mine, 3, 4)
-    scheduler.traces.allocated("r", [], 0, None, 0)
+    scheduler.traces.allocated(request("r"), lookup(), None, 0)
     assert scheduler.written() == [], "the next lookup was not slow"
 
 
@@ -229,10 +227,10 @@ def test_other_calls_are_the_lookups_siblings_or_below_it_where_it_is_the_root(p
     scheduler = Scheduler(traces_all=True)
     mine = request("r-0123abcd", {"traceparent": parent.traceparent} if parent else None)
     scheduler.traces.looked_up(mine, 1, 2)
-    scheduler.traces.allocated("r-0123abcd", [], 0, None, 0)
+    scheduler.traces.allocated(request("r-0123abcd"), lookup(), None, 0)
     scheduler.note(ALLOC, mine)
-    lookup, call = scheduler.written()
-    assert (call.trace_id, call.parent_id) == (lookup.trace_id, parent.span_id if parent else lookup.span_id)
+    looked_up, call = scheduler.written()
+    assert (call.trace_id, call.parent_id) == (looked_up.trace_id, parent.span_id if parent else looked_up.span_id)
     assert call.attributes["kv_transfer.request.id"] == "r-0123abcd"
     assert call.attributes["gen_ai.request.id"] == "r"
 
@@ -257,7 +255,7 @@ def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_hand
     to_workers = scheduler.traces.of_load("r")
     scheduler.traces.promised("r", {1: save}, {})
     to_decode = trace_context.of_params(scheduler.traces.into_params("r", {}))
-    scheduler.traces.request_ended("r")
+    scheduler.traces.request_ended(request("r"))
     assert len(scheduler.traces) == 2
     scheduler.traces.load_ended("r", load)
     scheduler.traces.saved("r", 1, save, 7)
@@ -283,7 +281,7 @@ def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:
     assert (resumed.attributes["kv_transfer.saved"], resumed.attributes["kv_transfer.waited"]) == (7.0, 5.0)
     scheduler.traces.load_weighed("resumed", load, Gain(7, 5, 1))
     for request_id in ("resumed", "ended"):
-        scheduler.traces.request_ended(request_id)
+        scheduler.traces.request_ended(request(request_id))
     (ended,) = scheduler.written()
     assert "kv_transfer.waited" not in ended.attributes
     assert len(scheduler.traces) == 0
@@ -296,7 +294,7 @@ def test_a_save_done_before_its_promise_is_written_at_once_and_of_an_abandoned_o
     (saved,) = scheduler.written()
     assert (saved.title, saved.start_ns, saved.end_ns) == ("kv.save cpu", 3, 3)
     scheduler.traces.promised("r", {1: abandoned}, {})
-    scheduler.traces.request_ended("r")
+    scheduler.traces.request_ended(request("r"))
     scheduler.traces.saved("r", 1, abandoned, 5)
     assert scheduler.written() == []
     assert len(scheduler.traces) == 0
@@ -333,19 +331,19 @@ def test_a_fault_costs_the_trace_and_nothing_else() -> None:
     assert traces.calls.begin_step() is None
     traces.looked_up(mine, 1, 2)
     scheduler.note(LOOKUP, mine, is_slow=True)
-    traces.allocated("r", [], 0, None, 0)
+    traces.allocated(request("r"), lookup(), None, 0)
     traces.admitted("r", load)
     assert traces.of_load("r") is None
-    traces.request_ended("r")
+    traces.request_ended(request("r"))
     assert faults.take() == {"trace": 4}
     broken: Any = traces
     broken._spans = None
     broken._verdicts = Sampler(True)
     traces.looked_up(mine, 1, 2)
-    traces.allocated("r", [], 0, None, 0)
+    traces.allocated(request("r"), lookup(), None, 0)
     traces.admitted("r", load)
     traces.promised("r", {0: Save(True)}, {1: Save(True)})
-    traces.request_ended("r")
+    traces.request_ended(request("r"))
     traces.load_ended("r", load)
     traces.saved("r", 0, Save(True), 1)
     assert faults.take() == {"trace": 5}

@@ -8,18 +8,20 @@ import pytest
 from kvobs.prediction.compute_cost import Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.events import TransferListener
+from kvobs.state.events import Observer
+from kvobs.state.offers import NO_RESULT
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.transfers import gains
 from kvobs.telemetry.transfers.gains import Gains, step_limits, work_of
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.contexts import request
 from tests.support.reports import took
 
 MS = 1_000_000
 TOKEN_NS, STEP_NS = 100_000, 5 * MS
 
 
-class Engine(TransferListener):
+class Engine(Observer):
     """An engine whose steps take 5 ms and 0.1 ms a token, on the test's clock, and what is announced of its loads."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,7 @@ class Engine(TransferListener):
             self.step(1 + 37 * (i % 41))
 
     def resume(self, request_id: str) -> None:
-        self.gains.allocated(request_id, [], 0, None, 0)
+        self.gains.allocated(request(request_id), NO_RESULT, None, 0)
 
     def load(self, tokens: int = 1000, **more: Any) -> Load:
         return Load(1, tokens, more.pop("is_async", True), 1, opened_ns=self.now_ns, **more)
@@ -95,7 +97,7 @@ def test_a_failed_load_saves_what_vllm_keeps_of_it(engine: Engine, lost: int | N
 def test_loads_of_ended_requests_are_not_weighed(engine: Engine) -> None:
     engine.gains.load_ended("aborted", engine.load(aborted=True))
     engine.gains.load_ended("ended", engine.load())
-    engine.gains.request_ended("ended")
+    engine.gains.request_ended(request("ended"))
     for request_id in ("aborted", "ended"):
         engine.resume(request_id)
     assert engine.weighed == []

@@ -13,6 +13,8 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.events import Observer
+from kvobs.state.offers import NO_RESULT
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
 from kvobs.testing import BLOCK, Rig, Script
 
@@ -25,10 +27,15 @@ def rig(a: Script, b: Script) -> Rig:
     return Rig("kvobs", a, b)
 
 
+def reuse_of(rig: Rig) -> PromptReuse:
+    """Return the observer of prompts, one of the router's."""
+    return next(each for each in rig.connector._side.observer.observers if isinstance(each, PromptReuse))
+
+
 @pytest.fixture
 def counted(rig: Rig) -> Counted:
     """Return the tokens so far that were used before, those that were not, and those that no cache serves."""
-    recorder = rig.connector._side.reuse._recorder = Recorder(2)  # which no flush empties
+    recorder = reuse_of(rig)._recorder = Recorder(2)  # which no flush empties
 
     def counts() -> tuple[int, int, int]:
         *seen, new = (recorder._counts.get(FIRST + i, 0) for i in range(REUSE_DISTANCE.sum_offset))
@@ -51,7 +58,7 @@ def test_a_prompt_is_counted_whole_and_its_last_token_is_never_served(rig: Rig, 
         serve(rig, f"r{tokens}", [tokens] * tokens)
         assert sum(counted()) == total
     assert counted() == (0, (0 + 0 + 0 + 1 + 2 + 3) * BLOCK, sum(lengths) - 6 * BLOCK)
-    assert not rig.connector._side.reuse._live
+    assert not reuse_of(rig)._live
 
 
 def test_the_next_turn_of_a_chat_knows_the_answer_before(rig: Rig, counted: Counted) -> None:
@@ -88,15 +95,26 @@ def test_an_aborted_request_that_was_never_allocated_is_not_counted(rig: Rig, co
 def test_without_a_block_size_nothing_is_done() -> None:
     recorder = Recorder(0)
     request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=40, block_hashes=[b"hash"])
-    assert PromptReuse(recorder, 0, 0).allocated(request) is None
+    PromptReuse(recorder, Observer(), 0, 0).allocated(request, NO_RESULT, None, 0)
     assert not recorder._counts
 
 
-def test_the_tokens_of_a_prompt_that_were_used_before_are_returned_once() -> None:
-    reuse, hashes = PromptReuse(Recorder(0), 8, 0), [b"first hash", b"second hash"]
-    for request, tokens, seen in (("r", 17, 0), ("s", 17, 16), ("t", 16, 8)):
+class Noting(Observer):
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int]] = []
+
+    def reused(self, request_id: str, tokens: int) -> None:
+        self.noted.append((request_id, tokens))
+
+
+def test_the_tokens_of_a_prompt_that_were_used_before_are_announced_once() -> None:
+    listener, hashes = Noting(), [b"first hash", b"second hash"]
+    reuse = PromptReuse(Recorder(0), listener, 8, 0)
+    for request, tokens in (("r", 17), ("s", 17), ("t", 16)):
         live: Any = SimpleNamespace(request_id=request, num_prompt_tokens=tokens, block_hashes=hashes)
-        assert [reuse.allocated(live) for _ in range(2)] == [seen, None]
+        for _ in range(2):
+            reuse.allocated(live, NO_RESULT, None, 0)
+    assert listener.noted == [("r", 0), ("s", 16), ("t", 8)]
 
 
 def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blocks() -> None:
