@@ -105,4 +105,4 @@ def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
     vars(wrapper).update(hooks_of(None, children, {}, lambda name: name == "wait_for_save"))
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
-    assert [locate(first)[2] for first in recorder._tallies] == [1]
+    assert [locate(first)[2] for first, (now, *_) in recorder._tallies.items() if any(now)] == [1]

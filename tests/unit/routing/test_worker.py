@@ -10,6 +10,7 @@ from kvobs.routing import worker
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.payload.stats import has_content
+from kvobs.telemetry.sides import StepNote
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, started
 
@@ -60,7 +61,7 @@ def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: py
     side = side_of(Rig("kvobs", a, b))
     answers = {0: (None, {"r"}), 1: ({"s"}, None)}
     for child in side.children:
-        monkeypatch.setattr(child.connector, "get_finished", lambda ids, i=child.index: answers[i])
+        monkeypatch.setattr(child, "get_finished", lambda ids, i=child.index: answers[i])
     monkeypatch.setattr(worker, "KVConnectorTransferResults", None)
     assert side.get_finished({"x"}) == (None, None)
     assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 1)]
@@ -68,7 +69,7 @@ def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: py
 
 def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b))
-    side._meta = dataclasses.replace(side._meta, flush=False, has_forward=False)
+    side._meta = dataclasses.replace(side._meta, has_forward=False)
     assert side.build_connector_worker_meta() is None
     assert side.get_kv_connector_stats() is None
     assert side.get_kv_connector_kv_cache_events() is None
@@ -88,7 +89,8 @@ def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
 def test_numbers_go(ordered: bool, has_forward: bool, reporting: bool, flushes: bool, *, a: Script, b: Script) -> None:
     """They go when the scheduler asks, or when there is something to report and nothing else to do."""
     side = side_of(Rig("kvobs", a, b))
-    side._meta = dataclasses.replace(side._meta, flush=ordered, has_forward=has_forward)
+    note = StepNote(ordered, None)
+    side.bind_connector_metadata(dataclasses.replace(side._meta, note=note, has_forward=has_forward))
     if reporting:
         a.say(0, saved="r")
     side.get_transfer_results(set())

@@ -16,6 +16,7 @@ from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Save
+from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_spans import Trace
@@ -327,24 +328,25 @@ def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() 
 def test_a_fault_costs_the_trace_and_nothing_else() -> None:
     scheduler = Scheduler(traces_all=True, sampler=BrokenSampler())
     traces, mine, load = scheduler.traces, request(), Load(0, 16, True, 1)
+    observer = Composed([traces])
     assert scheduler.activated(lambda subject: "answer")(mine) == "answer"
     assert traces.calls.begin_step() is None
-    traces.looked_up(mine, 1, 2)
+    observer.looked_up(mine, 1, 2)
     scheduler.note(LOOKUP, mine, is_slow=True)
-    traces.allocated(request("r"), lookup(), None, 0)
-    traces.admitted("r", load)
+    observer.allocated(request("r"), lookup(), None, 0)
+    observer.admitted("r", load)
     assert traces.of_load("r") is None
-    traces.request_ended(request("r"))
+    observer.request_ended(request("r"))
     assert faults.take() == {"trace": 4}
     broken: Any = traces
     broken._spans = None
     broken._verdicts = Sampler(True)
-    traces.looked_up(mine, 1, 2)
-    traces.allocated(request("r"), lookup(), None, 0)
-    traces.admitted("r", load)
-    traces.promised("r", {0: Save(True)}, {1: Save(True)})
-    traces.request_ended(request("r"))
-    traces.load_ended("r", load)
-    traces.saved("r", 0, Save(True), 1)
+    observer.looked_up(mine, 1, 2)
+    observer.allocated(request("r"), lookup(), None, 0)
+    observer.admitted("r", load)
+    observer.promised("r", {0: Save(True)}, {1: Save(True)})
+    observer.request_ended(request("r"))
+    observer.load_ended("r", load)
+    observer.saved("r", 0, Save(True), 1)
     assert faults.take() == {"trace": 5}
     assert (len(traces), scheduler.written()) == (0, [])
