@@ -66,10 +66,11 @@ test-gpu-path: $(INSTALLED) packages ## Run vLLM's default path on GPUs, on a CP
 test-versions: $(INSTALLED) ## Serve with the oldest and the newest vLLM that run on a CPU, a real engine each; ALL=1: with all
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(ALL),--all)
 
-lint: $(INSTALLED) ## Check style and types
+lint: $(INSTALLED) ## Check style, types, and the walls and size of the packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m docs.house
 
 format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .

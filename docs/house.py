@@ -1,13 +1,14 @@
-"""List the packages of kvobs, and measure the house against its bars: ``python -m docs.house``.
+"""List the packages of kvobs, find broken walls, and measure the house against its bars: ``python -m docs.house``.
 
-A room is a folder or a module at the root of ``kvobs``. Its floor is above those of all rooms that it imports from.
+A room is a folder or a module at the root of ``kvobs``. Its floor is above those of all rooms that it imports from. A
+wall is an import that may never be.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +54,17 @@ TIERS: tuple[dict[str, str], ...] = (
 
 ``kvobs/__init__.py`` imports the connector late and stands outside."""
 
+NEVER: dict[str, tuple[str, ...]] = {
+    "routing": ("telemetry", "export", "prediction."),
+    "state": ("telemetry", "export", "prediction", "routing"),
+    "children": ("telemetry", "export", "prediction."),
+    "cli": ("demo",),
+}
+"""The walls: what no module of a room imports. ``prediction.`` means what is inside: the package may be imported."""
+
+NO_CIRCLES = {"telemetry"}
+"""Rooms whose folders and modules never import each other in a circle."""
+
 OUTSIDE_ENGINES = {"cli", "demo", "testing"}
 """Rooms that no engine imports."""
 
@@ -95,11 +107,53 @@ def imported(path: Path, known: Iterable[str]) -> set[str]:
 
 def arrows() -> dict[str, set[str]]:
     """Return the rooms that each room imports from."""
-    files = modules()
-    graph: dict[str, set[str]] = {room(name): set() for name in files}
-    for name, path in files.items():
-        graph[room(name)] |= {room(other) for other in imported(path, files)} - {room(name)}
+    imports = _imports()
+    graph: dict[str, set[str]] = {room(name): set() for name in imports}
+    for name, others in imports.items():
+        graph[room(name)] |= {room(other) for other in others} - {room(name)}
     return graph
+
+
+def _imports() -> dict[str, set[str]]:
+    files = modules()
+    return {name: imported(path, files) for name, path in files.items()}
+
+
+def broken_walls() -> dict[str, set[str]]:
+    """Return the modules that a module imports and never may, by its name."""
+    imports = _imports()
+    graph: dict[str, set[str]] = {}
+    for name, others in imports.items():
+        graph.setdefault(_part(name), set()).update(_part(other) for other in others)
+    broken = {
+        name: {
+            other for other in others if _is_forbidden(name, other) or _is_in_circle(_part(name), _part(other), graph)
+        }
+        for name, others in imports.items()
+    }
+    return {name: others for name, others in broken.items() if others}
+
+
+def _part(module: str) -> str:
+    """Return the folder or module, directly in its room, that a module is in."""
+    return ".".join(module.split(".")[:2])
+
+
+def _is_forbidden(name: str, other: str) -> bool:
+    places = NEVER.get(room(name), ())
+    return any(other == place or other.startswith(place if place.endswith(".") else f"{place}.") for place in places)
+
+
+def _is_in_circle(part: str, other: str, graph: Mapping[str, set[str]]) -> bool:
+    """Return whether an arrow between parts of a room without circles has a way back."""
+    if part == other or room(part) != room(other) or room(part) not in NO_CIRCLES:
+        return False
+    ahead, seen = [other], {other}
+    while ahead:
+        new = graph[ahead.pop()] - seen
+        seen |= new
+        ahead += new
+    return part in seen
 
 
 def floors(graph: dict[str, set[str]]) -> int:
@@ -114,28 +168,38 @@ def measures() -> Iterator[Measure]:
     """Yield the figures of the house with their bars."""
     files, graph = modules(), arrows()
     options = part((ROOT / "README.md").read_text(encoding="utf-8"), "table", "options")
-    yield Measure("kvobs, lines", _lines(files.values()), 22_000)
+    yield Measure("kvobs, lines", _lines(files.values()), 19_500)
     yield Measure("kvobs, files", len(files), 145)
     yield Measure(
-        "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 13_500
+        "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 13_000
     )
-    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 50_000)
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 44_000)
     yield Measure("rooms", len(graph), 21)
     yield Measure("floors", floors(graph), 9)
     yield Measure("arrows", sum(map(len, graph.values())), 70)
     yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 23)
-    yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 17_500)
+    yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 17_800)
+    yield Measure("README, lines", _lines([ROOT / "README.md"]), 260)
 
 
 def _lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
+def verdict(value: int, bar: int) -> str:
+    """Return what is to be said about a figure, if anything."""
+    if value > bar:
+        return "OVER"
+    return "less than 2 % of air" if value > 0.98 * bar else ""
+
+
 def main() -> int:
-    """Print the figures; return 1 if one of them is above its bar."""
-    house = list(measures())
-    for name, value, bar in house:
-        print(f"{name:20} {value:7,}  at most {bar:,}{'' if value <= bar else '  OVER'}".rstrip())  # noqa: T201
+    """Print broken walls and all figures; return 1 if one is above its bar."""
+    walls = broken_walls()
+    house = [Measure("broken walls", len(walls), 0), *measures()]
+    lines = [f"{name} must not import {', '.join(sorted(others))}" for name, others in sorted(walls.items())]
+    lines += [f"{name:20} {value:7,}  at most {bar:,}  {verdict(value, bar)}".rstrip() for name, value, bar in house]
+    print("\n".join(lines))  # noqa: T201
     return 1 if any(value > bar for _, value, bar in house) else 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs import house
-from docs.house import Measure, arrows, floors, measures, modules
+from docs.house import NEVER, NO_CIRCLES, Measure, arrows, broken_walls, floors, measures, modules, room
 
 
 @pytest.fixture
@@ -39,18 +39,68 @@ def test_a_circle_is_an_error_that_names_it(package: Path) -> None:
         floors(arrows())
 
 
+@pytest.mark.parametrize(
+    ("never", "broken"),
+    [
+        ({"low": ("top",)}, {}),
+        ({"top": ("low",)}, {"top": {"low"}}),
+        ({"top": ("middle",)}, {"top": {"middle", "middle.first"}}),
+        ({"top": ("middle.",)}, {"top": {"middle.first"}}),
+        ({"middle": ("lo",)}, {}),
+        ({"middle": ("low",)}, {"middle.first": {"low"}, "middle.second": {"low"}}),
+    ],
+)
+def test_an_import_that_may_never_be_is_found(
+    never: dict[str, tuple[str, ...]], broken: dict[str, set[str]], package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "NEVER", never)
+    assert broken_walls() == broken
+
+
+def test_folders_of_a_room_that_import_each_other_are_found(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "NEVER", {})
+    monkeypatch.setattr(house, "NO_CIRCLES", {"middle"})
+    for name, others in {"a.one": ["b.two"], "b.two": ["b.one"], "b.one": ["c.one"], "c.one": ["a.two"]}.items():
+        path = package / "middle" / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"import kvobs.middle.{other}\n" for other in others))
+    (package / "middle/a/two.py").write_text("from kvobs import low\n")
+    assert broken_walls() == {
+        "middle.a.one": {"middle.b.two"},
+        "middle.b.one": {"middle.c.one"},
+        "middle.c.one": {"middle.a.two"},
+    }
+
+
+def test_walls_stand_between_rooms_that_exist() -> None:
+    places = {place.rstrip(".") for places in NEVER.values() for place in places}
+    assert {*NEVER, *places, *NO_CIRCLES} <= {room(name) for name in modules()}
+
+
 def test_the_house_is_measured() -> None:
     found = {name: value for name, value, _ in measures()}
     assert found["kvobs, lines"] > found["in an engine, lines"] > 1000
     assert found["kvobs, files"] == len(modules())
-    assert len(found) == 9
+    assert len(found) == 10
     assert min(found.values()) > 1
 
 
-@pytest.mark.parametrize(("value", "status", "verdict"), [(10, 0, "at most 10"), (11, 1, "at most 10  OVER")])
+@pytest.mark.parametrize(
+    ("value", "status", "verdict"),
+    [(98, 0, ""), (99, 0, "  less than 2 % of air"), (100, 0, "  less than 2 % of air"), (101, 1, "  OVER")],
+)
 def test_what_is_over_its_bar_is_marked(
     value: int, status: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(house, "measures", lambda: [Measure("rooms", value, 10)])
+    monkeypatch.setattr(house, "broken_walls", dict)
+    monkeypatch.setattr(house, "measures", lambda: [Measure("rooms", value, 100)])
     assert house.main() == status
-    assert capsys.readouterr().out.split() == ["rooms", str(value), *verdict.split()]
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{'rooms':20} {value:7}  at most 100{verdict}"]
+
+
+def test_broken_walls_are_named(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(house, "NEVER", {"top": ("middle",)})
+    assert house.main() == 1
+    assert capsys.readouterr().out.startswith("top must not import middle, middle.first\nbroken walls")

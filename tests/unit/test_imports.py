@@ -84,11 +84,6 @@ def test_the_state_knows_no_telemetry() -> None:
     import_without(("opentelemetry", "prometheus_client"), names)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_files_are_short_enough_to_read(name: str) -> None:
-    assert len(MODULES[name].read_text().splitlines()) <= 400
-
-
 def test_what_tests_share_is_no_test() -> None:
     """It is in ``tests/support``, or beside them."""
     names = [name for path in Path(__file__).parents[1].rglob("*.py") for name in all_imported(path)]
