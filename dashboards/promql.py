@@ -141,15 +141,6 @@ def share(part: str, whole: str) -> str:
     return f"({part} or 0 * {whole}) / ({whole} > 0)"
 
 
-def time_in_use(lasted: str, in_progress: str, grouped: str, window: str) -> str:
-    """Return a lower limit of the share of time in which links were in use, of loads that share them.
-
-    It is the time that all loads ``lasted``, a rate, divided by the most that were ``in_progress`` at once.
-    """
-    peak = f"max {grouped} (max_over_time({in_progress}[{window}]))"
-    return f"clamp_max({ratio(lasted, f'clamp_min({peak}, 1)')}, 1)"
-
-
 def worst(expr: str) -> str:
     """Return the greatest of some values, with the labels that say whose it is."""
     return f"topk(1, {expr})"

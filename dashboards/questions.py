@@ -13,7 +13,6 @@ from dashboards.promql import (
     Selection,
     ratio,
     share,
-    time_in_use,
 )
 from kvobs.schema import signals, verdicts
 
@@ -214,13 +213,15 @@ def _blocking(*by: str) -> str:
 def link_share(*, at_most: bool = False) -> str:
     """Return the share of its links that each connector's loads use while in progress, where it is lowest.
 
-    The time in which some load was in progress is at most the loads' time together.
+    The time in which some load was in progress is at most the loads' time together; and, with ``at_most``, at least
+    that divided by the most that were in progress at once.
     """
     lasted = SELECTION.rate(signals.LOAD_DURATION, *by_engine, part="_sum")
     in_use = f"clamp_max({lasted}, 1)"
     if at_most:
-        loads, grouped = SELECTION.series(signals.IN_FLIGHT, kind="load"), f"by ({', '.join(by_engine)})"
-        in_use = time_in_use(lasted, loads, grouped, SELECTION.window)
+        loads = SELECTION.series(signals.IN_FLIGHT, kind="load")
+        most = f"max by ({', '.join(by_engine)}) (max_over_time({loads}[{SELECTION.window}]))"
+        in_use = f"clamp_max({ratio(lasted, f'clamp_min({most}, 1)')}, 1)"
     in_use += f" * {SELECTION.gauge(signals.LINK_SPEED, *by_engine, how='max')}"
     return f"min by (connector) ({ratio(SELECTION.rate(signals.LOAD_BYTES, *by_engine), in_use)})"
 
