@@ -21,8 +21,8 @@ from dashboards.slow_loads import slow_loads
 GENERATED = Path(__file__).parent / "generated"
 
 
-def _text(made: Callable[[], Board]) -> str:
-    return frame.classic(made())
+def _text(build: Callable[[], Board]) -> str:
+    return frame.classic(build())
 
 
 BOARDS: dict[str, Callable[[], Board]] = {
@@ -32,7 +32,7 @@ BOARDS: dict[str, Callable[[], Board]] = {
     frame.PREFILL_DECODE: prefill_decode,
 }
 FILES: dict[str, Callable[[], str]] = {
-    **{f"boards/{uid}.json": partial(_text, made) for uid, made in BOARDS.items()},
+    **{f"boards/{uid}.json": partial(_text, build) for uid, build in BOARDS.items()},
     "rules/kvobs.rules.yml": lambda: rules_yaml(Site()),
     "kubernetes/podmonitor.yaml": lambda: kubernetes.pod_monitor(Site()),
     # Where Grafana is in a cluster only its owner knows.
