@@ -11,9 +11,7 @@ from dashboards.rules import INTERVAL, RECORDINGS, SOON, Severity, to_yaml
 from dashboards.site import Site, fill
 from dashboards.telemetry_alerts import TELEMETRY
 
-ALERTS = tuple(
-    sorted((*INCIDENTS, *CONNECTORS, *TELEMETRY), key=lambda alert: list(Severity).index(alert.severity)),
-)
+ALERTS = tuple(sorted((*INCIDENTS, *CONNECTORS, *TELEMETRY), key=lambda alert: list(Severity).index(alert.severity)))
 """All alerts, the most severe first."""
 
 

@@ -22,7 +22,7 @@ class Site:
     job: str = "kvobs"
     """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
     cluster: str = "cluster"
-    """The label that says which cluster a target is in, if there are several; without it nothing changes."""
+    """The label with a target's cluster, if there are several; without it nothing changes."""
     grafana: str = "http://localhost:3000"
     """Of the compose file; empty for alerts without a link to a board."""
     runbook: str = RUNBOOK
@@ -64,12 +64,12 @@ def thresholds() -> dict[str, str]:
 
 
 def token(name: str) -> str:
-    """Return what a template has in place of this setting."""
+    """Return what a template has instead of this setting."""
     return f"__{name}__"
 
 
 def settings() -> dict[str, Any]:
-    """Return what templates are filled with unless an export says otherwise."""
+    """Return the defaults with which an export fills templates."""
     site = Site()
     meanings = thresholds().items()
     return {
@@ -81,7 +81,7 @@ def settings() -> dict[str, Any]:
 
 
 def fill(content: Any, site: Site) -> Any:
-    """Return texts, alone or in maps and lists, with the settings of a site in place of their tokens."""
+    """Return texts, alone or in maps and lists, with the settings of a site instead of their tokens."""
     if isinstance(content, dict):
         return {key: fill(value, site) for key, value in content.items()}
     if isinstance(content, list):
