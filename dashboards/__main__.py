@@ -15,14 +15,14 @@ from dashboards.connector import connector
 from dashboards.frame import Board
 from dashboards.overview import overview
 from dashboards.prefill_decode import prefill_decode
-from dashboards.site import placeholders, settings
+from dashboards.site import Site, settings
 from dashboards.slow_loads import slow_loads
 
 GENERATED = Path(__file__).parent / "generated"
 
 
-def _text(made: Callable[[], Board]) -> str:
-    return frame.classic(made())
+def _text(build: Callable[[], Board]) -> str:
+    return frame.classic(build())
 
 
 BOARDS: dict[str, Callable[[], Board]] = {
@@ -32,13 +32,14 @@ BOARDS: dict[str, Callable[[], Board]] = {
     frame.PREFILL_DECODE: prefill_decode,
 }
 FILES: dict[str, Callable[[], str]] = {
-    **{f"boards/{uid}.json": partial(_text, made) for uid, made in BOARDS.items()},
-    "rules/kvobs.rules.yml": rules_yaml,
-    "kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
-    "kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,
-    "templates/rules/kvobs.rules.yml": lambda: rules_yaml(placeholders()),
-    "templates/kubernetes/podmonitor.yaml": lambda: kubernetes.pod_monitor(placeholders(), is_template=True),
-    "templates/kubernetes/prometheusrule.yaml": lambda: kubernetes.prometheus_rule(placeholders(), is_template=True),
+    **{f"boards/{uid}.json": partial(_text, build) for uid, build in BOARDS.items()},
+    "rules/kvobs.rules.yml": lambda: rules_yaml(Site()),
+    "kubernetes/podmonitor.yaml": lambda: kubernetes.pod_monitor(Site()),
+    # Where Grafana is in a cluster only its owner knows.
+    "kubernetes/prometheusrule.yaml": lambda: kubernetes.prometheus_rule(Site(grafana="")),
+    "templates/rules/kvobs.rules.yml": rules_yaml,
+    "templates/kubernetes/podmonitor.yaml": kubernetes.pod_monitor,
+    "templates/kubernetes/prometheusrule.yaml": kubernetes.prometheus_rule,
     "templates/settings.json": lambda: json.dumps(settings(), indent=2) + "\n",
     "kustomization.yaml": lambda: kubernetes.kustomization(BOARDS),
 }

@@ -1,4 +1,4 @@
-"""The board *Connector*: one child, or some beside each other: rate, errors, durations; then use, waiting, backlog."""
+"""The board *Connector*: one, or some beside each other: rate, errors, durations; then use, waiting, backlog."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dashboards.connector_details import details
 from dashboards.engines import engines
 from dashboards.frame import Board, Section
 from dashboards.gains import gains
-from dashboards.panels import About, Panel, Query, distribution, lines, of_child
+from dashboards.panels import About, Panel, Query, distribution, lines, of_connector
 from dashboards.questions import SELECTION
 from dashboards.reuse import reuse
 from dashboards.scheduling import scheduling
@@ -118,7 +118,7 @@ def _errors() -> Panel:
             "A connector may fail loads without an exception: see 'Loads by outcome'.",
         ),
         Query(
-            f"topk(10, {SELECTION.counted(signals.CALL_ERRORS, 'connector', 'hook', 'error_type')})",
+            f"topk(10, {SELECTION.count(signals.CALL_ERRORS, 'connector', 'hook', 'error_type')})",
             "{{connector}} {{hook}}: {{error_type}}",
         ),
         unit="short",
@@ -200,8 +200,8 @@ def _in_flight() -> Panel:
             "More and more saves: the reading side is slow or gone. More and more loads: their requests wait.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
-        of_child(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
-        of_child(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="save"), "saves", dashed=True),
+        of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
+        of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="save"), "saves", dashed=True),
         unit="short",
     )
 
@@ -215,8 +215,8 @@ def _age() -> Panel:
             "See 'Stuck transfers by rank' below; then that worker's log.",
             "0 means that no transfer is in progress. It grows also while the engine hangs.",
         ),
-        of_child(questions.oldest("connector", kind="load"), "load"),
-        of_child(questions.oldest("connector", kind="save"), "save", dashed=True),
+        of_connector(questions.oldest("connector", kind="load"), "load"),
+        of_connector(questions.oldest("connector", kind="save"), "save", dashed=True),
         unit="s",
     )
 
@@ -230,8 +230,8 @@ def _stalls() -> Panel:
             "A connector that blocks steps should be fast, or load asynchronously.",
             "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_STALL, "connector"), "loads"),
-        of_child(SELECTION.quantile(0.99, signals.SAVE_STALL, "connector"), "saves", dashed=True),
+        of_connector(SELECTION.quantile(0.99, signals.LOAD_STALL, "connector"), "loads"),
+        of_connector(SELECTION.quantile(0.99, signals.SAVE_STALL, "connector"), "saves", dashed=True),
         unit="s",
     )
 
@@ -246,8 +246,8 @@ def _saves() -> Panel:
             "No data while requests end: the connector promises no saves, as most.",
             "Saves within a step are not promised, and not counted here.",
         ),
-        of_child(SELECTION.rate(signals.SAVES, "connector", outcome="ok"), "ok"),
-        of_child(SELECTION.rate(signals.SAVES, "connector", outcome="abandoned"), "abandoned", dashed=True),
+        of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="ok"), "ok"),
+        of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="abandoned"), "abandoned", dashed=True),
         unit="ops",
     )
 
@@ -261,7 +261,7 @@ def _hold() -> Panel:
             "Long holds while the KV cache is full: this connector costs capacity.",
             "It includes the time the blocks wait to be fetched, not only the transfer itself.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.SAVE_HOLD, "connector")),
+        of_connector(SELECTION.quantile(0.99, signals.SAVE_HOLD, "connector")),
         unit="s",
         exemplars=True,
     )
@@ -276,6 +276,6 @@ def _delay() -> Panel:
             "Set lookup_timeout_ms, so that another connector may load instead.",
             "Requests answered immediately are not included.",
         ),
-        of_child(SELECTION.mean(signals.LOOKUP_DELAY, "connector")),
+        of_connector(SELECTION.mean(signals.LOOKUP_DELAY, "connector")),
         unit="s",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dashboards import looks, questions
 from dashboards.frame import Section
-from dashboards.panels import About, Panel, Query, lines, of_child, states
+from dashboards.panels import About, Panel, Query, lines, of_connector, states
 from dashboards.questions import SELECTION
 from kvobs.schema import signals
 from kvobs.schema.signals import Scope, Signal
@@ -66,8 +66,10 @@ def ranks() -> list[tuple[int, Panel]]:
                     "See 'Slowest rank' to the right.",
                     "Interpolated in buckets: a factor of two from 67 ms to 1 s, else four. One rank has no skew.",
                 ),
-                of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
-                of_child(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="save"), "saves", dashed=True),
+                of_connector(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
+                of_connector(
+                    SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="save"), "saves", dashed=True
+                ),
                 unit="s",
             ),
         ),
@@ -100,7 +102,7 @@ def ranks() -> list[tuple[int, Panel]]:
                     "A transfer is counted once: the line falls although it is still stuck.",
                 ),
                 Query(
-                    f"topk(10, {SELECTION.counted(signals.STUCK_TRANSFERS, 'connector', 'rank')})",
+                    f"topk(10, {SELECTION.count(signals.STUCK_TRANSFERS, 'connector', 'rank')})",
                     "{{connector}} rank {{rank}}",
                 ),
                 unit="short",
@@ -138,7 +140,7 @@ def slow_calls() -> Panel:
             "Each slow call is a span, sampled or not: see Slow loads.",
             "slow_call_ms is an option: engines with different values are not comparable.",
         ),
-        Query(f"topk(10, {SELECTION.counted(signals.SLOW_CALLS, 'connector', 'hook')})", "{{connector}} {{hook}}"),
+        Query(f"topk(10, {SELECTION.count(signals.SLOW_CALLS, 'connector', 'hook')})", "{{connector}} {{hook}}"),
         unit="short",
     )
 
@@ -152,7 +154,7 @@ def _bytes() -> Panel:
             "Compare with the bandwidth of the link or store.",
             "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
         ),
-        of_child(SELECTION.rate(signals.LOAD_BYTES, "connector")),
+        of_connector(SELECTION.rate(signals.LOAD_BYTES, "connector")),
         unit="Bps",
     )
 
@@ -168,14 +170,14 @@ def _link_share() -> Panel:
             "Loads share the link: at least counts them one after the other, at most as many at once as were ever "
             "seen. Short loads end when a step does and are far below any link.",
         ),
-        of_child(questions.link_share()),
-        of_child(questions.link_share(at_most=True), "at most", dashed=True),
+        of_connector(questions.link_share()),
+        of_connector(questions.link_share(at_most=True), "at most", dashed=True),
         unit="percentunit",
     )
 
 
 def _unused() -> Panel:
-    return _counted(
+    return _count(
         signals.UNUSED_OFFERS,
         "Unused offers (requests/s)",
         About(
@@ -230,7 +232,7 @@ def _copy_bytes() -> Panel:
 
 
 def _by_direction(expr: Callable[[str], str]) -> list[Query]:
-    return [of_child(expr(way), way, dashed=way == "d2h") for way in signals.DIRECTIONS]
+    return [of_connector(expr(way), way, dashed=way == "d2h") for way in signals.DIRECTIONS]
 
 
 def _quarantine() -> Panel:
@@ -243,7 +245,7 @@ def _quarantine() -> Panel:
             "A connector that is not in the option isolate has no band.",
         ),
         {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
-        Query(questions.quarantined("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
+        Query(questions.quarantine("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
     )
 
 
@@ -287,17 +289,19 @@ def _failed_sync() -> Panel:
     )
 
 
-def _counted(signal: Signal, title: str, about: About) -> Panel:
-    return lines(title, about, of_child(SELECTION.rate(signal, "connector")), unit="ops")
+def _count(signal: Signal, title: str, about: About) -> Panel:
+    return lines(title, about, of_connector(SELECTION.rate(signal, "connector")), unit="ops")
 
 
 def _rare(signal: Signal, title: str, about: About, *labels: str) -> Panel:
     by = ("connector", *labels) if signal.scope is Scope.CHILD else labels
-    return lines(title, about, _by(SELECTION.counted(signal, *by), by), unit="short", stacked=True)
+    return lines(title, about, _by(SELECTION.count(signal, *by), by), unit="short", stacked=True)
 
 
 def _by(expr: str, labels: tuple[str, ...]) -> Query:
-    return of_child(expr) if labels == ("connector",) else Query(expr, " ".join(f"{{{{{name}}}}}" for name in labels))
+    return (
+        of_connector(expr) if labels == ("connector",) else Query(expr, " ".join(f"{{{{{name}}}}}" for name in labels))
+    )
 
 
 def _self() -> Panel:
@@ -380,7 +384,7 @@ def _dropped_lines() -> Panel:
             "vLLM's log has the error; a disk that is too slow has no line there.",
             "Serving is not affected, and metrics are complete.",
         ),
-        Query(SELECTION.counted(signals.REQUEST_LOG_DROPPED), "dropped"),
+        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "dropped"),
         unit="short",
         stacked=True,
     )

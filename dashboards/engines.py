@@ -37,7 +37,7 @@ def engines() -> Panel:
     )
 
 
-def firing() -> Panel:
+def firing_alerts() -> Panel:
     """Return the table of alerts."""
     return rows(
         "Firing alerts",
@@ -49,7 +49,7 @@ def firing() -> Panel:
         ),
         {"alertname": "Alert", "connector": "Connector", **PLACE},
         [
-            Column("Severity", questions.firing_by_severity(), words=looks.SEVERITIES),
+            Column("Severity", questions.alerts_by_severity(), words=looks.SEVERITIES),
         ],
         empty="No alert fires",
     )

@@ -81,7 +81,7 @@ def classic(of: Board) -> str:
         builder.link(link)
     built = builder.build()
     built.schema_version = SCHEMA
-    built.panels = list(_placed(of.sections))
+    built.panels = list(_lay_out(of.sections))
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for shown in (*content["links"], *content["annotations"]["list"]):
         del shown["placement"]  # the SDK knows only the menu, where nobody looks
@@ -94,7 +94,7 @@ def panel_id(title: str) -> int:
     return zlib.crc32(title.encode()) % 100_000 + 1
 
 
-def _placed(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPanel]:
+def _lay_out(sections: Sequence[Section]) -> Iterable[model.Panel | model.RowPanel]:
     y = 0
     for section in sections:
         inside: list[model.Panel] = []
@@ -155,7 +155,7 @@ def of_label(name: str, before: Sequence[str]) -> Builder[model.VariableModel]:
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:
     return [
-        _annotation("Alerts", questions.firing(), looks.BAD, "{{alertname}} {{connector}} {{instance}}"),
+        _annotation("Alerts", questions.firing_alerts(), looks.BAD, "{{alertname}} {{connector}} {{instance}}"),
         _annotation("Restarts", questions.restarts(), looks.WARNING, "{{instance}} restarted"),
         _annotation("Versions", questions.new_versions(), looks.OTHER, "kvobs {{version}} on vLLM {{vllm_version}}"),
     ]
@@ -177,14 +177,14 @@ def _annotation(name: str, expr: str, color: str, title: str) -> board.Annotatio
 
 
 def _links() -> list[board.DashboardLink]:
-    def tagged(title: str, tag: str, tooltip: str, *, keeps: bool = True) -> board.DashboardLink:
+    def link_boards(title: str, tag: str, tooltip: str, *, keeps: bool = True) -> board.DashboardLink:
         link = _link(title, tooltip).type(model.DashboardLinkType.DASHBOARDS).tags([tag]).as_dropdown(True)
         return link.include_vars(keeps)
 
     return [
-        tagged("kvobs", "kvobs", "kvobs's other boards"),
+        link_boards("kvobs", "kvobs", "kvobs's other boards"),
         # Theirs is another scrape job: with ours, their boards would be empty.
-        tagged("vLLM", "vllm", "vLLM's own boards, if installed", keeps=False),
+        link_boards("vLLM", "vllm", "vLLM's own boards, if installed", keeps=False),
         _link("Runbook", "What each alert means, and what to do")
         .url(RUNBOOK)
         .target_blank(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import looks, questions
 from dashboards.frame import Section
-from dashboards.panels import About, Panel, Query, lines, number, of_child
+from dashboards.panels import About, Panel, Query, lines, number, of_connector
 from dashboards.questions import SELECTION
 from kvobs.schema import signals
 
@@ -50,8 +50,8 @@ def _net() -> Panel:
             "Put a faster connector first, look for the cause of slow loads, or load only long prefixes from it.",
             "Requests of one step wait at the same time: the gain may be above 1. An estimate from the engine's steps.",
         ),
-        of_child(questions.net_gain("connector")),
-        of_child(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
+        of_connector(questions.net_gain("connector")),
+        of_connector(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
         unit="short",
         least=None,
     )
@@ -66,7 +66,7 @@ def _saved() -> Panel:
             "A connector that saves little for long costs memory and lookups: compare with its size, or remove it.",
             "It leaves out the time that requests wait: see the net gain. Time without traffic counts, too.",
         ),
-        of_child(questions.saved_share("connector")),
+        of_connector(questions.saved_share("connector")),
         unit="percentunit",
     )
 
@@ -80,7 +80,7 @@ def _slower() -> Panel:
             "Compare load durations with the tokens of a load: small loads rarely pay.",
             "A load that fails does not pay. Loads without an estimate count as if they paid.",
         ),
-        of_child(questions.slower_share("connector")),
+        of_connector(questions.slower_share("connector")),
         unit="percentunit",
     )
 

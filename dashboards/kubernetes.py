@@ -7,7 +7,7 @@ from typing import Any
 
 from dashboards.alerts import rule_groups
 from dashboards.rules import HEADER, to_yaml
-from dashboards.site import Site, token
+from dashboards.site import Site, fill, token
 
 PORTS = {"vllm": "http", "kvobs": "kvobs"}
 """By job, as in the README: the name of the port, that of vLLM's API server and that of the exporter."""
@@ -26,9 +26,9 @@ LABELS, NAMESPACES = token("labels"), token("namespaces")
 """Lines of templates: an export has none, or further labels and namespaces, in their place."""
 
 
-def pod_monitor(site: Site | None = None, *, is_template: bool = False) -> str:
-    """Return the PodMonitor: vLLM and the exporter, with the job names that rules and boards expect."""
-    ports = {"vllm": PORTS["vllm"], (site or Site()).job: PORTS["kvobs"]}
+def pod_monitor(site: Site | None = None) -> str:
+    """Return the PodMonitor of a site, or its template: with the job names that rules and boards expect."""
+    ports = {"vllm": PORTS["vllm"], token("job"): PORTS["kvobs"]}
     endpoints = [
         {
             "port": port,
@@ -38,17 +38,14 @@ def pod_monitor(site: Site | None = None, *, is_template: bool = False) -> str:
         for job, port in ports.items()
     ]
     selector = {"matchLabels": {"app.kubernetes.io/name": "vllm"}}
-    where = {NAMESPACES: ""} if is_template else {}
-    spec = {**where, "selector": selector, "podMetricsEndpoints": endpoints}
-    content = _object("monitoring.coreos.com/v1", "PodMonitor", "kvobs", is_template=is_template, spec=spec)
-    return to_yaml(content, header=POD_HEADER)
+    spec = {**({} if site else {NAMESPACES: ""}), "selector": selector, "podMetricsEndpoints": endpoints}
+    content = _object("PodMonitor", is_template=site is None, spec=spec)
+    return to_yaml(fill(content, site) if site else content, header=POD_HEADER)
 
 
-def prometheus_rule(site: Site | None = None, *, is_template: bool = False) -> str:
-    """Return the PrometheusRule; where Grafana is in a cluster only its owner knows."""
-    spec = rule_groups(site or Site(grafana=""))
-    content = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvobs", is_template=is_template, spec=spec)
-    return to_yaml(content)
+def prometheus_rule(site: Site | None = None) -> str:
+    """Return the PrometheusRule of a site, or its template."""
+    return to_yaml(_object("PrometheusRule", is_template=site is None, spec=rule_groups(site)))
 
 
 def kustomization(boards: Iterable[str]) -> str:
@@ -70,6 +67,6 @@ def kustomization(boards: Iterable[str]) -> str:
     return to_yaml(content, header=APPLY_HEADER)
 
 
-def _object(version: str, kind: str, name: str, *, is_template: bool, **rest: Any) -> dict[str, Any]:
-    metadata = {"name": name, "labels": LABEL | ({LABELS: ""} if is_template else {})}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+def _object(kind: str, *, is_template: bool, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": "kvobs", "labels": LABEL | ({LABELS: ""} if is_template else {})}
+    return {"apiVersion": "monitoring.coreos.com/v1", "kind": kind, "metadata": metadata, "spec": spec}

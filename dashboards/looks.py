@@ -7,7 +7,7 @@ from kvobs.schema import verdicts
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
-VLLM = "#B8B8B8"  # vLLM's own numbers, beside ours
+VLLM = "#B8B8B8"  # vLLM's numbers, beside ours
 OTHER = "#56B4E9"
 
 BY_OUTCOME = {
@@ -30,7 +30,7 @@ BY_TOKENS = {
 }
 
 BY_INDEX = ("#56B4E9", "#F0E442", "#CC79A7", "#0072B2", "#009E73", "#E69F00", "#D55E00")
-"""Colours of children by their place in the configuration; the first four mean nothing else."""
+"""Colours of connectors by their position in the configuration; the first four mean nothing else."""
 
 NO_TRAFFIC = "No traffic"
 NO_DATA = "No data"
@@ -44,7 +44,7 @@ def thresholds(*steps: tuple[float, str], first: str = GOOD) -> board.Thresholds
 
 PLAIN = thresholds(first=OTHER)
 
-# Where there is an alert, a board changes its colour at the alert's threshold; only the alert waits before it speaks.
+# Where there is an alert, a board changes its colour at the alert's threshold; only the alert waits before it fires.
 FAILING_SHARE = thresholds((1e-9, WARNING), (verdicts.FAILING.limits["failing_share"], BAD))
 LOAD_SECONDS = thresholds((verdicts.SLOW.limits["load_p99"], WARNING), (5, BAD))  # slow_load_ms is 1000
 STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
@@ -65,7 +65,7 @@ ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))
 PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
 
 
-def named(values: dict[int, tuple[str, str]]) -> model.ValueMap:
+def map_values(values: dict[int, tuple[str, str]]) -> model.ValueMap:
     """Return a mapping from numbers to texts with colours."""
     return model.ValueMap(
         options={
@@ -84,7 +84,7 @@ def not_a_number(text: str, color: str = IDLE) -> model.SpecialValueMap:
     )
 
 
-def fixed(color: str) -> dict[str, str]:
+def fix_color(color: str) -> dict[str, str]:
     """Return a field's property ``color`` for a fixed colour."""
     return {"fixedColor": color, "mode": "fixed"}
 

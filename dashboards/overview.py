@@ -1,4 +1,4 @@
-"""The board *Overview*: is KV transfer healthy, which child is guilty, does it cost time to first token.
+"""The board *Overview*: is KV transfer healthy, which connector is guilty, does it cost time to first token.
 
 Verdicts are those of the worst engine: one of many that fails does not show in a fleet's mean.
 """
@@ -6,12 +6,12 @@ Verdicts are those of the worst engine: one of many that fails does not show in 
 from __future__ import annotations
 
 from dashboards import frame, looks, questions
-from dashboards.engines import engines, firing
+from dashboards.engines import engines, firing_alerts
 from dashboards.frame import Board, Section
 from dashboards.gains import net_gain
-from dashboards.panels import About, Panel, Query, lines, number, of_child
+from dashboards.panels import About, Panel, Query, lines, number, of_connector
 from dashboards.promql import worst
-from dashboards.questions import SELECTION, by_child, by_engine, worst_engine
+from dashboards.questions import SELECTION, by_connector, by_engine, worst_engine
 from dashboards.reuse import curve
 from dashboards.scheduling import scheduler_time
 from dashboards.tables import Column, rows
@@ -34,15 +34,15 @@ def overview() -> Board:
                 "",
                 [
                     (5, list(zip((3, 2, 3, 3, 3, 3, 3, 2, 2), _verdicts(), strict=True))),
-                    (6, [(24, _children())]),
-                    (8, [(14, engines()), (10, firing())]),
+                    (6, [(24, _connectors())]),
+                    (8, [(14, engines()), (10, firing_alerts())]),
                 ],
             ),
             Section(
                 "Over time",
                 [
                     (9, [(8, _failing()), (8, _slow()), (8, _ttft())]),
-                    (9, [(8, scheduler_time()), (8, _brought()), (8, _open())]),
+                    (9, [(8, scheduler_time()), (8, _loaded_share()), (8, _open())]),
                 ],
             ),
             Section("Reuse: what a cache could serve", [(9, [(24, curve())])], collapsed=True),
@@ -90,7 +90,7 @@ def _verdicts() -> list[Panel]:
                 "Only connectors in the option isolate can be quarantined: a failure of another one ends the engine.",
             ),
             Query(
-                questions.none_if_empty(worst(f"{questions.quarantined(*by_engine)} > 0")),
+                questions.none_if_empty(worst(f"{questions.quarantine(*by_engine)} > 0")),
                 NAMED,
             ),
             unit="short",
@@ -133,7 +133,7 @@ def _verdicts() -> list[Panel]:
                 "See KvobsCallHangs in the runbook.",
                 "Calls below a second are not shown, and ranks on other machines are not seen.",
             ),
-            Query(worst(questions.hanging()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
+            Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
             unit="s",
             verdict=looks.AGE_SECONDS,
             empty="Nothing hangs",
@@ -167,8 +167,8 @@ def _verdicts() -> list[Panel]:
     ]
 
 
-def _children() -> Panel:
-    every = questions.child_or_zero
+def _connectors() -> Panel:
+    every = questions.connector_or_zero
     return rows(
         "Connectors, worst first",
         About(
@@ -190,8 +190,8 @@ def _children() -> Panel:
                 looks.FAILING_SHARE,
                 decimals=1,
             ),
-            Column("Failures/s", every(questions.failures(*by_child)), verdict=looks.ANY_IS_WARNING, decimals=2),
-            Column("Loads/s", every(SELECTION.rate(signals.LOADS, *by_child)), decimals=2),
+            Column("Failures/s", every(questions.failures(*by_connector)), verdict=looks.ANY_IS_WARNING, decimals=2),
+            Column("Loads/s", every(SELECTION.rate(signals.LOADS, *by_connector)), decimals=2),
             Column(
                 "Load p99",
                 worst_engine(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)),
@@ -208,10 +208,14 @@ def _children() -> Panel:
             Column(
                 "Steps blocked", worst_engine(SELECTION.mean(signals.LOAD_STALL, *by_engine)), "s", looks.STALL_SECONDS
             ),
-            Column("Hit share", questions.hit_share(*by_child), "percentunit", decimals=0),
-            Column("Net gain", questions.net_gain_share(*by_child), "percentunit", decimals=0),
+            Column("Hit share", questions.hit_share(*by_connector), "percentunit", decimals=0),
+            Column("Net gain", questions.net_gain_share(*by_connector), "percentunit", decimals=0),
             Column(
-                "Unused hits", questions.unused_hit_share(*by_child), "percentunit", looks.UNUSED_HIT_SHARE, decimals=0
+                "Unused hits",
+                questions.unused_hit_share(*by_connector),
+                "percentunit",
+                looks.UNUSED_HIT_SHARE,
+                decimals=0,
             ),
         ],
         link=TO_CHILD,
@@ -227,7 +231,7 @@ def _failing() -> Panel:
             "Compare the start with restarts and version changes (vertical lines), then open the connector's board.",
             "A failed load is not a failed request: its tokens are recomputed, unless kv_load_failure_policy is fail.",
         ),
-        of_child(questions.child_or_zero(questions.failures(*by_child))),
+        of_connector(questions.connector_or_zero(questions.failures(*by_connector))),
         unit="ops",
     )
 
@@ -241,7 +245,7 @@ def _slow() -> Panel:
             "Open Slow loads for traces of such loads.",
             "Synchronous and asynchronous loads are measured differently: see the connector's board.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_child)),
+        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_connector)),
         unit="s",
     )
 
@@ -257,13 +261,13 @@ def _ttft() -> Panel:
             "Only requests that load wait for loads; time to first token covers all requests.",
         ),
         Query(questions.VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
-        of_child(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_child), "load"),
-        of_child(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_child), "steps blocked", dashed=True),
+        of_connector(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_connector), "load"),
+        of_connector(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_connector), "steps blocked", dashed=True),
         unit="s",
     )
 
 
-def _brought() -> Panel:
+def _loaded_share() -> Panel:
     return lines(
         "Tokens loaded by connector (tokens/s)",
         About(
@@ -272,7 +276,7 @@ def _brought() -> Panel:
             "A connector that never loads anything only costs lookups: remove it, or change the order.",
             "A connector with few tokens may hold blocks that no other connector has.",
         ),
-        of_child(questions.child_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_child))),
+        of_connector(questions.connector_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_connector))),
         unit="short",
         stacked=True,
     )
@@ -287,6 +291,6 @@ def _open() -> Panel:
             "Open the connector's board: age of the oldest transfer, hold, stuck transfers by rank.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
-        of_child(questions.child_or_zero(SELECTION.gauge(signals.IN_FLIGHT, *by_child))),
+        of_connector(questions.connector_or_zero(SELECTION.gauge(signals.IN_FLIGHT, *by_connector))),
         unit="short",
     )

@@ -28,7 +28,7 @@ PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus_datas
 TEMPO = common.DataSourceRef(type_val="tempo", uid="${tempo_datasource}")
 
 METRIC = re.compile(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\b(?:process|otelcol)_\w+|\bALERTS\b")
-CHILD_LEGEND = "#{{index}} {{connector}}"
+CONNECTOR_LEGEND = "#{{index}} {{connector}}"
 VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are few
 
 
@@ -59,9 +59,9 @@ class Query:
     dashed: bool = False
 
 
-def of_child(expr: str, what: str = "", *, dashed: bool = False) -> Query:
-    """Return a query with a series for each child, in the child's own colour on every board."""
-    return Query(questions.numbered(expr), f"{CHILD_LEGEND} {what}".strip(), dashed=dashed)
+def of_connector(expr: str, what: str = "", *, dashed: bool = False) -> Query:
+    """Return a query with a series for each connector, in that connector's colour on every board."""
+    return Query(questions.with_index(expr), f"{CONNECTOR_LEGEND} {what}".strip(), dashed=dashed)
 
 
 def _target(query: Query, index: int) -> prometheus.Dataquery:
@@ -85,7 +85,7 @@ def number(
     empty: str = looks.NO_TRAFFIC,
     least: float | None = 0,
 ) -> Panel:
-    """Return one number and its colour: the child's name above it where the query has a legend, else its course."""
+    """Return one number and its colour: the connector's name above it where the query has a legend, else its course."""
     target = _target(query, 0)
     panel = (
         stat.Panel()
@@ -95,7 +95,7 @@ def number(
         .with_target(target.instant() if query.legend else target.range())
         .unit(unit)
         .no_value(empty)
-        .mappings([looks.not_a_number(empty), *([looks.named(words)] if words else [])])
+        .mappings([looks.not_a_number(empty), *([looks.map_values(words)] if words else [])])
         .thresholds(verdict)
         .color_scheme(board.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
         .color_mode(common.BigValueColorMode.BACKGROUND_SOLID if query.legend else common.BigValueColorMode.VALUE)
@@ -152,14 +152,14 @@ def lines(
     for index, query in enumerate(queries):
         panel.with_target(_target(query, index).range().exemplar(exemplars))
         if query.color:
-            panel.override_by_query(ref_id(index), [*_colored(query.color), _property("custom.lineWidth", query.width)])
+            panel.override_by_query(ref_id(index), [*_color(query.color), _property("custom.lineWidth", query.width)])
         if query.dashed:
             panel.override_by_query(ref_id(index), [_property("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})])
-    if any(query.legend.startswith(CHILD_LEGEND) for query in queries):
+    if any(query.legend.startswith(CONNECTOR_LEGEND) for query in queries):
         for index, color in enumerate(looks.BY_INDEX):
-            panel.override_by_regexp(f"/^#{index} /", _colored(color))
+            panel.override_by_regexp(f"/^#{index} /", _color(color))
     for word, color in (colors or {}).items():
-        panel.override_by_regexp(f"/(^| ){word}$/", _colored(color))
+        panel.override_by_regexp(f"/(^| ){word}$/", _color(color))
     return panel
 
 
@@ -202,7 +202,7 @@ def states(title: str, about: About, words: dict[int, tuple[str, str]], *queries
         .datasource(PROMETHEUS)
         .unit("short")
         .no_value(looks.NO_DATA)
-        .mappings([looks.named(words)])
+        .mappings([looks.map_values(words)])
         .thresholds(looks.PLAIN)
         .color_scheme(board.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
         .show_value(common.VisibilityMode.AUTO)
@@ -223,5 +223,5 @@ def _property(name: str, value: object) -> model.DynamicConfigValue:
     return model.DynamicConfigValue(id_val=name, value=value)
 
 
-def _colored(color: str) -> list[model.DynamicConfigValue]:
-    return [_property("color", looks.fixed(color))]
+def _color(color: str) -> list[model.DynamicConfigValue]:
+    return [_property("color", looks.fix_color(color))]

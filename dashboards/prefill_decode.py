@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame, looks, questions
 from dashboards.engines import PLACE
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, Query, lines, of_child
+from dashboards.panels import About, Panel, Query, lines, of_connector
 from dashboards.promql import Selection
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
 from dashboards.tables import Column, rows
@@ -30,7 +30,7 @@ def prefill_decode() -> Board:
             ),
             Section(
                 "2. Save hold: blocks on the prefill side wait to be fetched",
-                [(8, [(6, _hold()), (6, _usage("Prefill", PREFILL_VLLM)), (6, _held()), (6, _oldest_save())])],
+                [(8, [(6, _hold()), (6, _usage("Prefill", PREFILL_VLLM)), (6, _held_tokens()), (6, _oldest_save())])],
             ),
             Section(
                 "3. Transfer: requests on the decode side wait for their blocks",
@@ -118,7 +118,7 @@ def _lookups() -> Panel:
             "Set lookup_timeout_ms, so that a request is computed without the answer.",
             "Requests answered immediately are not included.",
         ),
-        of_child(PREFILL.mean(signals.LOOKUP_DELAY, "connector")),
+        of_connector(PREFILL.mean(signals.LOOKUP_DELAY, "connector")),
         unit="s",
     )
 
@@ -132,7 +132,7 @@ def _hold() -> Panel:
             "Long holds and a full KV cache (to the right): decode engines fetch too late, or too few of them do.",
             "It includes the time the blocks wait to be fetched, not only the transfer itself.",
         ),
-        of_child(PREFILL.quantile(0.99, signals.SAVE_HOLD, "connector")),
+        of_connector(PREFILL.quantile(0.99, signals.SAVE_HOLD, "connector")),
         unit="s",
         exemplars=True,
     )
@@ -152,7 +152,7 @@ def _usage(side: str, vllm: Selection) -> Panel:
     )
 
 
-def _held() -> Panel:
+def _held_tokens() -> Panel:
     return lines(
         "Prefill: KV cache held by saves (tokens)",
         About(
@@ -161,7 +161,7 @@ def _held() -> Panel:
             "Look for decode engines that stopped: their requests' blocks are held until they are fetched.",
             "Blocks that requests share are counted for each. An idle engine keeps its last value.",
         ),
-        of_child(PREFILL.gauge(signals.HELD_TOKENS, "connector", kind="save")),
+        of_connector(PREFILL.gauge(signals.HELD_TOKENS, "connector", kind="save")),
         unit="short",
     )
 
@@ -175,7 +175,7 @@ def _oldest_save() -> Panel:
             "Compare with the connector's timeout for blocks that are not fetched.",
             "No data means that no save is in progress.",
         ),
-        of_child(questions.oldest("connector", of=PREFILL, kind="save")),
+        of_connector(questions.oldest("connector", of=PREFILL, kind="save")),
         unit="s",
     )
 
@@ -189,8 +189,8 @@ def _loads() -> Panel:
             "Compare with 'Save hold' above. Both long: the link. Short holds and long loads: the decode side.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
-        of_child(DECODE.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
-        of_child(questions.oldest("connector", of=DECODE, kind="load"), "oldest", dashed=True),
+        of_connector(DECODE.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
+        of_connector(questions.oldest("connector", of=DECODE, kind="load"), "oldest", dashed=True),
         unit="short",
     )
 
@@ -204,7 +204,7 @@ def _load_times() -> Panel:
             "Click a point for its trace, or open Slow loads.",
             "Values are interpolated within a histogram bucket: small steps mean nothing.",
         ),
-        of_child(DECODE.quantile(0.99, signals.LOAD_DURATION, "connector")),
+        of_connector(DECODE.quantile(0.99, signals.LOAD_DURATION, "connector")),
         unit="s",
         exemplars=True,
     )
@@ -219,7 +219,7 @@ def _speed() -> Panel:
             "Compare with the bandwidth of the link.",
             "Loads that run at the same time share the link: together they may be faster than this.",
         ),
-        of_child(questions.load_speed("connector", of=DECODE)),
+        of_connector(questions.load_speed("connector", of=DECODE)),
         unit="Bps",
     )
 
@@ -234,7 +234,7 @@ def _failures() -> Panel:
             "A failed load is not a failed request: decode computes the prompt itself, unless kv_load_failure_policy "
             "is fail.",
         ),
-        of_child(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
+        of_connector(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
         unit="ops",
     )
 
@@ -248,7 +248,7 @@ def _resume() -> Panel:
             "High without waiting requests: a connector blocks the scheduler, see board Connector.",
             "Synchronous loads have none.",
         ),
-        of_child(DECODE.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector")),
+        of_connector(DECODE.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector")),
         unit="s",
     )
 
@@ -263,7 +263,7 @@ def _first_token() -> Panel:
             "A proxy in front adds the time on the prefill side; it is not in this number.",
         ),
         Query(DECODE_VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
-        of_child(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),
+        of_connector(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),
         unit="s",
     )
 
@@ -278,6 +278,6 @@ def _between_tokens() -> Panel:
             "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
         ),
         Query(DECODE_VLLM.vllm_quantile(0.95, "inter_token_latency_seconds"), "between tokens", looks.VLLM, 3),
-        of_child(DECODE.quantile(0.95, signals.LOAD_STALL, "connector"), "steps blocked"),
+        of_connector(DECODE.quantile(0.95, signals.LOAD_STALL, "connector"), "steps blocked"),
         unit="s",
     )

@@ -12,10 +12,10 @@ from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 CLUSTER = "cluster"
 ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
-"""Labels of every series that are not the signal's own: Prometheus's and vLLM's; not every site has a cluster."""
+"""Labels of every series beside those of its signal: Prometheus's and vLLM's; not every site has a cluster."""
 SITE_LABELS = (CLUSTER, "namespace", "pod")
 """Labels that some sites have, and others have not."""
-CHILD = "connector"
+CONNECTOR = "connector"
 SCHEDULER_CALLS = "|".join(SCHEDULER_HOOKS)
 """The hooks within the scheduler's step, as values of the label ``hook``."""
 WAITS = "lookup|load|resume"
@@ -26,17 +26,17 @@ ENGINE = f"on ({', '.join(ENGINE_LABELS)})"
 
 @dataclass(frozen=True)
 class Selection:
-    """Say whose series are meant, and over which window rates go.
+    """Select the series that are meant, and the window of rates.
 
-    ``engine`` are matchers for any series, ``child`` further ones for those about a child; each is empty or ends
-    without a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM's own are those of the engines that it
+    ``engine`` are matchers for any series, ``connector`` further ones for those about a connector; each is empty or
+    ends without a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM are those of the engines that it
     finds, on the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are
     meant.
     """
 
     window: str
     engine: str = ""
-    child: str = ""
+    connector: str = ""
     beside: str = ""
     among: str = ""
 
@@ -46,20 +46,20 @@ class Selection:
         A label's value may be several, with "|" between them; ValueError for what the signal has not.
         """
         _check(signal, part, labels)
-        own = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
-        child = self.child if CHILD in labelnames(signal) else ""
-        matchers = ",".join(m for m in (self.engine, child, *own) if m)
+        given = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in labels.items()]
+        connector = self.connector if CONNECTOR in labelnames(signal) else ""
+        matchers = ",".join(m for m in (self.engine, connector, *given) if m)
         return f"{signal.name}{part}{{{matchers}}}"
 
     def rate(self, signal: Signal, *by: str, part: str = "", **labels: str) -> str:
         """Return a counter's rate per second, summed up by these labels."""
-        return self._summed("rate", signal, by, part, labels)
+        return self._sum("rate", signal, by, part, labels)
 
     def increase(self, signal: Signal, *by: str, part: str = "", **labels: str) -> str:
         """Return a counter's increase over the window, summed up by these labels."""
-        return self._summed("increase", signal, by, part, labels)
+        return self._sum("increase", signal, by, part, labels)
 
-    def counted(self, signal: Signal, *by: str) -> str:
+    def count(self, signal: Signal, *by: str) -> str:
         """Return how often something rare happened within the window, summed up by these labels.
 
         A series begins with its first event, which no increase shows: what was not there before counts as a whole.
@@ -88,23 +88,23 @@ class Selection:
         return f"rate({self.series(signal, **labels)}[{self.window}])"
 
     def vllm_series(self, name: str, *matchers: str) -> str:
-        """Return a selector of a metric of vLLM's own, given without prefix.
+        """Return a selector of a metric of vLLM, given without prefix.
 
-        Prometheus 2 stores ``vllm_x`` where vLLM says ``vllm:x`` in OpenMetrics.
+        Prometheus 2 stores ``vllm_x`` where vLLM has ``vllm:x`` in OpenMetrics.
         """
         named = f'__name__=~"vllm[:_]{name}"'
         return "{" + ",".join(m for m in (named, self.engine, *matchers) if m) + "}"
 
     def vllm_quantile(self, q: float, name: str, *by: str) -> str:
-        """Return a quantile of a histogram of vLLM's own."""
+        """Return a quantile of a histogram of vLLM."""
         return f"histogram_quantile({q}, sum{_by(('le', *by))} ({self._vllm_rates(f'{name}_bucket')}))"
 
     def vllm_rate(self, name: str, *by: str, matching: str = "") -> str:
-        """Return the rate per second of a counter of vLLM's own, or of its series with this matcher."""
+        """Return the rate per second of a counter of vLLM, or of its series with this matcher."""
         return f"sum{_by(by)} ({self._vllm_rates(name, matching)})"
 
     def vllm_gauge(self, name: str, *by: str, how: str = "sum") -> str:
-        """Return a gauge of vLLM's own, put together by these labels."""
+        """Return a gauge of vLLM, put together by these labels."""
         return f"{how}{_by(by)} ({self.on_host(self.vllm_series(name))})"
 
     def _vllm_rates(self, name: str, matching: str = "") -> str:
@@ -119,7 +119,7 @@ class Selection:
     def _of_engines(self, series: str) -> str:
         return f"{series} and {ENGINE} ({self.among})" if self.among else series
 
-    def _summed(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
+    def _sum(self, function: str, signal: Signal, by: tuple[str, ...], part: str, labels: dict[str, str]) -> str:
         if signal.kind is Kind.GAUGE:
             raise ValueError(f"{signal.name} is a gauge: it has no rate")
         for name in by:
@@ -141,17 +141,8 @@ def share(part: str, whole: str) -> str:
     return f"({part} or 0 * {whole}) / ({whole} > 0)"
 
 
-def time_in_use(lasted: str, in_progress: str, grouped: str, window: str) -> str:
-    """Return a lower limit of the share of time in which links were in use, of loads that share them.
-
-    It is the time that all loads ``lasted``, a rate, divided by the most that were ``in_progress`` at once.
-    """
-    peak = f"max {grouped} (max_over_time({in_progress}[{window}]))"
-    return f"clamp_max({ratio(lasted, f'clamp_min({peak}, 1)')}, 1)"
-
-
 def worst(expr: str) -> str:
-    """Return the greatest of some values, with the labels that say whose it is."""
+    """Return the greatest of some values, with the labels that identify it."""
     return f"topk(1, {expr})"
 
 

@@ -13,7 +13,6 @@ from dashboards.promql import (
     Selection,
     ratio,
     share,
-    time_in_use,
 )
 from kvobs.schema import signals, verdicts
 
@@ -24,17 +23,17 @@ ROLE = "role"
 SELECTION = Selection(
     window="$__rate_interval",
     engine=",".join(f'{label}=~"${label}"' for label in ENGINE_LABELS),
-    child='connector=~"$connector"',
+    connector='connector=~"$connector"',
 )
 
-by_child = ("connector",)
+by_connector = ("connector",)
 by_engine = ("connector", *SITE_LABELS, "instance", "engine")
-"""A connector of one engine. In a fleet the mean hides the one that fails."""
+"""Labels of a connector of one engine. In a fleet the mean hides the one that fails."""
 
 _INFO = SELECTION.series(signals.CONNECTOR_INFO)
 
 VLLM = Selection(SELECTION.window, 'cluster=~"$cluster",model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
-"""vLLM's own metrics come from another job, and with the exporter from another port (see the README)."""
+"""vLLM's metrics come from another job, and with the exporter from another port (see the README)."""
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 
@@ -47,22 +46,22 @@ def side(role: str, other: str) -> tuple[Selection, Selection]:
     engines = replace(SELECTION, engine=f'{SELECTION.engine},{ROLE}=~"${ROLE}"').series(
         signals.CONNECTOR_INFO, role=f"{role}|{BOTH}"
     )
-    others = replace(SELECTION, child="").series(signals.CONNECTOR_INFO, role=other)
-    found = f"{engines} unless {ENGINE} {others}"
-    return replace(SELECTION, among=found), replace(VLLM, beside=f"({found})")
+    others = replace(SELECTION, connector="").series(signals.CONNECTOR_INFO, role=other)
+    of_role = f"{engines} unless {ENGINE} {others}"
+    return replace(SELECTION, among=of_role), replace(VLLM, beside=f"({of_role})")
 
 
 PREFILL, PREFILL_VLLM = side(PRODUCER, CONSUMER)
 DECODE, DECODE_VLLM = side(CONSUMER, PRODUCER)
 
-EVERY_CHILD = SELECTION.gauge(signals.CONNECTOR_INFO, *by_child, how="max")
-"""A 1 for every configured child, whether or not it has done anything."""
+EVERY_CONNECTOR = SELECTION.gauge(signals.CONNECTOR_INFO, *by_connector, how="max")
+"""A 1 for every configured connector, whether or not it has done anything."""
 
 SEVERITIES = ("info", "warning", "critical")
 
 
 def every(*by: str) -> str:
-    """Return a 1 for every configured child by these labels."""
+    """Return a 1 for every configured connector by these labels."""
     return SELECTION.gauge(signals.CONNECTOR_INFO, *by, how="max")
 
 
@@ -90,15 +89,15 @@ def engines_failing() -> str:
     return share(failing, engines())
 
 
-def firing(severity: str = ".+") -> str:
+def firing_alerts(severity: str = ".+") -> str:
     """Return alerts of kvobs that fire: not all of them have all labels."""
     chosen = ",".join(f'{label}=~"${label}|"' for label in VARIABLES)
     return f'ALERTS{{alertname=~"Kvobs.+",alertstate="firing",severity=~"{severity}",{chosen}}}'
 
 
-def firing_by_severity() -> str:
+def alerts_by_severity() -> str:
     """Return alerts that fire, each with its severity as a number, by what they are about."""
-    every_one = " or ".join(f"{index} * {firing(name)}" for index, name in enumerate(SEVERITIES, 1))
+    every_one = " or ".join(f"{index} * {firing_alerts(name)}" for index, name in enumerate(SEVERITIES, 1))
     return f"max by (alertname, {', '.join(by_engine)}) ({every_one})"
 
 
@@ -115,7 +114,7 @@ def attempts(*by: str) -> str:
 
 
 def failing_share(*by: str) -> str:
-    """Return failures among attempts: a child whose lookups raise has no loads that could fail."""
+    """Return failures among attempts: a connector whose lookups raise has no loads that could fail."""
     return share(failures(*by), attempts(*by))
 
 
@@ -126,7 +125,7 @@ def hit_share(*by: str) -> str:
 
 
 def unused_hit_share(*by: str) -> str:
-    """Return the tokens that no child loaded although this one had them, among those that it offered."""
+    """Return the tokens that no connector loaded although this one had them, among those that it offered."""
     unused = SELECTION.rate(signals.UNUSED_HIT_TOKENS, *by, reason="other_chosen")
     return share(unused, SELECTION.rate(signals.OFFERED_TOKENS, *by))
 
@@ -158,7 +157,7 @@ def estimate_error(*by: str) -> str:
 
 
 def loaded_share() -> str:
-    """Return the prompt tokens that children brought, among all.
+    """Return the prompt tokens that connectors loaded, among all.
 
     Both by vLLM, which counts a prompt once: kvobs counts a preempted request's loads every time.
     """
@@ -171,16 +170,16 @@ def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
     return of.gauge(signals.OLDEST_IN_FLIGHT, *by, how="max", **labels)
 
 
-def wedged(*by: str) -> str:
+def resume_ages(*by: str) -> str:
     """Return the age of the oldest resume on engines that compute nothing: there it does not wait for others."""
     age, steps = SELECTION.series(signals.OLDEST_IN_FLIGHT, kind="resume"), SELECTION.series(signals.STEP_SECONDS)
     return f"max by ({', '.join(by)}) ({age} unless {ENGINE} ({steps} > {steps} offset 30s))"
 
 
-def hanging() -> str:
+def hang_ages() -> str:
     """Return the ages of the calls that engines wait for, and of what has been in progress for too long."""
     by, limits = (*by_engine, "kind"), verdicts.HANGS.limits
-    waiting = f"{oldest(*by, kind='lookup|load')} >= {limits['load']} or {wedged(*by)} >= {limits['resume']}"
+    waiting = f"{oldest(*by, kind='lookup|load')} >= {limits['load']} or {resume_ages(*by)} >= {limits['resume']}"
     return f"{calls()} or {waiting}"
 
 
@@ -191,7 +190,7 @@ def requests(*by: str) -> str:
     return f"max by ({', '.join(by)}) ({replace(SELECTION, beside=some).on_host(_INFO)})"
 
 
-def quarantined(*by: str) -> str:
+def quarantine(*by: str) -> str:
     """Return 1 for connectors in quarantine."""
     return SELECTION.gauge(signals.QUARANTINED, *by, how="max")
 
@@ -203,7 +202,7 @@ def scheduler_share(*by: str, of: Selection = SELECTION) -> str:
 
 def _blocking(*by: str) -> str:
     """Return that share without quick calls on engines that compute nothing while requests wait, which poll."""
-    engine = replace(SELECTION, child='connector=~".+"')
+    engine = replace(SELECTION, connector='connector=~".+"')
     waiting = f"{engine.series(signals.IN_FLIGHT, kind=WAITS)} > 0"
     polling = f"{waiting} unless {ENGINE} {engine.rates(signals.STEP_SECONDS)} > 0"
     others = replace(SELECTION, among=f"{_INFO} unless {ENGINE} ({polling})")
@@ -214,13 +213,15 @@ def _blocking(*by: str) -> str:
 def link_share(*, at_most: bool = False) -> str:
     """Return the share of its links that each connector's loads use while in progress, where it is lowest.
 
-    The time in which some load was in progress is at most the loads' time together.
+    The time in which some load was in progress is at most the loads' time together; and, with ``at_most``, at least
+    that divided by the most that were in progress at once.
     """
     lasted = SELECTION.rate(signals.LOAD_DURATION, *by_engine, part="_sum")
     in_use = f"clamp_max({lasted}, 1)"
     if at_most:
-        loads, grouped = SELECTION.series(signals.IN_FLIGHT, kind="load"), f"by ({', '.join(by_engine)})"
-        in_use = time_in_use(lasted, loads, grouped, SELECTION.window)
+        loads = SELECTION.series(signals.IN_FLIGHT, kind="load")
+        most = f"max by ({', '.join(by_engine)}) (max_over_time({loads}[{SELECTION.window}]))"
+        in_use = f"clamp_max({ratio(lasted, f'clamp_min({most}, 1)')}, 1)"
     in_use += f" * {SELECTION.gauge(signals.LINK_SPEED, *by_engine, how='max')}"
     return f"min by (connector) ({ratio(SELECTION.rate(signals.LOAD_BYTES, *by_engine), in_use)})"
 
@@ -238,20 +239,20 @@ def with_role(expr: str) -> str:
 
 
 def none_if_empty(expr: str) -> str:
-    """Return 0 of a child called "none" where there is no such child, nothing where there is no kvobs at all."""
-    nobody = f'label_replace(0 * max({EVERY_CHILD}), "connector", "none", "", "")'
+    """Return 0 of a connector called "none" where there is no such connector, nothing where there is no kvobs."""
+    nobody = f'label_replace(0 * max({EVERY_CONNECTOR}), "connector", "none", "", "")'
     return f"{expr} or on () {nobody}"
 
 
-def child_or_zero(expr: str) -> str:
-    """Return a value for every child: 0 where it has not been counted yet."""
-    return f"{expr} or 0 * {EVERY_CHILD}"
+def connector_or_zero(expr: str) -> str:
+    """Return a value for every connector: 0 where it has not been counted yet."""
+    return f"{expr} or 0 * {EVERY_CONNECTOR}"
 
 
-def numbered(expr: str) -> str:
-    """Return values by child with the child's place in the configuration as the label ``index``.
+def with_index(expr: str) -> str:
+    """Return values by connector with its position in the configuration as the label ``index``.
 
-    Where engines are configured differently one of its places is taken.
+    Where engines are configured differently one of the positions is taken.
     """
     return f"({expr}) * on (connector) group_left (index) topk by (connector) (1, {_INFO})"
 
@@ -263,8 +264,8 @@ def measures(*by: str) -> dict[str, str]:
         "call": SELECTION.gauge(signals.CALL_IN_PROGRESS, *by, how="max"),
         "lookup": oldest(*by, kind="lookup"),
         "load": oldest(*by, kind="load"),
-        "resume": wedged(*by),
-        "quarantined": quarantined(*by),
+        "resume": resume_ages(*by),
+        "quarantined": quarantine(*by),
         "failing_share": failing_share(*by),
         "scheduler_share": _blocking(*by),
         "load_p99": SELECTION.quantile(0.99, signals.LOAD_DURATION, *by),
@@ -279,13 +280,13 @@ def verdict(*by: str) -> str:
     """Return a state by these labels, as a number of ``looks``; the worst state counts."""
     asked, states = measures(*by), enumerate(verdicts.STATES, 1)
     return " or ".join(
-        f"0 * ({asked[measure]} >= {limit:g}) + {len(verdicts.STATES) - place}"
-        for place, state in states
+        f"0 * ({asked[measure]} >= {limit:g}) + {len(verdicts.STATES) - rank}"
+        for rank, state in states
         for measure, limit in state.limits.items()
     )
 
 
-def lost_in_collectors(metric: str) -> str:
+def collector_losses(metric: str) -> str:
     """Return spans per second that collectors counted so, of those with the most.
 
     The metric has the suffix ``_total`` or not, as the collector's settings have it.

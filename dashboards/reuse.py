@@ -6,7 +6,7 @@ from prometheus_client.utils import floatToGoString
 
 from dashboards import looks
 from dashboards.frame import Section
-from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_child, ref_id
+from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_connector, ref_id
 from dashboards.promql import ratio
 from dashboards.questions import SELECTION, VLLM
 from dashboards.sdk import board, model, prometheus, prometheus_model
@@ -27,21 +27,21 @@ def reuse() -> Section:
     return Section("Reuse: what a cache could serve", [(9, [(12, curve()), (12, _parts())])], collapsed=True)
 
 
-def served_by_size() -> str:
+def hits_by_size() -> str:
     """Return the share of the prompts' blocks that an LRU cache of each size, the label ``le``, would serve."""
     within = SELECTION.rate(REUSE_DISTANCE, "le", part="_bucket", le="[0-9].*|0")  # without +Inf
     return ratio(within, f"0 * {within} + on () group_left () {TOKENS}")
 
 
-def served_by_vllm() -> str:
-    """Return the share of prompts that vLLM's own cache served, with its size as the label ``le``."""
+def hits_of_vllm() -> str:
+    """Return the share of prompts that vLLM's cache served, with its size as the label ``le``."""
     hits = ratio(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), VLLM.vllm_rate("prompt_tokens_total"))
     sizes = f'count_values("le", {SELECTION.series(signals.LOCAL_CACHE_TOKENS)})'
     return f"max by (le) (0 * {sizes} + on () group_left () ({hits}))"
 
 
-def served_by_connectors() -> str:
-    """Return the share of prompts that vLLM's own cache and each connector of a stated size served, at that size.
+def hits_of_connectors() -> str:
+    """Return the share of prompts that vLLM's cache and each connector of a stated size served, at that size.
 
     What vLLM serves itself is asked of no connector, which has it, too.
     """
@@ -54,7 +54,7 @@ def served_by_connectors() -> str:
     return f"max by (le, connector) (0 * {sizes} + on (connector) group_left () ({shares}))"
 
 
-def computed() -> tuple[str, str]:
+def computed_tokens() -> tuple[str, str]:
     """Return computed tokens per second: those used for the first time, and those used before.
 
     With prefill elsewhere tokens are loaded that this engine never saw: these are not computed.
@@ -68,10 +68,10 @@ def computed() -> tuple[str, str]:
 def curve() -> Panel:
     """Return the panel, which the board *Overview* has too."""
     # Each series has the name of its bars as the label ``cache``, and no other label but the size.
-    of_connectors = f'label_replace({served_by_connectors()}, "cache", "with $1, measured", "connector", "(.*)")'
+    of_connectors = f'label_replace({hits_of_connectors()}, "cache", "with $1, measured", "connector", "(.*)")'
     queries = [
-        f'label_replace({served_by_size()}, "cache", "an LRU cache of this size", "", "")',
-        f'label_replace({served_by_vllm()}, "cache", "vLLM\'s own cache, measured", "", "")',
+        f'label_replace({hits_by_size()}, "cache", "an LRU cache of this size", "", "")',
+        f'label_replace({hits_of_vllm()}, "cache", "vLLM\'s own cache, measured", "", "")',
         f"max by (le, cache) ({of_connectors})",
     ]
     about = About(
@@ -112,7 +112,7 @@ def curve() -> Panel:
 
 
 def _parts() -> Panel:
-    new, again = computed()
+    new, again = computed_tokens()
     return lines(
         "Where prompts' tokens came from (tokens/s)",
         About(
@@ -124,7 +124,7 @@ def _parts() -> Panel:
             "Without vLLM's own metrics all its hits count as computed. Loads count again after a preemption.",
         ),
         Query(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), "vLLM's own cache", looks.VLLM),
-        of_child(SELECTION.rate(signals.LOAD_TOKENS, "connector")),
+        of_connector(SELECTION.rate(signals.LOAD_TOKENS, "connector")),
         Query(new, "computed: first use"),
         Query(again, "computed: used before", looks.BAD),
         Query(SELECTION.rate(signals.PROMPT_TAIL_TOKENS), "no full block"),

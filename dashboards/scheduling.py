@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import questions
 from dashboards.frame import Section
-from dashboards.panels import About, Panel, Query, lines, of_child
+from dashboards.panels import About, Panel, Query, lines, of_connector
 from dashboards.questions import SELECTION, by_engine, worst_engine
 from kvobs.schema import signals
 
@@ -13,7 +13,7 @@ def scheduling() -> Section:
     """Return the section of the board *Connector*."""
     return Section(
         "Scheduler: time in connectors, lookups that requests wait for, KV cache that is held",
-        [(8, [(8, scheduler_time()), (8, _lookups()), (8, _call())]), (8, [(12, _resume()), (12, _held())])],
+        [(8, [(8, scheduler_time()), (8, _lookups()), (8, _call())]), (8, [(12, _resume()), (12, _held_tokens())])],
         collapsed=True,
     )
 
@@ -28,7 +28,7 @@ def scheduler_time() -> Panel:
             "See 'Call duration by hook' for the hook, then the connector's server and its timeouts.",
             "A call is counted when it ends: one that still blocks shows under 'Call in progress', with the exporter.",
         ),
-        of_child(worst_engine(questions.scheduler_share(*by_engine))),
+        of_connector(worst_engine(questions.scheduler_share(*by_engine))),
         unit="percentunit",
     )
 
@@ -42,8 +42,8 @@ def _lookups() -> Panel:
             "Check the connector's server. Set lookup_timeout_ms, so that requests go on without it.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
-        of_child(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="lookup"), "lookups"),
-        of_child(questions.oldest("connector", kind="lookup"), "oldest", dashed=True),
+        of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="lookup"), "lookups"),
+        of_connector(questions.oldest("connector", kind="lookup"), "oldest", dashed=True),
         unit="short",
     )
 
@@ -72,13 +72,13 @@ def _resume() -> Panel:
             "High with many waiting requests: the engine is full. High without: a connector blocks the scheduler.",
             "Synchronous loads have none.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector"), "delay"),
-        of_child(questions.oldest("connector", kind="resume"), "oldest", dashed=True),
+        of_connector(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector"), "delay"),
+        of_connector(questions.oldest("connector", kind="resume"), "oldest", dashed=True),
         unit="s",
     )
 
 
-def _held() -> Panel:
+def _held_tokens() -> Panel:
     return lines(
         "KV cache held by transfers (tokens)",
         About(
@@ -87,7 +87,7 @@ def _held() -> Panel:
             "See the age of the oldest transfer; compare with vLLM's KV cache usage.",
             "Blocks that requests share are counted for each. An idle engine keeps its last value.",
         ),
-        of_child(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load|resume"), "loads"),
-        of_child(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="save"), "saves", dashed=True),
+        of_connector(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load|resume"), "loads"),
+        of_connector(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="save"), "saves", dashed=True),
         unit="short",
     )

@@ -1,4 +1,4 @@
-"""The settings of a site, with which rules are made: names, links, thresholds; and rules as templates of an export."""
+"""The settings of a site: names, links, thresholds; and how they replace the tokens of a template."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ class Site:
 
     job: str = "kvobs"
     """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
-    scope: str = ""
-    """Matchers that all series must meet, such as ``cluster="a"``."""
     cluster: str = "cluster"
-    """The label that says which cluster a target is in, if there are several; without it nothing changes."""
+    """The label with a target's cluster, if there are several; without it nothing changes."""
     grafana: str = "http://localhost:3000"
     """Of the compose file; empty for alerts without a link to a board."""
     runbook: str = RUNBOOK
@@ -65,25 +63,13 @@ def thresholds() -> dict[str, str]:
     return {each.name: each.metadata["threshold"] for each in fields(Site) if each.metadata}
 
 
-class _Token(float):
-    """Stands in a text for a number that is filled in at export."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return token(self.name)
-
-    def __format__(self, spec: str) -> str:
-        return token(self.name)
-
-
 def token(name: str) -> str:
-    """Return what a template has in place of this setting."""
+    """Return what a template has instead of this setting."""
     return f"__{name}__"
 
 
 def settings() -> dict[str, Any]:
-    """Return what templates are filled with unless an export says otherwise."""
+    """Return the defaults with which an export fills templates."""
     site = Site()
     meanings = thresholds().items()
     return {
@@ -94,11 +80,12 @@ def settings() -> dict[str, Any]:
     }
 
 
-def placeholders() -> Site:
-    """Return a site whose settings are the tokens of templates; its scope is empty, as an export's."""
-    numbers: dict[str, float] = {}
-    for name in thresholds():
-        numbers[name] = number = _Token()
-        number.name = name
-    texts = {name: token(name) for name in ("job", "cluster", "grafana", "runbook")}
-    return Site(**texts, **numbers)  # type: ignore[arg-type] # a token stands for a whole number, too
+def fill(content: Any, site: Site) -> Any:
+    """Return texts, alone or in maps and lists, with the settings of a site instead of their tokens."""
+    if isinstance(content, dict):
+        return {key: fill(value, site) for key, value in content.items()}
+    if isinstance(content, list):
+        return [fill(each, site) for each in content]
+    for name, value in vars(site).items():
+        content = content.replace(token(name), str(value))
+    return content

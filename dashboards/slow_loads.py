@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame, questions
 from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, Query, distribution, lines, of_child
+from dashboards.panels import About, Panel, Query, distribution, lines, of_connector
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
 from dashboards.tables import TRACE_ID, attribute, spans, trace
@@ -51,8 +51,8 @@ EXPORTER = "{{instance}} {{exporter}}"
 TO_TRACE = frame.to_board(frame.SLOW_LOADS, keeping=[frame.TEMPO_SOURCE, REQUEST], trace=TRACE_ID)
 
 
-def named(span: Span) -> str:
-    """Return the TraceQL condition for spans of this kind, of the chosen children."""
+def select_span(span: Span) -> str:
+    """Return the TraceQL condition for spans of this kind, of the chosen connectors."""
     name = f'name =~ "{span.name} .+"' if span.subject else f'name = "{span.name}"'
     return f'{name} && {attribute(names.CONNECTOR)} =~ "${{connector:pipe}}"'
 
@@ -79,8 +79,8 @@ def _slow() -> Panel:
             "Click a point for its trace.",
             "Values are interpolated within a histogram bucket: small steps mean nothing.",
         ),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="async"), "async"),
-        of_child(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="sync"), "sync", dashed=True),
+        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="async"), "async"),
+        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="sync"), "sync", dashed=True),
         unit="s",
         exemplars=True,
     )
@@ -95,7 +95,7 @@ def _speed() -> Panel:
             "Compare with the bandwidth of the link or store, and with the other connectors.",
             "Loads that run at the same time share the link: together they may be faster than this.",
         ),
-        of_child(questions.load_speed("connector")),
+        of_connector(questions.load_speed("connector")),
         unit="Bps",
     )
 
@@ -134,8 +134,8 @@ def _lost() -> Panel:
             "Check Tempo, and the collector's log and memory. Spans lost before: 'Spans dropped', board Connector.",
             "No data: the collector's own metrics are not scraped. Collectors are those of the whole cluster.",
         ),
-        Query(questions.lost_in_collectors("otelcol_exporter_send_failed_spans"), f"{EXPORTER} not sent"),
-        Query(questions.lost_in_collectors("otelcol_exporter_enqueue_failed_spans"), f"{EXPORTER} queue full"),
+        Query(questions.collector_losses("otelcol_exporter_send_failed_spans"), f"{EXPORTER} not sent"),
+        Query(questions.collector_losses("otelcol_exporter_enqueue_failed_spans"), f"{EXPORTER} queue full"),
         unit="short",
     )
 
@@ -149,7 +149,7 @@ def _slow_loads() -> Panel:
             "Click a name for its trace, on this board or in Explore: kv.load.rank shows each rank.",
             "Slow loads are always exported, others as sampled: use metrics for counts.",
         ),
-        f'{{ {named(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
+        f'{{ {select_span(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
         {
             names.CONNECTOR: "Connector",
             names.MODE: "Mode",
@@ -187,7 +187,7 @@ def _failed_loads() -> Panel:
             "Click a name for its trace; see the exception in 'Slow and failed calls' to the right.",
             "A failed load is not necessarily a failed request.",
         ),
-        f"{{ {named(names.LOAD)} && status = error }}",
+        f"{{ {select_span(names.LOAD)} && status = error }}",
         {
             names.CONNECTOR: "Connector",
             names.ERROR_TYPE: "Error",
@@ -207,7 +207,7 @@ def _slow_calls() -> Panel:
             "Click a name for its trace, or check the log at the same time.",
             "Calls that belong to no request have their own traces.",
         ),
-        f'{{ {named(names.CALL)} && {attribute(names.REASON)} =~ "{Reason.SLOW}|{Reason.ERROR}" }}',
+        f'{{ {select_span(names.CALL)} && {attribute(names.REASON)} =~ "{Reason.SLOW}|{Reason.ERROR}" }}',
         {
             names.CONNECTOR: "Connector",
             names.HOOK: "Hook",

@@ -1,4 +1,4 @@
-"""Tables: a row for each child, and rows of spans out of Tempo; and the trace of one of these spans."""
+"""Tables: a row for each connector, and rows of spans out of Tempo; and the trace of one of these spans."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _looks_of(column: Column) -> list[model.DynamicConfigValue]:
     if column.verdict:
         properties["thresholds"] = looks.only_what_stands_out(column.verdict).build()
     if column.words:
-        properties["mappings"] = [looks.named(column.words)]
+        properties["mappings"] = [looks.map_values(column.words)]
     return [model.DynamicConfigValue(id_val=name, value=value) for name, value in properties.items()]
 
 

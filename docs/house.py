@@ -27,7 +27,7 @@ TIERS: tuple[dict[str, str], ...] = (
     {
         "schema": "Lists options, metrics and spans; checks the options: declared once, read by all.",
         "state": "Holds the ledger, transfers, quarantine and cache layout: pure, without vLLM.",
-        "topology": "Tells which decode rank reads which KV heads from which prefill ranks; vLLM's class of that name.",
+        "topology": "Maps decode ranks to the prefill ranks and KV heads that they read; vLLM's class of that name.",
     },
     {
         "faults": "Contains internal errors and counts them.",
@@ -35,7 +35,7 @@ TIERS: tuple[dict[str, str], ...] = (
     },
     {
         "telemetry": "Counts calls, follows requests, shows the calls in progress, carries numbers to the API server.",
-        "aggregation": "Combines the outputs of the workers rank by rank, in the place of vLLM's class.",
+        "aggregation": "Combines the outputs of the workers rank by rank, instead of vLLM's class.",
     },
     {
         "children": "Builds, names and calls the configured connectors, and records each call.",

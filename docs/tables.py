@@ -10,9 +10,8 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from dashboards.alerts import ALL_FAILED, SLOW_ENOUGH_S, alerts
+from dashboards.alerts import ALERTS
 from dashboards.site import Site, thresholds
-from dashboards.telemetry_alerts import PREFIX
 from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
 from docs.pages import ROOT, table
@@ -59,8 +58,8 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "RequestsFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
-        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes, or all of at least {ALL_FAILED} "
-        "in 6 hours"
+        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes, or all of at least 3 in 6 "
+        "hours"
     ),
     "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
     "StuckTransfers": lambda _: (
@@ -70,7 +69,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     "EnginesFailing": lambda _: "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
     "ConnectorFailing": lambda site: (
         f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
-        f", or all of at least {ALL_FAILED} in 6 hours"
+        ", or all of at least 3 in 6 hours"
     ),
     "ConnectorBlocksEngine": lambda site: (
         f"the scheduler spent more than {_percent(site.blocked_share)} of the last 90 s in calls into a connector"
@@ -91,7 +90,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "LoadsSlowed": lambda site: (
         f"loads take more than {site.slowed_times:g} times as long as a day ago, for the same number of tokens, and "
-        f"more than {SLOW_ENOUGH_S:g} s on average, of at least {site.few_loads} in 5 minutes"
+        f"more than 0.1 s on average, of at least {site.few_loads} in 5 minutes"
     ),
     "LoadsBelowLink": lambda site: (
         f"loads use at most {_percent(site.link_share)} of a connector's links (`link_gbps`) while they are in "
@@ -197,8 +196,8 @@ def states() -> str:
 def alert_rules() -> str:
     """Return the alerts, each with a link to its section of the runbook."""
     rows = []
-    for alert in alerts(Site()):
-        condition = CONDITIONS[alert.name.removeprefix(PREFIX)](Site())
+    for alert in ALERTS:
+        condition = CONDITIONS[alert.name.removeprefix("Kvobs")](Site())
         link = f"[`{alert.name}`](../dashboards/runbook.md#{alert.name.lower()})"
         lasting, kept = (time.replace("m", " min") for time in (alert.hold, alert.keep))
         rows.append([link, str(alert.severity), condition, lasting, kept])

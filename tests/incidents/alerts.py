@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dashboards.alerts import rule_groups
 from dashboards.rules import INTERVAL
+from dashboards.site import Site
 from tests.engine.prometheus import Prometheus
 from tests.support.promtool import promtool
 
@@ -128,7 +129,7 @@ class Fired:
 
 def alerts_of(recorded: Recorded, folder: Path) -> list[Fired]:
     """Return the alerts that fire on what was recorded, the first first."""
-    rules, (series, began) = rule_groups(), recorded.scene()
+    rules, (series, began) = rule_groups(Site()), recorded.scene()
     times = range(0, len(series[0]["values"].split()) * SCRAPE_S, int(INTERVAL.removesuffix("s")))
     asked = 'ALERTS{alertname=~"Kvobs.+",alertstate="firing",severity!="info"}'
     content = {

@@ -2,9 +2,9 @@
 
 Metrics of vLLM and of the process come from another scrape job than kvobs's (README), so they carry no job, and with
 the exporter those of vLLM come from another port, so they carry no instance (``Selection.beside`` says whose they are).
-A counter that is young is counted as a whole (``Selection.counted``), so it may stand bare beside ``unless``. Some
+A counter that is young is counted as a whole (``Selection.count``), so it may stand bare beside ``unless``. Some
 alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and is a
-separate target (``questions.lost_in_collectors``).
+separate target (``questions.collector_losses``).
 """
 
 import json

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dashboards import rules
-from dashboards.alerts import alerts
-from dashboards.rules import Alert, Asks
+from dashboards.alerts import rule_groups
 from dashboards.site import Site
 from docs.pages import part
 from docs.tables import CONDITIONS
@@ -18,8 +16,9 @@ from tests.support.pages import ALL_TEXTS, RUNBOOK, TEXTS, paragraphs
 
 # --- how long alerts wait, and what they look back on
 
-ALERTS = {alert.name: alert for alert in alerts(Site())}
-RECORDED = {rule.record: rule.expr for rule in rules.recordings(Asks())}
+RULES = [rule for group in rule_groups(Site())["groups"] for rule in group["rules"]]
+RULE_OF = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+RECORDED = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
 UNITS = {"s": 1, "seconds": 1, "minute": 60, "hour": 3600, "day": 86400}
 NUMBERS = ("a", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 OTHERS = {"an": 1, "last": 1, "half an": 0.5, "quarter of an": 0.25, "fifteen": 15, "twenty": 20, "thirty": 30}
@@ -34,12 +33,12 @@ def times(text: str) -> set[float]:
     return {(WORDS.get(n.lower()) or float(n)) * UNITS[unit] for n, unit in TIME.findall(text)}
 
 
-def in_rule(alert: Alert) -> set[float]:
+def in_rule(name: str) -> set[float]:
     """Return the durations of an alert's rule, in seconds: how long it lasts, ranges, thresholds."""
-    expr = alert.expr
+    expr = RULE_OF[name]["expr"]
     for _ in RECORDED:  # a recording may ask for another one
         expr = re.sub("|".join(map(re.escape, RECORDED)), lambda name: f"({RECORDED[name[0]]})", expr)
-    ranges = re.findall(r"(?:\[|offset )(\d+)([smhd])\b", expr) + re.findall(r"^(\d+)([smhd])$", alert.hold)
+    ranges = re.findall(r"(?:\[|offset )(\d+)([smhd])\b", expr) + re.findall(r"^(\d+)([smhd])$", RULE_OF[name]["for"])
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     thresholds = re.findall(r"> (\d+)\b", expr)
     return {float(n) * seconds[unit] for n, unit in ranges} | {float(n) for n in thresholds}
@@ -63,21 +62,21 @@ def test_times_are_read() -> None:
     text = "for half an hour, more than a minute, in the last day, 60 s by default, at most 60 seconds, five minutes"
     assert times(text) == {1800, 60, 86400, 300}
     assert sum(bool(times(meaning)) for meaning in MEANINGS.values()) > 12
-    assert in_rule(ALERTS["KvobsSlowestRank"]) >= {600, 900}
+    assert in_rule("KvobsSlowestRank") >= {600, 900}
 
 
-@pytest.mark.parametrize("name", ALERTS)
+@pytest.mark.parametrize("name", RULE_OF)
 def test_times_in_the_runbook_and_the_conditions_are_those_of_the_rule(name: str) -> None:
-    assert times(MEANINGS[name]) <= in_rule(ALERTS[name]) | BESIDE.get(name, set())
-    assert times(CONDITIONS[name.removeprefix("Kvobs")](Site())) <= in_rule(ALERTS[name])
+    assert times(MEANINGS[name]) <= in_rule(name) | BESIDE.get(name, set())
+    assert times(CONDITIONS[name.removeprefix("Kvobs")](Site())) <= in_rule(name)
 
 
 @pytest.mark.parametrize("page", sorted(TEXTS))
 def test_times_beside_an_alert_are_those_of_its_rule(page: str) -> None:
     for text in paragraphs(TEXTS[page]):
         for sentence in re.split(r"(?<=[.:;]) ", text):
-            if len(named := set(re.findall(r"Kvobs[A-Z]\w+", sentence)) & ALERTS.keys()) == 1:
-                assert times(sentence) <= in_rule(ALERTS[named.pop()])
+            if len(named := set(re.findall(r"Kvobs[A-Z]\w+", sentence)) & RULE_OF.keys()) == 1:
+                assert times(sentence) <= in_rule(named.pop())
 
 
 # --- what it costs

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from dashboards.alerts import alerts
-from dashboards.site import Site
+from dashboards.alerts import ALERTS
 
 
 def picks(matchers: list[str], labels: dict[str, str]) -> bool:
@@ -18,12 +17,12 @@ def picks(matchers: list[str], labels: dict[str, str]) -> bool:
     return True
 
 
-ALERTS = {alert.name: alert for alert in alerts(Site())}
+BY_NAME = {alert.name: alert for alert in ALERTS}
 ALERTMANAGER = yaml.safe_load((Path(__file__).parents[3] / "dashboards/stack/alertmanager.yml").read_text())
 
 
 def labels_of(name: str) -> dict[str, str]:
-    return {"alertname": name, "severity": str(ALERTS[name].severity), **dict.fromkeys(ALERTS[name].about, "x")}
+    return {"alertname": name, "severity": str(BY_NAME[name].severity), **dict.fromkeys(BY_NAME[name].about, "x")}
 
 
 def receiver(name: str) -> str:
@@ -42,16 +41,16 @@ def silenced_by(source: str, target: str) -> bool:
 
 def test_an_alert_goes_where_its_severity_says() -> None:
     by_severity = {"critical": "pager", "warning": "chat", "info": "nobody"}
-    assert {name: receiver(name) for name in ALERTS} == {
-        name: by_severity[str(alert.severity)] for name, alert in ALERTS.items()
+    assert {name: receiver(name) for name in BY_NAME} == {
+        name: by_severity[str(alert.severity)] for name, alert in BY_NAME.items()
     }
     assert {each["name"] for each in ALERTMANAGER["receivers"]} == set(by_severity.values())
     assert not set(ALERTMANAGER["route"]["group_by"]) & {"instance", "engine", "pod", "job"}, "one message for many"
 
 
 def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
-    found = {source: {target for target in ALERTS if silenced_by(source, target)} for source in ALERTS}
-    everything = {name for name, alert in ALERTS.items() if {"job", "instance"} <= set(alert.about)}
+    found = {source: {target for target in BY_NAME if silenced_by(source, target)} for source in BY_NAME}
+    everything = {name for name, alert in BY_NAME.items() if {"job", "instance"} <= set(alert.about)}
     slow = {"KvobsLoadsSlow", "KvobsLoadsSlowed"}
     slow_or_below = slow | {"KvobsLoadsBelowLink"}
     late = slow_or_below | {"KvobsLoadUnfinished", "KvobsLookupUnanswered", "KvobsSaveBacklog", "KvobsLoadsDontPay"}
@@ -73,5 +72,5 @@ def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
     }
     for rule in ALERTMANAGER["inhibit_rules"]:
         for name in re.findall(r"Kvobs\w+", str(rule)):
-            assert name in ALERTS
+            assert name in BY_NAME
         assert "cluster" in rule["equal"]

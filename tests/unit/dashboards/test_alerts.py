@@ -1,6 +1,6 @@
 """What makes each alert fire, and what doesn't, as promtool evaluates it: every alert goes through every scene.
 
-Beside the child (or engine, or target) that a scene is about there is always a healthy one, which must stay quiet.
+Beside the connector (or engine, or target) that a scene is about there is always a healthy one, which must stay quiet.
 """
 
 import json
@@ -12,24 +12,22 @@ from urllib.parse import urlencode
 
 import pytest
 
-from dashboards.alerts import ALERTS, alerts, rule_groups
-from dashboards.fleet_alerts import FLEET
-from dashboards.incident_alerts import CHILD, INCIDENTS
-from dashboards.rules import SOON, Alert, Severity
+from dashboards.alerts import ALERTS, rule_groups
+from dashboards.incident_alerts import INCIDENTS
+from dashboards.rules import CONNECTOR, DOUBLED, ENGINE, FLEET, JOB, SOON, TARGET, Alert, Severity
 from dashboards.site import RUNBOOK, Site
-from dashboards.telemetry_alerts import DOUBLED, ENGINE, JOB, TARGET
 from kvobs.schema.signals import SIGNALS, Scope
 from tests.support.promtool import promtool
 from tests.unit.dashboards.scenes import SCENES, SUBJECTS
 from tests.unit.dashboards.scenes.scene import BUILD, OLD, START, UP, Fires, Scenes, Series
 from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
 
-BY_NAME = {alert.name: alert for alert in alerts(Site())}
+BY_NAME = {alert.name: alert for alert in ALERTS}
 SCOPES = {signal.name: signal.scope for signal in SIGNALS}
 
-LABELS = dict(zip(CHILD, ("kvobs", "gpu-1:8000", "org/model a&b", "0", "disk"), strict=True))
+LABELS = dict(zip(CONNECTOR, ("kvobs", "gpu-1:8000", "org/model a&b", "0", "disk"), strict=True))
 BESIDE: dict[tuple[str, ...], dict[str, str]] = {
-    CHILD: {"connector": "cpu"},
+    CONNECTOR: {"connector": "cpu"},
     ENGINE: {"engine": "1"},
     DOUBLED: {"engine": "1"},
     TARGET: {"instance": "gpu-2:8000"},
@@ -228,7 +226,7 @@ def test_what_stops_an_engine_is_critical_within_two_minutes(name: str, tmp_path
 
 
 def test_all_that_stops_an_engine_is_in_time() -> None:
-    assert [alert.name for alert in (make(Site()) for make in INCIDENTS)] == list(IN_TIME)
+    assert [alert.name for alert in INCIDENTS] == list(IN_TIME)
     assert all(BY_NAME[name].severity is Severity.CRITICAL for name in IN_TIME)
 
 
@@ -280,7 +278,7 @@ def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
         scope = SCOPES.get(re.sub("_(bucket|sum|count)$", "", metric))
         of_connector = scope in (Scope.CHILD, Scope.OUTSIDE) and metric != START
         is_vllms = metric.startswith("vllm")  # another target on the same host
-        has = CHILD if of_connector else ENGINE if scope or is_vllms else TARGET
+        has = CONNECTOR if of_connector else ENGINE if scope or is_vllms else TARGET
         of = {**labels, "job": "vllm", "instance": labels["instance"].replace(":8", ":9")} if is_vllms else labels
         shown = [
             f'{label}="{of[label]}"'
@@ -399,7 +397,7 @@ def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: 
 
 def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m") -> Any:
     """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
-    recording, *alerting = rule_groups()["groups"]
+    recording, *alerting = rule_groups(Site())["groups"]
     if name:
         for group in alerting:
             group["rules"] = [rule for rule in group["rules"] if rule["alert"] == name]

@@ -14,7 +14,7 @@ import pytest
 from dashboards import __main__ as generator
 from dashboards import frame, looks
 from dashboards.__main__ import FILES, GENERATED, differences
-from dashboards.panels import CHILD_LEGEND, About, lines
+from dashboards.panels import CONNECTOR_LEGEND, About, lines
 from dashboards.sdk import JSONEncoder, model
 from dashboards.site import Site
 from kvobs.schema.signals import SIGNALS
@@ -157,7 +157,7 @@ def test_prometheus_2_takes_every_query(path: str, tmp_path: Path) -> None:
 def test_a_child_has_the_same_colour_on_all_boards() -> None:
     found = []
     for panel in (panel for content in BOARDS.values() for panel in panels(content)):
-        if any(target.get("legendFormat", "").startswith(CHILD_LEGEND) for target in panel["targets"]):
+        if any(target.get("legendFormat", "").startswith(CONNECTOR_LEGEND) for target in panel["targets"]):
             overrides = panel["fieldConfig"]["overrides"]
             colored = [o["properties"][0] for o in overrides if o["matcher"]["options"].startswith("/^#")]
             found.append([color["value"]["fixedColor"] for color in colored])
@@ -173,7 +173,7 @@ def test_lines_of_several_connectors_differ() -> None:
             repeats = bool(panel.get("repeat"))
         inside = panel.get("panels", [panel])
         for shown in (p for p in inside if p["type"] == "timeseries" and not repeats and not panel.get("collapsed")):
-            assert all(t["legendFormat"].startswith(CHILD_LEGEND) for t in shown["targets"]), shown["title"]
+            assert all(t["legendFormat"].startswith(CONNECTOR_LEGEND) for t in shown["targets"]), shown["title"]
             overrides = shown["fieldConfig"]["overrides"]
             styles = [p for o in overrides for p in o["properties"] if p["id"] == "custom.lineStyle"]
             assert len(shown["targets"]) - len(styles) <= 1, shown["title"]

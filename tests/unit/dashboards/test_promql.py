@@ -46,7 +46,7 @@ def test_a_selector_parses_and_has_what_was_asked(choice: tuple[Signal, str, dic
 def test_everything_that_is_built_parses(signal: Signal, by: list[str]) -> None:
     built = {
         Kind.COUNTER: lambda: [
-            *(ask(signal, *by) for ask in (SELECTION.rate, SELECTION.increase, SELECTION.counted)),
+            *(ask(signal, *by) for ask in (SELECTION.rate, SELECTION.increase, SELECTION.count)),
             SELECTION.rates(signal), share(SELECTION.rate(signal, *by), SELECTION.rate(signal, *by)),
         ],
         Kind.GAUGE: lambda: [SELECTION.gauge(signal, *by, how=how) for how in ("sum", "max", "min")],
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "no part": (lambda: SELECTION.rate(signals.LOAD_DURATION), "is a histogram: its parts are"),
     "a part": (lambda: SELECTION.rate(signals.LOADS, part="_sum"), "is a counter: its parts are"),
     "a gauge's rate": (lambda: SELECTION.rate(signals.IN_FLIGHT), "kvobs_in_flight is a gauge: it has no rate"),
-    "counted gauge": (lambda: SELECTION.counted(signals.IN_FLIGHT), "kvobs_in_flight is a gauge, not a counter"),
+    "counted gauge": (lambda: SELECTION.count(signals.IN_FLIGHT), "kvobs_in_flight is a gauge, not a counter"),
     "rates of a histogram": (lambda: SELECTION.rates(signals.LOAD_STALL), "is a histogram, not a counter"),
     "no child": (lambda: SELECTION.rate(signals.SELF_SECONDS, "connector"), "has no label 'connector'"),
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dashboards import looks, promql, questions
-from dashboards.questions import SELECTION, by_child, by_engine
+from dashboards.questions import SELECTION, by_connector, by_engine
 from kvobs.schema import signals, verdicts
 from tests.support.promtool import answers
 
@@ -77,7 +77,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         "out": "Quarantined", "back": "OK", "fatal": "Ended the engine", "with save": "OK",
         **dict.fromkeys(hanging, "Hangs"),
     }  # fmt: skip
-    asked = questions.verdict(*by_child)
+    asked = questions.verdict(*by_connector)
     names = {number: name for number, (name, _) in looks.VERDICTS.items()}
     assert {of: names[int(number)] for of, number in answers(tmp_path, series, asked).items()} == states
     # A scheduler that computes nothing polls: it blocks no step.
@@ -104,7 +104,7 @@ def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path
         'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",
         **{OLDEST(f"{kind} {age}", kind): f"{age}x20" for kind in ("load", "save", "resume") for age in (14, 15)},
     }
-    assert answers(tmp_path, series, questions.hanging()) == {"a": 2, "load 15": 15, "resume 15": 15}
+    assert answers(tmp_path, series, questions.hang_ages()) == {"a": 2, "load 15": 15, "resume 15": 15}
 
 
 def test_every_measure_of_the_states_is_asked_for() -> None:
@@ -117,7 +117,7 @@ def on(number: int, series: dict[str, str]) -> dict[str, str]:
     return {name.replace("}", of): values for name, values in series.items()}
 
 
-FAILING_MOST = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_child)}) > 0)")
+FAILING_MOST = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_connector)}) > 0)")
 
 
 def fleet(engines: int, failing: int) -> dict[str, str]:
@@ -132,7 +132,7 @@ def fleet(engines: int, failing: int) -> dict[str, str]:
 def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path) -> None:
     series = fleet(64, 1)
     assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": 4}, "Failing"
-    assert answers(tmp_path, series, questions.verdict(*by_child)) == {"disk": 1}, "OK: the mean hides it"
+    assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"disk": 1}, "OK: the mean hides it"
     worst = promql.worst(f"({questions.failing_share(*by_engine)}) > 0")
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
 
@@ -156,7 +156,7 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
     series |= alert("KvobsLoadUnfinished", "critical", instance="i", engine="0", connector="disk")
     series |= alert("NodeDown", "critical", instance="i")
     series |= {name.replace("firing", "pending").replace("Kvobs", "KvobsNot"): v for name, v in series.items()}
-    assert answers(tmp_path, series, questions.firing_by_severity(), label="alertname") == {
+    assert answers(tmp_path, series, questions.alerts_by_severity(), label="alertname") == {
         "KvobsJobMissing": 2, "KvobsTelemetryCost": 1, "KvobsLoadUnfinished": 3,
     }  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> Non
     series = child("quick", prefill_saved_seconds_total="0+180x20", load_waited_seconds_total=RISING)
     series |= child("slow", prefill_saved_seconds_total=RISING, load_waited_seconds_total="0+180x20")
     series |= child("failing", load_waited_seconds_total=RISING) | child("idle")
-    assert answers(tmp_path, series, questions.net_gain(*by_child)) == {"quick": 2, "slow": -2, "failing": -1}
+    assert answers(tmp_path, series, questions.net_gain(*by_connector)) == {"quick": 2, "slow": -2, "failing": -1}
     assert answers(tmp_path, series, questions.net_gain()) == {"": -1}
 
 
@@ -176,9 +176,9 @@ def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
     gaining = {"prefill_saved_seconds_total": "0+180x20", "load_waited_seconds_total": RISING}
     for number, (name, counters) in enumerate((("disk", gaining), ("disk", {}), ("cpu", {}))):
         series |= on(number, child(name, **counters))
-    assert answers(tmp_path, series, questions.net_gain_share(*by_child)) == {"disk": 1}
+    assert answers(tmp_path, series, questions.net_gain_share(*by_connector)) == {"disk": 1}
     assert answers(tmp_path, series, questions.net_gain_share()) == {"": pytest.approx(2 / 3)}
-    assert answers(tmp_path, series, questions.saved_share(*by_child)) == {"disk": 1.5, "cpu": 0}
+    assert answers(tmp_path, series, questions.saved_share(*by_connector)) == {"disk": 1.5, "cpu": 0}
 
 
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
@@ -223,11 +223,11 @@ SPLIT |= engine("d2", {"nixl": "kv_consumer"})
 
 def test_an_engine_is_on_the_side_of_its_producer_or_consumer(tmp_path: Path) -> None:
     def loads(selection: promql.Selection) -> dict[str, float]:
-        return answers(tmp_path, SPLIT, selection.rate(signals.LOADS, *by_child))
+        return answers(tmp_path, SPLIT, selection.rate(signals.LOADS, *by_connector))
 
     assert loads(questions.PREFILL) == {"nixl": 1, "cpu": 1}
     assert loads(questions.DECODE) == {"nixl": 2, "cpu": 1}
-    held = questions.DECODE.gauge(signals.HELD_TOKENS, *by_child, kind="save")
+    held = questions.DECODE.gauge(signals.HELD_TOKENS, *by_connector, kind="save")
     assert answers(tmp_path, SPLIT, held) == {"nixl": 128, "cpu": 64}
     asked = questions.DECODE.rate(signals.LOADS, "instance", "connector").replace("$connector", "cpu")
     assert answers(tmp_path, SPLIT, asked, label="instance") == {"d:9464": 1}, "whichever connector is chosen"
@@ -258,9 +258,9 @@ def test_the_first_of_what_is_rare_is_counted(tmp_path: Path) -> None:
         f'kvobs_stuck_transfers_total{{connector="{name}",rank="1"}}': values
         for name, values in {"young": "_x8 1 1 1 1", "old": "1x20", "again": "1x8 2 2 2 2"}.items()
     }
-    found = answers(tmp_path, series, SELECTION.counted(signals.STUCK_TRANSFERS, *by_child))
+    found = answers(tmp_path, series, SELECTION.count(signals.STUCK_TRANSFERS, *by_connector))
     assert found == {"young": 1, "old": 0, "again": pytest.approx(1, rel=0.4)}
-    assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_child))["young"] == 0
+    assert answers(tmp_path, series, SELECTION.increase(signals.STUCK_TRANSFERS, *by_connector))["young"] == 0
 
 
 def over_link(name: str, seconds: int, at_once: int) -> dict[str, str]:
@@ -280,7 +280,7 @@ OK, HALF = child("well", loads_total__ok=RISING), child("half", loads_total__ok=
 ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "of what never failed 0, of what did nothing none": (
         child("idle") | OK | HALF | child("raising", call_errors_total=RISING),
-        questions.failing_share(*by_child), {"well": 0, "half": 0.5, "raising": 1},
+        questions.failing_share(*by_connector), {"well": 0, "half": 0.5, "raising": 1},
     ),
     "the one that fails most": (OK | HALF, FAILING_MOST, {"half": 0.5}),
     "nobody, if none fails": (OK, FAILING_MOST, {"none": 0}),
@@ -288,22 +288,22 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "no engine without connectors": ({}, questions.engines_failing(), {}),
     **{f"{n} of 64 engines": (fleet(64, n), questions.engines_failing(), {"": n / 64}) for n in (0, 1, 16)},
     "each that is configured": (
-        child("idle") | HALF, questions.child_or_zero(questions.failures(*by_child)), {"idle": 0, "half": 1}
+        child("idle") | HALF, questions.connector_or_zero(questions.failures(*by_connector)), {"idle": 0, "half": 1}
     ),
     "bytes in the time of loads": (  # 600 bytes a minute in loads that took 6 seconds of it
         child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle"),
-        questions.load_speed(*by_child), {"disk": 100},
+        questions.load_speed(*by_connector), {"disk": 100},
     ),
     "a link, used at least": (LINKED, questions.link_share(), {"alone": 0.2, "four": 0.1}),
     "a link, used at most": (LINKED, questions.link_share(at_most=True), {"alone": 0.2, "four": 0.2}),
     "shares of hits": (
         child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING),
-        questions.hit_share(*by_child), {"cpu": 0.25},
+        questions.hit_share(*by_connector), {"cpu": 0.25},
     ),
     "shares of unused hit tokens": (
         child("disk", offered_tokens_total="0+600x20")
         | {UNUSED("other_chosen"): RISING, UNUSED("aborted"): "0+600x20"},
-        questions.unused_hit_share(*by_child), {"disk": 0.1},
+        questions.unused_hit_share(*by_connector), {"disk": 0.1},
     ),
     "an engine with two connectors is one": (
         child("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | child("cpu"),
@@ -312,27 +312,30 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "no engine": ({}, questions.net_gain_share(), {}),
     "loads that do not pay": (
         child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20") | OK | child("idle"),
-        questions.slower_share(*by_child), {"slow": 0.5, "well": 0},
+        questions.slower_share(*by_connector), {"slow": 0.5, "well": 0},
     ),
     "a connector in two places": (
         child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"},
-        questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"disk": 1},
+        questions.with_index(SELECTION.rate(signals.LOADS, *by_connector)), {"disk": 1},
     ),
     "the oldest of what is open": (
         {OLDEST("cpu", "load"): "0x20", OLDEST("disk", "lookup"): "0x20", OLDEST("disk", "load"): "30x20",
          OLDEST("disk", "save"): "60x20"},
-        questions.oldest(*by_child), {"cpu": 0, "disk": 60},
+        questions.oldest(*by_connector), {"cpu": 0, "disk": 60},
     ),
     "a version that begins": ({BUILD("1"): "1x20", BUILD("2"): "_x8 1x20"}, questions.new_versions(), {"": 1}),
     "no version after a while": ({BUILD("1"): "1x20", BUILD("2"): "_x2 1x20"}, questions.new_versions(), {}),
     **{
-        f"engines of both roles on the side {role}": (BOTH_ROLES, selection.rate(signals.LOADS, *by_child), {"nixl": 2})
+        f"engines of both roles on the side {role}": (
+            BOTH_ROLES, selection.rate(signals.LOADS, *by_connector), {"nixl": 2},
+        )
         for role, selection in (("prefill", questions.PREFILL), ("decode", questions.DECODE))
     },
 }  # fmt: skip
 BY_LABEL: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "index": (
-        child("cpu", loads_total__ok="0+120x20"), questions.numbered(SELECTION.rate(signals.LOADS, *by_child)), {"0": 2}
+        child("cpu", loads_total__ok="0+120x20"),
+        questions.with_index(SELECTION.rate(signals.LOADS, *by_connector)), {"0": 2},
     ),
     "kind": (
         {STEP("prefill"): RISING, STEP("decode"): RISING,
@@ -342,7 +345,7 @@ BY_LABEL: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "instance": (  # the name depends on the collector's settings; neither its job nor its address is an engine's
         {LOST("send_failed_spans", "a"): RISING, LOST("send_failed_spans_total", "b"): "0+120x20",
          LOST("sent_spans", "a"): "0+600x20"},
-        questions.lost_in_collectors("otelcol_exporter_send_failed_spans"), {"a:8888": 1, "b:8888": 2},
+        questions.collector_losses("otelcol_exporter_send_failed_spans"), {"a:8888": 1, "b:8888": 2},
     ),
 }  # fmt: skip
 

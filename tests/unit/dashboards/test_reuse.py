@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dashboards.questions import SELECTION
-from dashboards.reuse import TOKENS, computed, served_by_connectors, served_by_size, served_by_vllm
+from dashboards.reuse import TOKENS, computed_tokens, hits_by_size, hits_of_connectors, hits_of_vllm
 from kvobs.schema import signals
 from tests.support.promtool import HOST, answers
 
@@ -30,18 +30,18 @@ def of_vllm(local: int, loaded: int) -> dict[str, str]:
 
 
 def test_the_curve_is_the_share_of_tokens_up_to_each_size(tmp_path: Path) -> None:
-    shares = answers(tmp_path, CURVE, served_by_size(), label="le")
+    shares = answers(tmp_path, CURVE, hits_by_size(), label="le")
     assert shares == pytest.approx({"1024.0": 0.1, "3.3554432e+07": 0.4})
     # vLLM's own cache is marked at its size with what it served.
     series = CURVE | of_vllm(local=66, loaded=0) | {f"kvobs_local_cache_tokens{ENGINE}": "5000x20"}
-    assert answers(tmp_path, series, served_by_vllm(), label="le") == pytest.approx({"5000": 0.1})
+    assert answers(tmp_path, series, hits_of_vllm(), label="le") == pytest.approx({"5000": 0.1})
 
 
 @pytest.mark.parametrize(("of_vllms", "share"), [(of_vllm(local=60, loaded=30), 0.15), ({}, 0.05)])
 def test_a_connector_is_marked_at_its_stated_size(of_vllms: dict[str, str], share: float, tmp_path: Path) -> None:
     loads = {f'kvobs_load_tokens_total{{connector="{connector}"}}': "0+30x20" for connector in ("one", "of no size")}
     series = CURVE | of_vllms | loads | {'kvobs_capacity_tokens{connector="one"}': "70000x20"}
-    assert answers(tmp_path, series, served_by_connectors(), label="le") == pytest.approx({"70000": share})
+    assert answers(tmp_path, series, hits_of_connectors(), label="le") == pytest.approx({"70000": share})
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,6 @@ def test_the_parts_add_up_to_the_tokens(tmp_path: Path, local: int, loaded: int,
     def per_minute(expr: str) -> float:
         return 60 * answers(tmp_path, CURVE | of_vllm(local, loaded), expr)[""]
 
-    assert [per_minute(expr) for expr in computed()] == pytest.approx([first, again])
+    assert [per_minute(expr) for expr in computed_tokens()] == pytest.approx([first, again])
     tail = per_minute(SELECTION.rate(signals.PROMPT_TAIL_TOKENS))
     assert local + loaded + first + again + tail == pytest.approx(per_minute(TOKENS) + tail) == pytest.approx(660)

@@ -1,0 +1,453 @@
+"""Define the alerts about connectors: their failures, the time that they take, and what they are worth.
+
+Most are about one connector of one engine. Vectors are matched with ``ignoring``, not ``on``: so labels of a site
+(cluster, namespace) count, and clusters do not hide each other. Those about many engines of a cluster see failures that
+no engine has enough of: what the engines share has failed.
+"""
+
+from __future__ import annotations
+
+from dashboards.promql import SCHEDULER_CALLS
+from dashboards.rules import CONNECTOR, FLEET, Alert, Severity
+from kvobs.schema.verdicts import POLL_S
+
+CONNECTORS = (
+    Alert(
+        name="KvobsEnginesFailingRequests",
+        severity=Severity.CRITICAL,
+        about=FLEET,
+        # Each engine once, also if several replicas of a Prometheus have it; among those that load: an idle one, or a
+        # prefill engine of a pair, can't fail. No least number of failures: on three engines for five minutes there are
+        # six.
+        expr="""
+            count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+                and ignoring (index, class, role, load_policy, failure_policy)
+                  kvobs_connector_info{failure_policy="fail"}
+              )
+            )
+            / count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                sum without (mode, outcome) (rate(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0
+              )
+            ) > __failing_engines__
+            and count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+                and ignoring (index, class, role, load_policy, failure_policy)
+                  kvobs_connector_info{failure_policy="fail"}
+              )
+            ) >= __few_failing_engines__
+        """,
+        hold="5m",
+        keep="5m",
+        summary="Requests fail on many engines, because loads from a KV connector fail.",
+        description="On {{ $value | humanizePercentage }} of the engines of job {{ $labels.job }}"
+        "{{ with $labels.__cluster__ }} of {{ . }}{{ end }} that load from {{ $labels.connector }}, these loads fail. "
+        "Their requests fail: kv_load_failure_policy is fail. What the engines share may be the cause: the store, the "
+        'network, a new version. Worst:{{ with printf "topk(3, max by (__cluster__, instance, engine) '
+        '(connector:kvobs_failed_loads:ratio_rate5m{job=%q,connector=%q,__cluster__=%q}))" $labels.job '
+        "$labels.connector $labels.__cluster__ | query }}{{ range . }} {{ .Labels.instance }}/{{ .Labels.engine }}"
+        "{{ end }}{{ end }}.",
+    ),
+    Alert(
+        name="KvobsRequestsFailing",
+        severity=Severity.CRITICAL,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # Few loads, of hours: it reads two samples of each series, where an increase reads all.
+        expr="""
+            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            and ignoring (index, class, role, load_policy, failure_policy)
+              kvobs_connector_info{failure_policy="fail"}
+            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
+            or (
+              (
+                (
+                  sum without (mode, outcome) (
+                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
+                    and ignoring (connector, mode, outcome)
+                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                    or kvobs_loads_total{outcome="failed"}
+                  )
+                ) >= bool 3
+              ) == 1
+              unless (
+                sum without (mode, outcome) (
+                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
+                  and ignoring (connector, mode, outcome)
+                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                  or kvobs_loads_total{outcome="ok"}
+                )
+              ) > 0
+            )
+            and ignoring (index, class, role, load_policy, failure_policy)
+              kvobs_connector_info{failure_policy="fail"}
+        """,
+        hold="5m",
+        keep="5m",
+        summary="Requests fail, because loads from a KV connector fail.",
+        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
+        "or in the last six hours if they are few. Their requests fail: kv_load_failure_policy is fail.",
+    ),
+    Alert(
+        name="KvobsFailedSyncLoads",
+        severity=Severity.CRITICAL,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            (
+              kvobs_failed_sync_loads_total
+              and (
+                timestamp(kvobs_failed_sync_loads_total)
+                >= ignoring (connector) group_left () timestamp(kvobs_start_time_seconds)
+              )
+              and (
+                kvobs_failed_sync_loads_total
+                and ignoring (connector) (kvobs_start_time_seconds > time() - 900)
+                or count_over_time(kvobs_failed_sync_loads_total[15m])
+                < ignoring (connector) group_left () count_over_time(kvobs_start_time_seconds[15m])
+              )
+              or increase(kvobs_failed_sync_loads_total[15m])
+            ) > 0
+        """,
+        hold="0m",
+        keep="10m",
+        summary="Synchronous loads failed: other connectors may have saved unfilled blocks.",
+        description="{{ $value | humanize }} synchronous loads from {connector} failed in the last fifteen minutes. "
+        "Blocks that other connectors saved in the same step may be wrong, and so are answers that use them. Other "
+        'connectors:{{ with printf "kvobs_connector_info{job=%q,instance=%q,engine=%q,connector!=%q,__cluster__=%q}" '
+        "$labels.job $labels.instance $labels.engine $labels.connector $labels.__cluster__ | query }}{{ range . }} "
+        "{{ .Labels.connector }}{{ end }}{{ end }}.",
+    ),
+    Alert(
+        name="KvobsStuckTransfers",
+        severity=Severity.CRITICAL,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # The counter shows that it began. The alert goes on, and does not begin, while the oldest transfer began before
+        # that quarter of an hour: a later one, or one after a restart, is another.
+        expr="""
+            connector_rank:kvobs_stuck_transfers:increase15m > 0
+            or (
+              kvobs_stuck_transfers_total
+              and ignoring (alertname, alertstate, severity)
+                ALERTS{alertname="KvobsStuckTransfers",alertstate="firing"}
+              and ignoring (rank) max without (kind) (kvobs_oldest_in_flight_seconds{kind=~"load|save"}) > 900
+            )
+        """,
+        hold="1m",
+        summary="A rank has not reported transfers that other ranks finished.",
+        description="Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of {connector} that "
+        "other ranks finished more than `stuck_after_s` ago, in the last fifteen minutes or longer ago and still "
+        "unfinished. Their requests wait, or their blocks stay held.",
+    ),
+    Alert(
+        name="KvobsEnginesFailing",
+        severity=Severity.WARNING,
+        about=FLEET,
+        expr="""
+            count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+                unless ignoring (index, class, role, load_policy, failure_policy)
+                  kvobs_connector_info{failure_policy="fail"}
+              )
+            )
+            / count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                sum without (mode, outcome) (rate(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0
+              )
+            ) > __failing_engines__
+            and count by (__cluster__, job, connector) (
+              group by (__cluster__, job, connector, instance, model_name, engine) (
+                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+                unless ignoring (index, class, role, load_policy, failure_policy)
+                  kvobs_connector_info{failure_policy="fail"}
+              )
+            ) >= __few_failing_engines__
+        """,
+        hold="5m",
+        keep="5m",
+        summary="Loads from a KV connector fail on many engines.",
+        description="On {{ $value | humanizePercentage }} of the engines of job {{ $labels.job }}"
+        "{{ with $labels.__cluster__ }} of {{ . }}{{ end }} that load from {{ $labels.connector }}, these loads fail. "
+        "Their tokens are recomputed. What the engines share may be the cause: the store, the network, a new version. "
+        'Worst:{{ with printf "topk(3, max by (__cluster__, instance, engine) '
+        '(connector:kvobs_failed_loads:ratio_rate5m{job=%q,connector=%q,__cluster__=%q}))" $labels.job '
+        "$labels.connector $labels.__cluster__ | query }}{{ range . }} {{ .Labels.instance }}/{{ .Labels.engine }}"
+        "{{ end }}{{ end }}.",
+    ),
+    Alert(
+        name="KvobsConnectorFailing",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            unless ignoring (index, class, role, load_policy, failure_policy)
+              kvobs_connector_info{failure_policy="fail"}
+            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
+            or (
+              (
+                (
+                  sum without (mode, outcome) (
+                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
+                    and ignoring (connector, mode, outcome)
+                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                    or kvobs_loads_total{outcome="failed"}
+                  )
+                ) >= bool 3
+              ) == 1
+              unless (
+                sum without (mode, outcome) (
+                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
+                  and ignoring (connector, mode, outcome)
+                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                  or kvobs_loads_total{outcome="ok"}
+                )
+              ) > 0
+            )
+            unless ignoring (index, class, role, load_policy, failure_policy)
+              kvobs_connector_info{failure_policy="fail"}
+        """,
+        hold="5m",
+        keep="5m",
+        summary="Loads from a KV connector fail.",
+        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
+        "or in the last six hours if they are few. Their tokens are recomputed.",
+    ),
+    Alert(
+        name="KvobsConnectorBlocksScheduler",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr=f"""
+            connector:kvobs_scheduler_seconds:rate5m > __scheduler_share__
+            unless (
+              sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
+              / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[5m])) > 0)
+              < {POLL_S}
+              and ignoring (connector, kind) (
+                kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
+                unless ignoring (connector, kind)
+                  sum without (kind) (kvobs_step_seconds_total)
+                  != sum without (kind) (kvobs_step_seconds_total offset 90s)
+              )
+            )
+        """,
+        hold="5m",
+        keep="5m",
+        summary="Calls into a KV connector take much of the scheduler's time.",
+        description="The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into "
+        "{connector}. No step runs during such a call.",
+    ),
+    Alert(
+        name="KvobsLookupUnanswered",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr='kvobs_oldest_in_flight_seconds{kind="lookup"} > __lookup_age_s__',
+        hold="0m",
+        keep="2m",
+        summary="A KV connector does not answer lookups: requests do not start.",
+        description="The oldest lookup of {connector} has been answered 'not yet' for {{ $value | humanizeDuration }}. "
+        "Its request waits for the answer.",
+    ),
+    Alert(
+        name="KvobsConnectorQuarantined",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # Without traffic there is no probation: the value may be old.
+        expr="""
+            avg_over_time(kvobs_quarantined[5m]) > 0.5
+            and ignoring (connector) engine:kvobs_self_seconds:rate5m > 0
+        """,
+        hold="2m",
+        summary="A best-effort KV connector is in quarantine.",
+        description="{connector} was in quarantine for {{ $value | humanizePercentage }} of the last five minutes, "
+        "because it fails. Requests are served without this cache.",
+    ),
+    Alert(
+        name="KvobsConnectorErrors",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            sum without (hook, error_type) (
+              kvobs_call_errors_total
+              and (
+                timestamp(kvobs_call_errors_total)
+                >= ignoring (connector, hook, error_type) group_left () timestamp(kvobs_start_time_seconds)
+              )
+              and (
+                kvobs_call_errors_total
+                and ignoring (connector, hook, error_type) (kvobs_start_time_seconds > time() - 900)
+                or count_over_time(kvobs_call_errors_total[15m])
+                < ignoring (connector, hook, error_type) group_left () count_over_time(kvobs_start_time_seconds[15m])
+              )
+              or increase(kvobs_call_errors_total[15m])
+            ) > 0
+        """,
+        hold="1m",
+        summary="A KV connector raises exceptions.",
+        description="{connector} raised {{ $value | humanize }} exceptions in the last fifteen minutes. If it is not "
+        "in the option isolate, one exception can end the engine.",
+    ),
+    Alert(
+        name="KvobsLoadsSlow",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-slow-loads",
+        # Long contexts take long: what is slow is slow for the tokens of an average load, too. And a connector that
+        # blocks the scheduler makes the loads of all connectors late.
+        expr="""
+            connector_mode:kvobs_load_duration_seconds:p99_rate5m > __slow_load_s__
+            and connector_mode:kvobs_load_duration_seconds:p99_rate5m
+              > ignoring (mode) group_left () (
+                __slow_load_s_per_1k_tokens__ / 1000 * rate(kvobs_load_tokens_total[5m])
+                / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome="ok"}[5m])) > 0)
+              )
+            and increase(kvobs_load_duration_seconds_count[5m]) >= __few_loads__
+            unless ignoring (connector, mode)
+              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+        """,
+        hold="10m",
+        keep="5m",
+        summary="Loads from a KV connector are slow.",
+        description="The p99 of {{ $labels.mode }} loads from {connector} is about {{ $value | humanizeDuration }} "
+        "(thresholds: __slow_load_s__ s, and __slow_load_s_per_1k_tokens__ s per 1000 tokens of an average load). "
+        "Requests wait that long for their first token.",
+    ),
+    Alert(
+        name="KvobsLoadsSlowed",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-slow-loads",
+        # For the tokens that are loaded, so that longer contexts are not slower. Short loads may vary.
+        expr="""
+            connector:kvobs_load_seconds_per_token:rate5m
+            / (avg_over_time(connector:kvobs_load_seconds_per_token:rate5m[1h] offset 1d) > 0) > __slowed_times__
+            and sum without (mode) (rate(kvobs_load_duration_seconds_sum[5m]))
+            / (sum without (mode) (rate(kvobs_load_duration_seconds_count[5m])) > 0) > 0.1
+            and sum without (mode) (increase(kvobs_load_duration_seconds_count[5m])) >= __few_loads__
+            unless ignoring (connector)
+              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+        """,
+        hold="15m",
+        keep="5m",
+        summary="Loads from a KV connector take several times as long as a day ago.",
+        description="Loads from {connector} take {{ $value | humanize }} times as long as a day ago, for the same "
+        "number of tokens.",
+    ),
+    Alert(
+        name="KvobsLoadsBelowLink",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-slow-loads",
+        # The links were in use for at least the time that all loads lasted, divided by the most that were in progress
+        # at once. Synchronous loads are timed within a step, by parts that overlap; short loads end when a step does,
+        # whatever the link.
+        expr="""
+            rate(kvobs_load_bytes_total[15m]) / (
+              clamp_max(
+                sum without (mode) (rate(kvobs_load_duration_seconds_sum{mode="async"}[15m]))
+                / (clamp_min(max without (kind) (max_over_time(kvobs_in_flight{kind="load"}[15m])), 1) > 0),
+                1
+              ) * kvobs_link_bytes_per_second > 0
+            ) < __link_share__
+            and increase(kvobs_load_bytes_total[15m])
+              / (sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m])) > 0)
+              > 0.1 * __link_share__ * kvobs_link_bytes_per_second
+            and sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m]))
+              >= __few_transfers__
+            unless ignoring (connector)
+              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+        """,
+        hold="15m",
+        keep="5m",
+        summary="Loads from a KV connector use a small part of its link.",
+        description="While they were in progress, loads from {connector} used at most "
+        "{{ $value | humanizePercentage }} of its links (link_gbps) in the last fifteen minutes. Check that they go by "
+        "RDMA, not TCP.",
+    ),
+    Alert(
+        name="KvobsSaveBacklog",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr='kvobs_oldest_in_flight_seconds{kind="save"} > __save_age_s__',
+        hold="5m",
+        summary="Saves hold the blocks of finished requests for a long time.",
+        description="The oldest promised save of {connector} has been in progress for {{ $value | humanizeDuration }}. "
+        "Other requests cannot use its blocks.",
+    ),
+    Alert(
+        name="KvobsKvEventsStopped",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            sum without (outcome) (increase(kvobs_saves_total{outcome="ok"}[15m])) >= __few_transfers__
+            and sum without (type, medium) (increase(kvobs_kv_events_total{type="stored"}[15m])) == 0
+        """,
+        hold="10m",
+        summary="A KV connector has stopped publishing what it stores.",
+        description="{connector} ended {{ $value | humanize }} saves in the last fifteen minutes, without an event for "
+        "routers. Requests are no longer sent to where their prefix is.",
+    ),
+    Alert(
+        name="KvobsSlowestRank",
+        severity=Severity.WARNING,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # Ranks that were never the slowest are not counted: the fair share is too large then, which is the safe side.
+        expr="""
+            connector_rank:kvobs_slowest_rank:ratio_rate15m
+              > ignoring (rank) group_left () (
+                __rank_lead__ + 1 / clamp_min(count without (rank) (kvobs_slowest_rank_total), 2)
+              )
+            and ignoring (rank) connector:kvobs_rank_skew_seconds:mean_rate15m > __rank_skew_s__
+            and ignoring (rank) sum without (rank) (increase(kvobs_slowest_rank_total[15m])) >= __few_transfers__
+        """,
+        hold="10m",
+        keep="5m",
+        summary="One rank takes longest in most loads and saves.",
+        description="Rank {{ $labels.rank }} took longest in {{ $value | humanizePercentage }} of loads and saves of "
+        "{connector} in the last fifteen minutes; all other ranks waited for it.",
+    ),
+    Alert(
+        name="KvobsLoadsDontPay",
+        severity=Severity.INFO,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            increase(kvobs_loads_slower_than_computing_total[5m])
+            / (sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0)
+              > __slower_share__
+            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) >= __few_loads__
+        """,
+        hold="30m",
+        summary="Most loads from a KV connector take longer than computing.",
+        description="For {{ $value | humanizePercentage }} of the loads from {connector} requests waited longer than "
+        "computing the same tokens would have taken.",
+    ),
+    Alert(
+        name="KvobsUnusedHitTokens",
+        severity=Severity.INFO,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # Of an isolated connector with synchronous loads nothing is ever admitted, by design.
+        expr="""
+            connector:kvobs_unused_hit_tokens:ratio_rate5m > __unused_hit_share__
+            and rate(kvobs_offered_tokens_total[5m]) >= __few_tokens__
+            and rate(kvobs_admitted_tokens_total[5m]) > 0
+        """,
+        hold="30m",
+        summary="Hit tokens are recomputed because another connector was chosen.",
+        description="{{ $value | humanizePercentage }} of the tokens offered by {connector} were not loaded but "
+        "computed, because a connector with fewer tokens was chosen.",
+    ),
+)
