@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 
-from kvobs.demo.scrapes import Numbers, Series, Values, by_owner, change, has_restarted, quantile
+from kvobs.cli.series import Numbers, Series, Values, by_owner, change, has_restarted, quantile
 from kvobs.schema.signals import LOAD_DURATION
 
 OF_LOADS = tuple(f"kvobs_load_duration_seconds_{part}" for part in ("bucket", "sum"))
