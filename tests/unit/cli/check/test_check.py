@@ -11,8 +11,9 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from kvobs.cli.check.check import Flags, check_text
-from kvobs.cli.check.source import Router
+from kvobs.cli.check.check import check_text
+from kvobs.cli.check.flags import Flags
+from kvobs.cli.check.rewrite import Router
 from kvobs.demo.server import claim_port
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
 from kvobs.vllm_api.versions import RUST_FRONTEND

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.check.source import rewrite
+from kvobs.cli.check.rewrite import rewrite
 from kvobs.schema.config import PATH
 from tests.support.configurations import check
 
