@@ -108,10 +108,10 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     result = CheckResult(router, by_variable, vllm_source.vllm_version(), rewrite(config), conditions=flags.conditions)
     result.add(slips)
     if router is not Router.KVOBS and not is_rewritten:
-        result.add(warnings=[_not_enabled(config, router, plugins if is_variable else None)])
+        result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None)])
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
-    result.add(*rules.findings(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
+    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(result, flags)
@@ -120,7 +120,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     return result
 
 
-def _not_enabled(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
+def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
     if plugins is not None:
         found = f"found {plugins!r}, which does not list kvobs: {ENABLE_VARIABLE} has no effect"
         return Finding(f"environment variable {_PLUGINS}", found, fix="add kvobs to the list, or unset the variable")
@@ -208,7 +208,7 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     )
     _check_ports(result, setup.running, flags)
     if is_dynamo:
-        result.add(warnings=_of_dynamo(result, setup.running))
+        result.add(warnings=_warn_of_dynamo(result, setup.running))
     if flags.disable_log_stats and endpoint is not None:
         found = "vLLM fails at the first finished request when both are given"
         result.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
@@ -231,7 +231,7 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
         result.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
 
 
-def _of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:
+def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:
     """Yield the metrics and events that NVIDIA Dynamo does not get."""
     is_seen = exporter is not None
     if exporter is not None and exporter.port is not None:  # else it sends them

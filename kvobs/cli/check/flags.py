@@ -45,7 +45,7 @@ class Flags:
     taken: Mapping[int, str] = field(default_factory=dict)
 
 
-def split(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield each option of a command line, by its long name without dashes, with its value; None if it has none."""
     for i, word in enumerate(words):
         name, is_one_word, value = word.partition("=")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, require_numbers, split, with_offloading
+from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
@@ -103,12 +103,12 @@ def repetition(path: str, key: str, kind: str) -> Finding:
     )
 
 
-def of_words(words: Sequence[str], place: str, environment: Mapping[str, str]) -> Source:
+def read_words(words: Sequence[str], place: str, environment: Mapping[str, str]) -> Source:
     """Read a command's words."""
     given = list[str]()
     launchers = (word for word in words if word in (DYNAMO_VLLM, "vllm.entrypoints.openai.api_server"))
     flags: dict[str, Any] = {LAUNCHER: next(launchers, "")}
-    for name, value in split(words):
+    for name, value in options_of(words):
         if name.startswith(f"{OPTION}."):
             raise NotKnownError(f"--{name} is a part of --{OPTION}, which is not known here in parts")
         if name == OPTION:
@@ -135,7 +135,7 @@ _COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<![^\s;&|()])#(?:\\\
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTALL)
 
 
-def of_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
+def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
     """Read the engines that a shell's line or script starts, or a unit of systemd."""
     known, exported = dict[str, str](), dict(environment)
     for command in _commands(text):
@@ -147,10 +147,10 @@ def of_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator
         network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
         variables = {**exported, **given, NETWORK: network}
         if any(map(HAS_OPTION.match, words)):
-            yield from attempt(place, of_words, words, place, variables)
+            yield from attempt(place, read_words, words, place, variables)
         for word in words:  # a line for another shell: bash -c, ssh
             if HAS_OPTION.search(word) and STARTS_VLLM.search(word) and " " in word:
-                yield from of_script(word, place, variables)
+                yield from read_script(word, place, variables)
 
 
 def _commands(text: str) -> Iterator[list[str]]:

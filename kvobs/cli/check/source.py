@@ -52,15 +52,14 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
     if not first:
         raise ValueError("the configuration is empty")
     if _FIRST_OF_YAML.match(first):
-        return _of_yaml(text, place, environment)
+        return _read_yaml(text, place, environment)
     if first[0] not in "{[" or re.fullmatch(r"\[[\w:]+\]", first):  # as a unit of systemd begins
-        if sources := list(launch.of_script(text, place, environment)):
+        if sources := list(launch.read_script(text, place, environment)):
             return sources
         if HAS_OPTION.search(text) or STARTS_VLLM.search(text):
             launch.require_known("the vllm line", text)
-            raise ValueError(
-                "the vllm line has no --kv-transfer-config; if it has --config, check the file that it names"
-            )
+            kind = launch.NotKnownError if HAS_OPTION.search(text) else ValueError
+            raise kind("the line has no --kv-transfer-config that can be read; if it has --config, check that file")
     config, _ = launch.read_json(text)
     is_document = isinstance(config, dict) and _KEYS.isdisjoint(config)
     sources = list(_engines(config, place, environment)) if is_document else []
@@ -76,12 +75,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         self.repeated += [key for key, times in keys.items() if times > 1]
         return node
 
 
-def _of_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[Source]:
+def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[Source]:
     """Read vLLM's YAML file, the configuration itself as YAML, or a file with engines somewhere in it."""
     documents = []
     try:
@@ -116,7 +115,7 @@ def _engines(node: Any, place: str, environment: Mapping[str, str]) -> Iterator[
     elif isinstance(node, list):
         words = [launch.substitute(str(word), {}) for word in node if isinstance(word, str | int | float)]
         if any(map(HAS_OPTION.match, words)):
-            yield from launch.attempt(place, launch.of_words, words, place, environment)
+            yield from launch.attempt(place, launch.read_words, words, place, environment)
         else:
             for i, inner in enumerate(node):
                 yield from _engines(inner, f"{place}[{i}]", environment)

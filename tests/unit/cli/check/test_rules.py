@@ -38,7 +38,7 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def findings(entry: dict[str, Any], *, has_vllm: bool = True) -> rules.Findings:
-    return rules.findings(config_of([entry]), is_stock=False, has_vllm=has_vllm)
+    return rules.check_entries(config_of([entry]), is_stock=False, has_vllm=has_vllm)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
