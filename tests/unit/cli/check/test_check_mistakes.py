@@ -159,7 +159,7 @@ CONNECTORS = ["MultiConnector", "ExampleConnector", None, 1]
 
 
 @given(st.dictionaries(KEYS | st.just(PATH), ANYTHING, max_size=4), st.sampled_from(CONNECTORS))
-def test_whatever_is_given_it_has_an_answer(config: dict[str, Any], connector: Any) -> None:
+def test_any_configuration_has_an_answer(config: dict[str, Any], connector: Any) -> None:
     """And that can be printed, and sent as JSON."""
     checked = check({**config, "kv_connector": connector})
     json.dumps(as_dict(checked))

@@ -45,7 +45,7 @@ def test_a_good_configuration_is_printed_with_where_metrics_and_spans_go() -> No
     assert (report["metrics_go_to"], report["spans_go_to"]) == (texts["metrics go to"], texts["spans go to"])
 
 
-def test_each_mistake_is_printed_once_with_its_fix_in_a_line_and_ends_with_status_1() -> None:
+def test_each_mistake_is_a_line_with_its_fix() -> None:
     """Also in a pipe, which has no width."""
     result = CliRunner().invoke(cli.app, ["check", json.dumps(BAD)])
     assert result.exit_code == 1
@@ -61,7 +61,7 @@ def test_each_mistake_is_printed_once_with_its_fix_in_a_line_and_ends_with_statu
     assert noted["connectors"][0]["facts"]["supports_hma"] is True
 
 
-def test_a_rewritten_configuration_is_all_there_is_and_passes_and_one_with_mistakes_is_not_rewritten() -> None:
+def test_rewrite_prints_the_configuration_alone() -> None:
     result = run(STOCK, "--rewrite")
     assert (result.exit_code, json.loads(result.stdout), result.stderr.strip()) == (0, GOOD, "")
     assert run(result.stdout, "--rewrite").stdout == result.stdout
@@ -74,7 +74,7 @@ def test_a_rewritten_configuration_is_all_there_is_and_passes_and_one_with_mista
         assert any(line.startswith(f"mistake: {key}: ") for line in result.stderr.splitlines() for key in change)
 
 
-def test_of_a_stock_configuration_it_prints_that_kvobs_is_not_in_it() -> None:
+def test_stock_configuration_is_checked_as_it_would_be_with_kvobs() -> None:
     result = run("-", stdin=json.dumps(STOCK))
     assert result.exit_code == 0
     assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
@@ -93,7 +93,7 @@ def test_of_a_stock_configuration_it_prints_that_kvobs_is_not_in_it() -> None:
     ],
 )
 @pytest.mark.parametrize("option", [(), ("--json",), ("--rewrite",)])
-def test_what_can_not_be_read_is_a_mistake_too(config: str, says: str, option: tuple[str, ...]) -> None:
+def test_text_that_can_not_be_read_is_a_mistake(config: str, says: str, option: tuple[str, ...]) -> None:
     result = run(config, *option)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
@@ -121,7 +121,7 @@ def test_each_engine_of_a_file_has_a_part_and_the_last_line_counts_all() -> None
     assert lines[-2:] == ["no mistakes", "2 engines: no mistakes, 1 not known here"]
 
 
-def test_a_line_of_the_readme_is_not_known_here_and_no_mistake() -> None:
+def test_line_of_the_readme_is_not_known_here() -> None:
     readme = (Path(__file__).parents[4] / "README.md").read_text()
     (line,) = re.findall(r"vllm serve MODEL --kv-transfer-config .*check --rewrite.*", readme)
     result = run(line)
@@ -147,7 +147,7 @@ def without_vllm(config: Any, *arguments: str, **environment: str) -> subprocess
     return process(sys.executable, "-c", WITHOUT_VLLM, "check", text, *arguments, **environment)
 
 
-def test_without_vllm_it_says_what_the_text_says_and_that_this_is_all() -> None:
+def test_without_vllm_only_the_text_is_checked() -> None:
     result = without_vllm(GOOD)
     assert result.returncode == 0, result.stderr
     assert "vLLM (not installed here)" in " ".join(result.stdout.split())
@@ -187,7 +187,7 @@ def with_vllm(code: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
-def test_what_needs_no_vllm_is_printed_before_it_is_imported(tmp_path: Path) -> None:
+def test_text_is_checked_before_vllm_is_imported(tmp_path: Path) -> None:
     """And Ctrl-C ends the import, without a traceback."""
     environment = os.environ | with_vllm("import time; time.sleep(600)", tmp_path)
     command, pipe = [*COMMAND, json.dumps({**GOOD, "kv_load_failure_policy": "maybe"})], subprocess.PIPE

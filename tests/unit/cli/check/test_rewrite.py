@@ -67,7 +67,7 @@ def test_a_rewritten_configuration_has_kvobs_and_passes_the_check(stock: dict[st
 
 
 @given(multis())
-def test_a_multi_connector_keeps_all_it_says_and_gets_the_names_that_kvobs_gives_anyway(stock: dict[str, Any]) -> None:
+def test_multi_connector_keeps_its_settings_and_gets_names(stock: dict[str, Any]) -> None:
     config = rewrite(stock)
     bare = copy.deepcopy(stock) | {"kv_connector_module_path": "kvobs"}
     extra, old = config.pop("kv_connector_extra_config"), stock.pop("kv_connector_extra_config")
@@ -106,7 +106,7 @@ def test_a_class_that_no_child_may_be_called_by_gets_no_name(connector: str) -> 
 
 
 @pytest.mark.parametrize("extra", [None, [], "text", {}, {"connectors": 3}, {"connectors": [{}], "kvobs": 1}])
-def test_what_is_wrong_stays_as_wrong_as_it_was(extra: Any) -> None:
+def test_mistakes_stay_when_rewritten(extra: Any) -> None:
     """The check reports it."""
     stock = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     config = rewrite(stock)

@@ -68,7 +68,7 @@ def test_a_disk_path_without_the_backend_is_a_warning() -> None:
     assert paths == [[f"{PATH}.connectors[0].{PATH}.disk_path"], [], []]
 
 
-def test_a_class_from_elsewhere_has_other_options_and_so_may_an_engine_have_libraries() -> None:
+def test_class_from_elsewhere_has_other_options() -> None:
     assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
     assert findings(elsewhere) == ([], [])

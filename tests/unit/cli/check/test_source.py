@@ -67,7 +67,7 @@ def test_numbers_with_suffixes_are_what_vllms_parser_makes_of_them() -> None:
         ("kv-transfer-config: 5", "is a int, needs an object"),
     ],
 )
-def test_any_other_text_is_named_for_what_it_is(text: str, says: str) -> None:
+def test_text_that_can_not_be_read_has_its_reason(text: str, says: str) -> None:
     (source,) = attempt("", parse, text)
     assert says in source.problem + source.unknown
 
