@@ -7,7 +7,6 @@ from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvobs.demo.scrapes import Numbers, change
 from kvobs.schema import signals
 
 OUTCOMES = signals.LOOKUPS.labels["outcome"]
@@ -45,18 +44,17 @@ class ConnectorTotals:
         return self.lookups["hit"] + self.lookups["miss"]
 
 
-def totals_of(names: Iterable[str], before: Iterable[Sample], after: Iterable[Sample]) -> list[ConnectorTotals]:
+def totals_of(names: Iterable[str], before: Sequence[Sample], after: Sequence[Sample]) -> list[ConnectorTotals]:
     """Return each connector's numbers between two readings, summed over engines; zeros for one without series."""
-    grown = _growth(before, after)
-    return [_totals(name, grown) for name in names]
+    return [_totals(name, before, after) for name in names]
 
 
-def _totals(name: str, grown: Numbers) -> ConnectorTotals:
+def _totals(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> ConnectorTotals:
     def count(signal: signals.Signal, **labels: str) -> int:
-        return int(grown.total(signal, connector=name, **labels))
+        return int(_growth(before, after, signal.name, connector=name, **labels))
 
     def seconds(signal: signals.Signal) -> float:
-        return grown.total(signal, "_sum", connector=name)
+        return _growth(before, after, f"{signal.name}_sum", connector=name)
 
     return ConnectorTotals(
         name=name,
@@ -70,16 +68,16 @@ def _totals(name: str, grown: Numbers) -> ConnectorTotals:
     )
 
 
-def sources(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, int]:
+def sources(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, int]:
     """Return source -> number of prompt tokens, by vLLM's own metrics."""
-    grown = _growth(before, after)
-    return {words: int(grown.sum(PROMPT_TOKENS, source=source)) for source, words in SOURCES.items()}
+    return {words: int(_growth(before, after, PROMPT_TOKENS, source=source)) for source, words in SOURCES.items()}
 
 
-def _growth(before: Iterable[Sample], after: Iterable[Sample]) -> Numbers:
-    """Return by how much each series grew between two readings."""
-    old, new = ({(s.name, frozenset(s.labels.items())): s.value for s in samples} for samples in (before, after))
-    return Numbers.of(change(old, new).items())
+def _growth(before: Sequence[Sample], after: Sequence[Sample], name: str, **labels: str) -> float:
+    """Return by how much the samples with this name and these labels, and any others, grew between two readings."""
+    wanted = labels.items()
+    old, new = (sum(s.value for s in part if s.name == name and wanted <= s.labels.items()) for part in (before, after))
+    return new - old
 
 
 def table(rows: Sequence[ConnectorTotals]) -> Table:

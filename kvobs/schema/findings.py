@@ -12,7 +12,7 @@ _SHOWN_AT_MOST = 80  # characters of a wrong value
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake or warning."""
+    """One mistake or warning, or what `kvobs check` does not know of a configuration."""
 
     path: str  # a JSON path, or the names of command line options
     found: str  # what is there, or the problem with it, as a phrase

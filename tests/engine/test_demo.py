@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from kvobs.cli.series import Numbers
 from kvobs.demo.report import PROMPT_TOKENS
-from kvobs.demo.scrapes import Numbers
 from kvobs.demo.server import parse_metrics
 from kvobs.schema import signals
 from tests.engine.serving import eventually

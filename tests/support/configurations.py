@@ -8,7 +8,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvobs.cli.check.check import Checked, Flags, check_classes, check_text
+from kvobs.cli.check.check import CheckResult, check_classes, check_text
+from kvobs.cli.check.flags import Flags
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import PATH
 from kvobs.testing import Script, cache_config, engine_config
@@ -50,14 +51,14 @@ def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
     return child_config(Script(cls), cls, **more)
 
 
-def check(config: Mapping[str, Any], *flags: Flags) -> Checked:
+def check(config: Mapping[str, Any], *flags: Flags) -> CheckResult:
     """Check a configuration's text, and the classes of its connectors."""
     checked = check_text(config, *flags)
     check_classes(checked)
     return checked
 
 
-def paths(checked: Checked) -> list[str]:
+def paths(checked: CheckResult) -> list[str]:
     return [finding.path.removeprefix(f"{PATH}.") for finding in checked.mistakes]
 
 

@@ -18,7 +18,7 @@ PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
-    *("telemetry.payload.wire", "demo.scrapes"),
+    *("telemetry.payload.wire", "cli.series"),
     *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
 )
 

@@ -17,8 +17,8 @@ from kvobs.children.known import PD_ROUTER, ROUTER
 from kvobs.children.specs import HAND_OFF
 from kvobs.children.sync_loads import SAFE, Conditions
 from kvobs.cli.check import destinations, rules, vllm_source
-from kvobs.cli.check.launch import DYNAMO_VLLM, RAY
-from kvobs.cli.check.source import Router, corrected, rewrite, router_of
+from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, RAY, Flags
+from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of
 from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
@@ -41,25 +41,8 @@ _OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` 
 _LAST_PORT = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Further options of vLLM's start, and ports that others on the host have; ``launcher`` is empty if not known.
-
-    ``conditions`` are those of a failed synchronous load.
-    """
-
-    disable_log_stats: bool = False
-    otlp_traces_endpoint: str | None = None
-    api_server_count: int = 1
-    engines_here: int = 1
-    has_chunked_prefill: bool = False
-    launcher: str = ""
-    conditions: Conditions = SAFE
-    taken: Mapping[int, str] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
-class CheckedConnector:
+class ConnectorResult:
     """One configured connector; ``facts`` is None without vLLM, or if its class can't be used."""
 
     name: str
@@ -70,7 +53,7 @@ class CheckedConnector:
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckResult:
     """The result of a check. ``config`` has kvobs as its router; ``off`` maps each disabled feature to the reason."""
 
     router: Router
@@ -85,19 +68,20 @@ class Checked:
     spans_go_to: str = ""
     ports: range = range(0)
     conditions: Conditions = SAFE
-    connectors: list[CheckedConnector] = field(default_factory=list)
+    connectors: list[ConnectorResult] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    unknown: list[Finding] = field(default_factory=list)  # what may be right, and can't be checked as it is given
 
     def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
         """Add findings, each once: a missing library is reported, not the import error that it causes."""
         refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
-        self.mistakes += [finding for finding in self._located(mistakes) if finding.path not in refused]
-        self.warnings += self._located(warnings)
+        self.mistakes += [finding for finding in self._locate(mistakes) if finding.path not in refused]
+        self.warnings += self._locate(warnings)
         self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
 
-    def _located(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+    def _locate(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
         for finding in findings:
             inner = finding.path.removeprefix(validation.path_of(0))
@@ -108,34 +92,34 @@ class Checked:
 # The text
 
 
-def check_text(config: Mapping[str, Any], flags: Flags = Flags(), *, is_rewritten: bool = False) -> Checked:
+def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritten: bool = False) -> CheckResult:
     """Check the text of a configuration; one without kvobs as ``rewrite`` would change it.
 
     With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment.
     """
-    config, slips = corrected(config)
+    config, slips = correct(config)
     router = router_of(config)
     is_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
     plugins = os.environ.get(_PLUGINS)
     by_variable = is_variable and (plugins is None or "kvobs" in plugins.split(","))
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
-    checked = Checked(router, by_variable, vllm_source.vllm_version(), rewrite(config), conditions=flags.conditions)
-    checked.add(slips)
+    result = CheckResult(router, by_variable, vllm_source.vllm_version(), rewrite(config), conditions=flags.conditions)
+    result.add(slips)
     if router is not Router.KVOBS and not is_rewritten:
-        checked.add(warnings=[_not_enabled(config, router, plugins if is_variable else None)])
-    _check_entries(checked)
-    has_vllm = not is_rewritten and checked.vllm is not None
-    checked.add(*rules.findings(checked.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
-    if checked.vllm is None:
-        checked.off["classes"] = "vLLM is not installed here: connector classes were not checked"
-    _check_telemetry(checked, flags)
-    _check_effects(checked, flags)
-    _note_options_that_are_off(checked)
-    return checked
+        result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None)])
+    _check_entries(result)
+    has_vllm = not is_rewritten and result.vllm is not None
+    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
+    if result.vllm is None:
+        result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
+    _check_telemetry(result, flags)
+    _check_effects(result, flags)
+    _note_options_that_are_off(result)
+    return result
 
 
-def _not_enabled(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
+def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
     if plugins is not None:
         found = f"found {plugins!r}, which does not list kvobs: {ENABLE_VARIABLE} has no effect"
         return Finding(f"environment variable {_PLUGINS}", found, fix="add kvobs to the list, or unset the variable")
@@ -149,31 +133,31 @@ def _not_enabled(config: Mapping[str, Any], router: Router, plugins: str | None)
     return Finding("kv_connector_module_path", found, fix=f"{fix}, or start vLLM with {ENABLE_VARIABLE}=1")
 
 
-def _check_entries(checked: Checked) -> None:
+def _check_entries(result: CheckResult) -> None:
     """Check the top level, kvobs's options, and each connector's entry."""
     keys = vllm_source.transfer_keys()  # those of the installed vLLM, if there is one
     transfer_class = versions.transfer_config_with(keys) if keys else versions.TransferConfig
-    checked.add(validation.transfer_config(checked.config, "", transfer_class)[1])
-    policy = checked.config.get("kv_load_failure_policy", "fail")
-    checked.failure_policy = policy if policy in ("fail", "recompute") else "fail"
-    extra = checked.config.get(PATH, {})
+    result.add(validation.transfer_config(result.config, "", transfer_class)[1])
+    policy = result.config.get("kv_load_failure_policy", "fail")
+    result.failure_policy = policy if policy in ("fail", "recompute") else "fail"
+    extra = result.config.get(PATH, {})
     if not isinstance(extra, Mapping):
         return
-    checked.validated = validated = validation.validate(extra, policy, transfer_class)
-    checked.options = validated.configuration.options
-    checked.add(validated.mistakes, validated.warnings)
+    result.validated = validated = validation.validate(extra, policy, transfer_class)
+    result.options = validated.configuration.options
+    result.add(validated.mistakes, validated.warnings)
     for name, entry in validated.entries.values():
         role = entry.get("kv_role")
-        is_isolated = name in checked.options.isolate
-        connector = CheckedConnector(name, entry["kv_connector"], str(role) if role else None, is_isolated)
-        checked.connectors.append(connector)
+        is_isolated = name in result.options.isolate
+        connector = ConnectorResult(name, entry["kv_connector"], str(role) if role else None, is_isolated)
+        result.connectors.append(connector)
 
 
-def _check_ports(checked: Checked, exporter: ExporterOptions | None, flags: Flags) -> None:
+def _check_ports(result: CheckResult, exporter: ExporterOptions | None, flags: Flags) -> None:
     """Warn if the exporters that will run could not listen here now; an engine may be running, or be for elsewhere."""
     if exporter is None or exporter.port is None:
         return
-    extra = checked.config.get(PATH)
+    extra = result.config.get(PATH)
     options = extra.get("kvobs") if isinstance(extra, Mapping) else None
     is_option = isinstance(options, Mapping) and "exporter" in options
     by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
@@ -181,21 +165,21 @@ def _check_ports(checked: Checked, exporter: ExporterOptions | None, flags: Flag
     first, number, fix = exporter.port, flags.engines_here, "use another port"
     if first + number - 1 > _LAST_PORT:
         found = f"found port {first} for {number} engines: the last one would have {first + number - 1}"
-        checked.add(warnings=[Finding(path, found, f"at most {_LAST_PORT + 1 - number}", fix)])
-    checked.ports = range(first, first + number)
-    for whose, port in {whose: port for port, whose in flags.taken.items() if port in checked.ports}.items():
+        result.add(warnings=[Finding(path, found, f"at most {_LAST_PORT + 1 - number}", fix)])
+    result.ports = range(first, first + number)
+    for whose, port in {whose: port for port, whose in flags.taken.items() if port in result.ports}.items():
         found = f"found port {port} of engine {port - first}, which is {whose}"
-        checked.add(warnings=[Finding(path, found, fix=fix)])
+        result.add(warnings=[Finding(path, found, fix=fix)])
     try:
         if exporter.web_config is not None:
             context(exporter.web_config)
         for port in range(first, min(first + number, _LAST_PORT + 1)):
             listen(exporter.host, port).close()
         if exporter.web_config is None and is_reached_from_elsewhere(exporter.host):
-            checked.add(warnings=[Finding(path, f"listens on {show(exporter.host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
+            result.add(warnings=[Finding(path, f"listens on {show(exporter.host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
     except UnusableError as error:
         fix = "correct the file, unless it is for another machine"
-        checked.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=fix)])
+        result.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=fix)])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             found = f"found port {port}, which is in use on this machine: held by {holder(port)}"
@@ -203,12 +187,12 @@ def _check_ports(checked: Checked, exporter: ExporterOptions | None, flags: Flag
         else:
             found = f"found {show(exporter.host)} and port {port}, where this machine can't listen: {error.strerror}"
             fix = "use an address of the engine's machine, and a port that its user may open"
-        checked.add(warnings=[Finding(path, found, fix=fix)])
+        result.add(warnings=[Finding(path, found, fix=fix)])
 
 
-def _check_telemetry(checked: Checked, flags: Flags) -> None:
+def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     """Find where metrics and spans go, which of them are lost, and why."""
-    endpoint, options = flags.otlp_traces_endpoint, checked.options
+    endpoint, options = flags.otlp_traces_endpoint, result.options
     # The part of vLLM's configuration that is read.
     vllm_config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
     tracing = TracingSettings.of(options, vllm_config)
@@ -221,32 +205,32 @@ def _check_telemetry(checked: Checked, flags: Flags) -> None:
         has_multiprocess_metrics=is_dynamo or versions.has_multiprocess_metrics(),
         is_in_ray_actor=flags.launcher == RAY,
     )
-    _check_ports(checked, setup.running, flags)
+    _check_ports(result, setup.running, flags)
     if is_dynamo:
-        checked.add(warnings=_of_dynamo(checked, setup.running))
+        result.add(warnings=_warn_of_dynamo(result, setup.running))
     if flags.disable_log_stats and endpoint is not None:
         found = "vLLM fails at the first finished request when both are given"
-        checked.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
+        result.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
     else:
-        checked.add(warnings=findings(setup))
+        result.add(warnings=findings(setup))
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
-        checked.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
-    checked.metrics_go_to = destinations.metrics_go_to(setup)
-    checked.spans_go_to = destinations.spans_go_to(setup, tracing)
-    checked.off |= destinations.lost(setup)
-    if tracing is None and "tracing" not in checked.off:
-        checked.off["tracing"], warnings = sampling.why_off(options)
-        checked.add(warnings=warnings)
-    if tracing is None or "tracing" in checked.off:
-        checked.off["exemplars"] = "tracing is off"
+        result.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
+    result.metrics_go_to = destinations.metrics_go_to(setup)
+    result.spans_go_to = destinations.spans_go_to(setup, tracing)
+    result.off |= destinations.losses(setup)
+    if tracing is None and "tracing" not in result.off:
+        result.off["tracing"], warnings = sampling.why_off(options)
+        result.add(warnings=warnings)
+    if tracing is None or "tracing" in result.off:
+        result.off["exemplars"] = "tracing is off"
         return
-    checked.tracing = "calls" if tracing.has_calls else "requests"
+    result.tracing = "calls" if tracing.has_calls else "requests"
     if tracing.endpoint is None:
-        checked.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
+        result.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
 
 
-def _of_dynamo(checked: Checked, exporter: ExporterOptions | None) -> Iterator[Finding]:
+def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:
     """Yield the metrics and events that NVIDIA Dynamo does not get."""
     is_seen = exporter is not None
     if exporter is not None and exporter.port is not None:  # else it sends them
@@ -258,7 +242,7 @@ def _of_dynamo(checked: Checked, exporter: ExporterOptions | None) -> Iterator[F
         fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/dynamo.md'
         yield Finding(DYNAMO_VLLM, found, fix=fix)
     is_combined = os.environ.get(_CONSOLIDATOR, "true").strip().lower() in ("1", "true", "on", "yes")
-    if is_combined and any(connector.kv_connector == "DynamoConnector" for connector in checked.connectors):
+    if is_combined and any(connector.kv_connector == "DynamoConnector" for connector in result.connectors):
         found = (
             f"NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without {ROUTER}: its router will "
             "see those of vLLM"
@@ -267,10 +251,10 @@ def _of_dynamo(checked: Checked, exporter: ExporterOptions | None) -> Iterator[F
         yield Finding(DYNAMO_VLLM, found, fix=fix)
 
 
-def _check_effects(checked: Checked, flags: Flags) -> None:
+def _check_effects(result: CheckResult, flags: Flags) -> None:
     """Warn about options without the intended effect, and about files that the engine would refuse on this machine."""
-    options, place = checked.options, f"{PATH}.kvobs"
-    connectors = [connector.kv_connector for connector in checked.connectors]
+    options, place = result.options, f"{PATH}.kvobs"
+    connectors = [connector.kv_connector for connector in result.connectors]
     is_single, slow = len(connectors) == 1, "isolate_slow_ms" in options.model_fields_set
     is_handed_over = options.load_policy == "fastest" and _HAND_OFF.issuperset(connectors)
     useless = [
@@ -278,7 +262,7 @@ def _check_effects(checked: Checked, flags: Flags) -> None:
         ("load_policy", is_handed_over, "KV that another engine hands over is not compared"),
         ("wait_for", options.wait_for == "earlier" and is_single, "there is one connector"),
         ("isolate_slow_ms", slow and not options.isolate, "isolate is empty"),
-        ("tracing.propagate", options.tracing.propagate and "tracing" in checked.off, "nothing is traced"),
+        ("tracing.propagate", options.tracing.propagate and "tracing" in result.off, "nothing is traced"),
     ]
     found = [
         Finding(f"{place}.{option}", f"has no effect: {why}", fix="remove it, or change that")
@@ -294,7 +278,7 @@ def _check_effects(checked: Checked, flags: Flags) -> None:
         if name == "ExampleConnector" and flags.has_chunked_prefill:
             text = "found ExampleConnector with chunked prefill, of whose chunks it saves the first only"
             found.append(Finding(f"{validation.path_of(i)}.kv_connector", text, fix="add --no-enable-chunked-prefill"))
-    checked.add(warnings=found)
+    result.add(warnings=found)
 
 
 def _refusal(path: Path) -> str | None:
@@ -304,8 +288,8 @@ def _refusal(path: Path) -> str | None:
     return "it is a folder" if path.is_dir() else None
 
 
-def _note_options_that_are_off(checked: Checked) -> None:
-    options, off = checked.options, checked.off
+def _note_options_that_are_off(result: CheckResult) -> None:
+    options, off = result.options, result.off
     if not options.isolate:
         off["isolation"] = "kvobs.isolate is empty: an exception in a connector ends the engine"
     if not options.report and options.request_log is None:
@@ -317,10 +301,10 @@ def _note_options_that_are_off(checked: Checked) -> None:
 # The classes
 
 
-def check_classes(checked: Checked) -> None:
+def check_classes(result: CheckResult) -> None:
     """Add the properties and mistakes of the connectors' classes to a checked text; nothing without vLLM."""
-    validated = checked.validated
-    if checked.vllm is None or validated is None or not validated.entries:
+    validated = result.validated
+    if result.vllm is None or validated is None or not validated.entries:
         return
     try:
         from kvobs.cli.check import classes
@@ -328,51 +312,49 @@ def check_classes(checked: Checked) -> None:
         classes.load_general_plugins()
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {line(error, 300)}"
-        checked.off["classes"] = f"vLLM can't be imported here: {reason}"
+        result.off["classes"] = f"vLLM can't be imported here: {reason}"
         found = f"can't be imported here, so that connector classes were not checked: {reason}"
         fix = "run `python -c 'import vllm'` here, and correct what it names"
-        checked.add(warnings=[Finding("vLLM", found, fix=fix)])
+        result.add(warnings=[Finding("vLLM", found, fix=fix)])
         return
-    if checked.by_variable and not (theirs := classes.class_of(ROUTER, None)).__module__.startswith(
-        ("kvobs.", "vllm.")
-    ):
+    if result.by_variable and not (theirs := classes.class_of(ROUTER, None)).__module__.startswith(("kvobs.", "vllm.")):
         found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
         fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
-        checked.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
-    validation.find_classes(validated, classes.class_of, conditions=checked.conditions)
-    checked.add(validated.mistakes, validated.warnings)
-    connectors = dict(zip(validated.entries, checked.connectors, strict=True))
-    has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in checked.connectors)
+        result.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
+    validation.find_classes(validated, classes.class_of, conditions=result.conditions)
+    result.add(validated.mistakes, validated.warnings)
+    connectors = dict(zip(validated.entries, result.connectors, strict=True))
+    has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in result.connectors)
     for spec in validated.specs:
         entry = validated.entries[spec.index][1]
         transfer, mistakes = validation.transfer_config(entry, validation.path_of(spec.index), classes.KVTransferConfig)
-        checked.add(mistakes)
+        result.add(mistakes)
         if transfer is not None:
             try:
                 facts = classes.facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
             except validation.NotUsableError as error:
-                checked.add([error.at(validation.path_of(spec.index))])
+                result.add([error.at(validation.path_of(spec.index))])
             else:
                 connectors[spec.index].facts = facts
-    _check_layouts(checked)
+    _check_layouts(result)
     for feature, fact, problem in (
         ("hybrid KV cache manager", "supports_hma", False),
         ("sleep mode", "supports_sleep_mode", False),
         ("full CUDA graphs", "requires_piecewise", True),
     ):
-        lacking = [each.name for each in checked.connectors if each.facts and getattr(each.facts, fact) is problem]
+        lacking = [each.name for each in result.connectors if each.facts and getattr(each.facts, fact) is problem]
         if lacking:
-            checked.off[feature] = f"not supported by {', '.join(lacking)}"
+            result.off[feature] = f"not supported by {', '.join(lacking)}"
 
 
-def _check_layouts(checked: Checked) -> None:
+def _check_layouts(result: CheckResult) -> None:
     """Check that the connectors need one layout, for models with and without MLA."""
     clashes = {}
     for is_mla, words in enumerate(("without", "with")):
-        needs = {each.name: each.facts.layouts[is_mla] for each in checked.connectors if each.facts}
+        needs = {each.name: each.facts.layouts[is_mla] for each in result.connectors if each.facts}
         clashes[words] = validation.clashing_layouts({name: need for name, need in needs.items() if need != "unknown"})
     if all(clashes.values()):
-        checked.add(clashes["without"])
+        result.add(clashes["without"])
         return
     for words, clashing in clashes.items():
-        checked.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])
+        result.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])

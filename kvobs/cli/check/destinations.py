@@ -7,7 +7,7 @@ from kvobs.telemetry.payload.wire import exporter_url
 from kvobs.telemetry.tracing.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
 
 
-def lost(setup: Setup) -> dict[str, str]:
+def losses(setup: Setup) -> dict[str, str]:
     """Return each thing that is lost, with the reason."""
     case = case_of(setup, None)
     return {} if case is None else dict.fromkeys(case.lost, case.path)
@@ -17,7 +17,7 @@ def metrics_go_to(setup: Setup) -> str:
     """Return where the metrics can be had, as text."""
     exporter = setup.running
     if exporter is None:
-        reason = lost(setup).get("metrics")
+        reason = losses(setup).get("metrics")
         return "/metrics of vLLM's API server" if reason is None else f"nowhere: {reason}"
     by_otlp = ["by OTLP"] if exporter.otlp_metrics else []
     case = case_of(setup)
@@ -30,7 +30,7 @@ def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
     """Return where the spans go, as text."""
     if tracing is None:
         return "nowhere: tracing is off"
-    if reason := lost(setup).get("tracing"):
+    if reason := losses(setup).get("tracing"):
         return f"nowhere: {reason}"
     sender = "vLLM's API server" if setup.running is None else "kvobs's exporter"
     endpoint = tracing.endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT, "")

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
+from kvobs.cli.series import Numbers
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm, values_of
 from kvobs.cli.web import NoAnswerError, get
-from kvobs.demo.scrapes import Numbers
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.verdicts import HANGS
@@ -36,7 +36,7 @@ _COUNTS = {
 
 
 @dataclass(slots=True)
-class Looked:
+class LiveResult:
     """The facts by address, and the findings."""
 
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -50,23 +50,23 @@ class Looked:
         self.mistakes.append(Finding(path, found, fix=fix))
 
 
-def look(urls: Sequence[str], prometheus: str | None = None) -> Looked:
+def look(urls: Sequence[str], prometheus: str | None = None) -> LiveResult:
     """Look at the metrics at these URLs, and at a Prometheus if its address is given."""
-    looked = Looked()
-    engines = Counter(engine for url in urls for engine in _look_at_server(looked, url))
+    result = LiveResult()
+    engines = Counter(engine for url in urls for engine in _look_at_server(result, url))
     for (model, engine), times in engines.items():
         if times > 1:
             found = f"found engine {engine} of {model} at {times} of these addresses: each of its numbers counts twice"
-            looked.warn("--server", found, "scrape one of them, unless they are different groups")
+            result.warn("--server", found, "scrape one of them, unless they are different groups")
     if prometheus is not None:
-        _look_at_prometheus(looked, prometheus.rstrip("/"), urls)
-    return looked
+        _look_at_prometheus(result, prometheus.rstrip("/"), urls)
+    return result
 
 
 # A server
 
 
-def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
+def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     """Note the facts about a server; return model and engine of each engine there."""
     try:
         text = get(url, PLAIN).text
@@ -74,12 +74,12 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
         exemplars = _exemplars(url)
     except NoAnswerError as error:
         fix = "give the exporter's address" if str(error) == NO_METRICS else "give the address of a running server"
-        looked.refuse(url, str(error), fix)
+        result.refuse(url, str(error), fix)
         return set()
     numbers = Numbers.of(values.items())
     series = Counter(_SERIES.findall(text))
     rows = server_row(url, None, Scrape(0.0, values, parse_vllm(text))).connectors
-    looked.facts[url] = {
+    result.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
         "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
@@ -88,21 +88,21 @@ def _look_at_server(looked: Looked, url: str) -> set[tuple[str, str]]:
     }
     if exemplars is None:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
-        looked.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
+        result.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
     elif not exemplars:
         fix = "if requests are traced: see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
-        looked.warn(url, "has no exemplars", fix)
+        result.warn(url, "has no exemplars", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
-        looked.refuse(url, found, "report it: Prometheus refuses such an answer")
+        result.refuse(url, found, "report it: Prometheus refuses such an answer")
     for row in rows:
         if row.state == HANGS.name:
             where = f" in {row.call}" if row.state_by == "call" else ""
             found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
-            looked.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
+            result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
     for signal, (meaning, fix) in _COUNTS.items():
         if total := numbers.total(signal):
-            looked.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
+            result.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
     builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
     return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in builds}
 
@@ -121,7 +121,7 @@ def _exemplars(url: str) -> int | None:
 # Prometheus
 
 
-def _look_at_prometheus(looked: Looked, prometheus: str, urls: Sequence[str]) -> None:
+def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]) -> None:
     now = time.time()
     try:
         targets = _data(prometheus, "targets", state="active")["activeTargets"]
@@ -131,23 +131,23 @@ def _look_at_prometheus(looked: Looked, prometheus: str, urls: Sequence[str]) ->
         hour = {"start": f"{now - 3600:.0f}", "end": f"{now:.0f}"}
         stored = _data(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
     except NoAnswerError as error:
-        looked.refuse(prometheus, str(error), "give the address of a Prometheus, such as http://localhost:9090")
+        result.refuse(prometheus, str(error), "give the address of a Prometheus, such as http://localhost:9090")
         return
-    facts = looked.facts[prometheus] = {}
-    _look_at_rules(looked, prometheus, facts, groups)
-    _look_at_jobs(looked, prometheus, facts, targets, urls)
+    facts = result.facts[prometheus] = {}
+    _look_at_rules(result, prometheus, facts, groups)
+    _look_at_jobs(result, prometheus, facts, targets, urls)
     facts["exemplars of the last hour"] = f"{sum(len(series.get('exemplars', ())) for series in stored):,}"
     if "exemplar-storage" not in str(flags.get("enable-feature", "")):
-        looked.warn(prometheus, "stores no exemplars", "start it with --enable-feature=exemplar-storage")
+        result.warn(prometheus, "stores no exemplars", "start it with --enable-feature=exemplar-storage")
     for series in doubled:
         labels = series["metric"]
         engine = f"engine {labels.get('engine', '?')} of {labels.get('instance', '?')}"
         found = f"has kvobs's metrics of {engine} {series['value'][1]} times: sums, and alerts, are doubled"
         fix = "scrape kvobs_.* in one job only: see 'Scraping' in docs/metrics.md"
-        looked.refuse(prometheus, printable(found), fix)
+        result.refuse(prometheus, printable(found), fix)
 
 
-def _look_at_rules(looked: Looked, where: str, facts: dict[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
+def _look_at_rules(result: LiveResult, where: str, facts: dict[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
     rules = {rule["name"]: rule for group in groups for rule in group.get("rules", ())}
     shipped = shipped_rules()
     missing = sorted(shipped - rules.keys())
@@ -157,11 +157,11 @@ def _look_at_rules(looked: Looked, where: str, facts: dict[str, str], groups: Se
     facts["alerts that fire"] = ", ".join(firing) or "none"
     if missing:
         found = f"has not loaded {len(missing)} of kvobs's {len(shipped)} rules and alerts, such as {missing[0]}"
-        looked.warn(where, found, "kvobs dashboards export DIR, and name DIR/rules/*.yml in rule_files")
+        result.warn(where, found, "kvobs dashboards export DIR, and name DIR/rules/*.yml in rule_files")
     for name, rule in loaded.items():
         if error := rule.get("lastError"):
             found = f"can't evaluate {name}: {printable(str(error))[:200]}"
-            looked.refuse(where, found, "correct what the error names; do two jobs have the same series?")
+            result.refuse(where, found, "correct what the error names; do two jobs have the same series?")
 
 
 def shipped_rules() -> set[str]:
@@ -171,7 +171,7 @@ def shipped_rules() -> set[str]:
 
 
 def _look_at_jobs(
-    looked: Looked, where: str, facts: dict[str, str], targets: Sequence[Mapping[str, Any]], urls: Sequence[str]
+    result: LiveResult, where: str, facts: dict[str, str], targets: Sequence[Mapping[str, Any]], urls: Sequence[str]
 ) -> None:
     jobs: dict[str, list[Mapping[str, Any]]] = {}
     for target in targets:
@@ -181,17 +181,17 @@ def _look_at_jobs(
     for name in ("kvobs", "vllm"):
         if name not in jobs:
             found = f"has no job {name!r}, which kvobs's boards and alerts select"
-            looked.warn(where, found, "add it: see 'Scraping' in docs/metrics.md")
+            result.warn(where, found, "add it: see 'Scraping' in docs/metrics.md")
         for target in jobs.get(name, ()):
             if target.get("health") == "down":  # it may be unknown until the first scrape
                 error = printable(str(target.get("lastError") or "down"))[:200]
                 found = f"can't scrape {printable(str(target.get('scrapeUrl')))} of job {name!r}: {error}"
-                looked.refuse(where, found, "correct the target, or start the server there")
+                result.refuse(where, found, "correct the target, or start the server there")
     scraped = {_port(str(target.get("scrapeUrl"))) for target in targets}
     for url in urls:
         if _port(url) not in scraped:
             fix = "add it to the targets of the job 'kvobs'"
-            looked.warn(where, f"scrapes no target at the port of {url}", fix)
+            result.warn(where, f"scrapes no target at the port of {url}", fix)
 
 
 def _port(url: str) -> int:

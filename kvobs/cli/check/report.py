@@ -1,6 +1,6 @@
 """Render a checked configuration as text and as JSON, for ``kvobs check``."""
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,32 +9,33 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.check.check import Checked, CheckedConnector
-from kvobs.cli.check.live import Looked
-from kvobs.cli.check.source import Router
+from kvobs.cli.check.check import CheckResult, ConnectorResult
+from kvobs.cli.check.live import LiveResult
+from kvobs.cli.check.rewrite import Router
 from kvobs.cli.output import count
 from kvobs.schema import __version__
 from kvobs.schema.findings import Finding
 
 
-def lay_out_text(checked: Checked) -> Group:
+def lay_out_text(result: CheckResult) -> Group:
     """Return the results of the text: router, connectors, properties, disabled features."""
     parts: list[RenderableType] = []
-    if checked.connectors:
-        parts = [Text(_headline(checked)), Text(), _connectors(checked.connectors), Text()]
-        parts += [_pairs(_together(checked), "together"), Text(), _pairs(checked.off, "off", "why"), Text()]
+    if result.connectors:
+        parts = [Text(_headline(result)), Text(), _connectors(result.connectors), Text()]
+        parts += [_pairs(_together(result), "together"), Text(), _pairs(result.off, "off", "why"), Text()]
     return Group(*parts)
 
 
-def lay_out_classes(checked: Checked, printed: Collection[str] = ()) -> Group:
+def lay_out_classes(result: CheckResult, printed: Collection[str] = ()) -> Group:
     """Return the results of the classes: disabled features beyond those already printed."""
-    off = {feature: why for feature, why in checked.off.items() if feature not in printed}
+    off = {feature: why for feature, why in result.off.items() if feature not in printed}
     return Group(Text(), _pairs(off, "off", "why"), Text()) if off else Group()
 
 
-def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding], printed: Container[Finding] = ()) -> Iterator[Text]:
-    """Yield a line for each warning and mistake that is not printed yet, with its fix."""
-    for findings, title, style in ((warnings, "warning", "yellow"), (mistakes, "mistake", "red")):
+def lines(result: CheckResult | LiveResult, printed: Container[Finding] = ()) -> Iterator[Text]:
+    """Yield a line for each finding that is not printed yet, with its fix."""
+    kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", _unknown(result)))
+    for title, style, findings in (*kinds, ("mistake", "red", result.mistakes)):
         for finding in findings:
             if finding not in printed:
                 text = Text(f"{title}: {finding}")
@@ -42,50 +43,59 @@ def lines(warnings: Iterable[Finding], mistakes: Iterable[Finding], printed: Con
                 yield text
 
 
-def lay_out_live(looked: Looked) -> Group:
-    return Group(*(part for where, facts in looked.facts.items() for part in (_pairs(facts, where), Text())))
+def lay_out_live(result: LiveResult) -> Group:
+    return Group(*(part for where, facts in result.facts.items() for part in (_pairs(facts, where), Text())))
 
 
-def verdict(*checked: Checked | Looked) -> Text:
-    """Return the last line: the number of mistakes and warnings, and whether classes were left out."""
-    mistakes, warnings = (sum(len(getattr(each, kind)) for each in checked) for kind in ("mistakes", "warnings"))
+def verdict(*results: CheckResult | LiveResult) -> Text:
+    """Return the last line: the number of findings of each kind, and whether classes were left out."""
+    mistakes, warnings = (sum(len(getattr(each, kind)) for each in results) for kind in ("mistakes", "warnings"))
+    unknown = sum(len(_unknown(each)) for each in results)
     parts = [count(mistakes, "mistake") if mistakes else "no mistakes"]
+    if unknown:
+        parts.append(f"{unknown} not known here")
     if warnings:
         parts.append(count(warnings, "warning"))
-    has_gap = any(isinstance(each, Checked) and "classes" in each.off for each in checked)
+    has_gap = any(isinstance(each, CheckResult) and "classes" in each.off for each in results)
     gap = "; the connectors' classes were not checked" if has_gap else ""
-    engines = f"{count(len(checked), 'engine')}: " if len(checked) > 1 else ""
-    return Text(engines + ", ".join(parts) + gap, style="bold red" if mistakes else "bold green")
+    engines = f"{count(len(results), 'engine')}: " if len(results) > 1 else ""
+    color = "red" if mistakes else "cyan" if unknown else "green"
+    return Text(engines + ", ".join(parts) + gap, style=f"bold {color}")
 
 
-def as_dict(checked: Checked) -> dict[str, Any]:
+def _unknown(result: CheckResult | LiveResult) -> list[Finding]:
+    return result.unknown if isinstance(result, CheckResult) else []
+
+
+def as_dict(result: CheckResult) -> dict[str, Any]:
     """Return the output as plain data; None: unknown without building the connector, or without vLLM."""
     return {
         "kvobs": __version__,
-        "vllm": checked.vllm,
-        "is_routed_by_kvobs": checked.router is Router.KVOBS,
-        "connectors": [asdict(connector) for connector in checked.connectors],
-        "failure_policy": checked.failure_policy,
-        "tracing": checked.tracing,
-        "metrics_go_to": checked.metrics_go_to,
-        "spans_go_to": checked.spans_go_to,
-        "options": checked.options.model_dump(mode="json"),
-        "off": checked.off,
-        "mistakes": [asdict(finding) for finding in checked.mistakes],
-        "warnings": [asdict(finding) for finding in checked.warnings],
+        "vllm": result.vllm,
+        "is_routed_by_kvobs": None if result.unknown else result.router is Router.KVOBS,
+        "connectors": [asdict(connector) for connector in result.connectors],
+        "failure_policy": result.failure_policy,
+        "tracing": result.tracing,
+        "metrics_go_to": result.metrics_go_to,
+        "spans_go_to": result.spans_go_to,
+        "options": result.options.model_dump(mode="json"),
+        "off": result.off,
+        "mistakes": [asdict(finding) for finding in result.mistakes],
+        "warnings": [asdict(finding) for finding in result.warnings],
+        "unknown": [asdict(finding) for finding in result.unknown],
     }
 
 
-def _headline(checked: Checked) -> str:
-    version = f"vLLM {checked.vllm}" if checked.vllm else "vLLM (not installed here)"
-    between = f"{version} and {count(len(checked.connectors), 'connector')}"
-    if checked.router is Router.KVOBS:
-        by = ", enabled by KVOBS_ENABLE" if checked.by_variable else ""
+def _headline(result: CheckResult) -> str:
+    version = f"vLLM {result.vllm}" if result.vllm else "vLLM (not installed here)"
+    between = f"{version} and {count(len(result.connectors), 'connector')}"
+    if result.router is Router.KVOBS:
+        by = ", enabled by KVOBS_ENABLE" if result.by_variable else ""
         return f"kvobs {__version__} routes between {between}{by}."
     return f"kvobs is not in this configuration. With --rewrite it would route between {between}:"
 
 
-def _connectors(connectors: Sequence[CheckedConnector]) -> Table:
+def _connectors(connectors: Sequence[ConnectorResult]) -> Table:
     out = _table("", *(Text(connector.name) for connector in connectors))
     for row in ("kv_connector", "kv_role"):
         out.add_row(row, *(Text(getattr(connector, row) or "?", overflow="fold") for connector in connectors))
@@ -100,15 +110,15 @@ _LOADS_FROM = {
 }
 
 
-def _together(checked: Checked) -> dict[str, str]:
-    options = checked.options
+def _together(result: CheckResult) -> dict[str, str]:
+    options = result.options
     return {
         "loads from": _LOADS_FROM[options.load_policy],
-        "a failed load": f"{'is recomputed' if checked.failure_policy == 'recompute' else 'fails its request'} "
-        f"(kv_load_failure_policy {checked.failure_policy})",
-        "tracing": checked.tracing,
-        "metrics go to": checked.metrics_go_to,
-        "spans go to": checked.spans_go_to,
+        "a failed load": f"{'is recomputed' if result.failure_policy == 'recompute' else 'fails its request'} "
+        f"(kv_load_failure_policy {result.failure_policy})",
+        "tracing": result.tracing,
+        "metrics go to": result.metrics_go_to,
+        "spans go to": result.spans_go_to,
     }
 
 

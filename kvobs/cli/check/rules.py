@@ -24,23 +24,23 @@ class Findings(NamedTuple):
     warnings: list[Finding]
 
 
-def findings(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -> Findings:
+def check_entries(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -> Findings:
     """Return the mistakes and the warnings about the entries of a configuration, given as kvobs would get it.
 
     ``is_stock``: vLLM's own router is in the configuration as it is; ``has_vllm``: libraries must be installed here.
     """
-    found = Findings([], misplaced(whole, ""))
+    findings = Findings([], misplaced(whole, ""))
     for path, entry in _walk(whole, ""):
         module = entry.get("kv_connector_module_path")
         if module is None and has_vllm:
-            found.mistakes.extend(_libraries(entry, path))
+            findings.mistakes.extend(_libraries(entry, path))
         if module is None or str(module).startswith("lmcache."):
-            _check_own_options(found, entry, path)
-        found.warnings.extend([*misplaced(entry, path), *_nested(entry, path)])
-    found.warnings.extend(_roles(whole))
+            _check_own_options(findings, entry, path)
+        findings.warnings.extend([*misplaced(entry, path), *_nesting(entry, path)])
+    findings.warnings.extend(_roles(whole))
     if is_stock:
-        found.warnings.extend(_same_class(whole))
-    return found
+        findings.warnings.extend(_same_class(whole))
+    return findings
 
 
 def _walk(parent: Mapping[str, Any], path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -70,7 +70,7 @@ def _libraries(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
         yield Finding(f"{path}.kv_connector", found, fix=need.install)
 
 
-def _nested(entry: Mapping[str, Any], path: str) -> list[Finding]:
+def _nesting(entry: Mapping[str, Any], path: str) -> list[Finding]:
     """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
     extra = entry.get(PATH)
     if entry.get("kv_connector") != ROUTER or entry.get("kv_connector_module_path") in OURS:
@@ -118,7 +118,7 @@ _EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
 
 
-def _check_own_options(found: Findings, entry: Mapping[str, Any], path: str) -> None:
+def _check_own_options(findings: Findings, entry: Mapping[str, Any], path: str) -> None:
     extra = entry.get(PATH) or {}
     name = _name(entry)
     if name is None or not isinstance(extra, Mapping):
@@ -128,9 +128,9 @@ def _check_own_options(found: Findings, entry: Mapping[str, Any], path: str) -> 
         if not _is_number(extra.get(key, 0)):
             kind = f"found a value of type {type(extra[key]).__name__}"
             fix = "write the number alone, without a unit"
-            found.mistakes.append(Finding(f"{place}.{key}", kind, "a whole number", fix))
+            findings.mistakes.append(Finding(f"{place}.{key}", kind, "a whole number", fix))
     if check := CHECKS.get(name):
-        check(found, extra, place)
+        check(findings, extra, place)
 
 
 def _is_number(value: Any) -> bool:
@@ -142,13 +142,13 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _check_offloading(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+def _check_offloading(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
     spec, size = extra.get("spec_name", _CPU), extra.get("cpu_bytes_to_use")
     specs = sorted(vllm_source.offloading_specs() or {_CPU, _TIERING})
     if spec not in specs:
         if extra.get("spec_module_path") is None:
             otherwise = "set spec_module_path to the module of that class"
-            found.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
+            findings.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
         return  # a class from elsewhere has other options
     if not size:
         fix = f'add "cpu_bytes_to_use", {_EXAMPLE}'
@@ -156,40 +156,40 @@ def _check_offloading(found: Findings, extra: Mapping[str, Any], place: str) -> 
             fix = f"replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use, {_EXAMPLE}"
         elif misspelt := difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9):
             fix = f"rename {misspelt[0]!r}, which has no effect"
-        found.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", fix=fix))
+        findings.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", fix=fix))
     elif _is_number(size) and int(size) < _SMALL:
         text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"
-        found.warnings.append(Finding(f"{place}.cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}"))
+        findings.warnings.append(Finding(f"{place}.cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}"))
     if spec != _TIERING and extra.get("secondary_tiers"):
         text = f"has no effect: only {_TIERING} has tiers, and spec_name is {spec!r}"
-        found.warnings.append(Finding(f"{place}.secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"'))
+        findings.warnings.append(Finding(f"{place}.secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"'))
 
 
-def _check_simple_offload(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+def _check_simple_offload(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
     if "disk_path" in extra and extra.get("kv_offload_backend", "cpu") == "cpu":
         text = "has no effect: kv_offload_backend is 'cpu'"
-        found.warnings.append(Finding(f"{place}.disk_path", text, fix='add "kv_offload_backend": "disk"'))
+        findings.warnings.append(Finding(f"{place}.disk_path", text, fix='add "kv_offload_backend": "disk"'))
 
 
-def _check_nixl(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+def _check_nixl(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
     if isinstance(extra.get("backends"), str):
         text = "found a value of type str"
-        found.mistakes.append(Finding(f"{place}.backends", text, 'a list of names, such as ["UCX"]', "write a list"))
+        findings.mistakes.append(Finding(f"{place}.backends", text, 'a list of names, such as ["UCX"]', "write a list"))
 
 
-def _check_lmcache(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+def _check_lmcache(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
     """Warn about a setting by which one call may block the scheduler for long, whether or not it is isolated."""
     seconds = extra.get(_MQ_TIMEOUT, 300)
     if _is_number(seconds) and int(seconds or 0) > _LONG_S:
         text = f"is {seconds} s: a call to a server that hangs blocks the engine as long, isolated or not"
-        found.warnings.append(Finding(f"{place}.{_MQ_TIMEOUT}", text, fix=f"set it to {_LONG_S} or less"))
+        findings.warnings.append(Finding(f"{place}.{_MQ_TIMEOUT}", text, fix=f"set it to {_LONG_S} or less"))
 
 
-def _check_mooncake_store(found: Findings, extra: Mapping[str, Any], place: str) -> None:
+def _check_mooncake_store(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
     if extra.get("enable_lookup", True) and not extra.get("lookup_async"):
         text = "is false: a lookup waits for the store without a limit, and the engine with it, isolated or not"
         fix = "set it to true, and limit it by kvobs.lookup_timeout_ms"
-        found.warnings.append(Finding(f"{place}.lookup_async", text, fix=fix))
+        findings.warnings.append(Finding(f"{place}.lookup_async", text, fix=fix))
 
 
 CHECKS: Mapping[str, Callable[[Findings, Mapping[str, Any], str], None]] = {

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kvobs.cli.series import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
-from kvobs.demo.scrapes import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.schema import signals
 from kvobs.schema.verdicts import IDLE, POLL_S, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvobs.cli.output import printable
+from kvobs.cli.series import Series, Values
 from kvobs.cli.web import NoAnswerError, get
-from kvobs.demo.scrapes import Series, Values
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import Kind

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
 from kvobs import connector as connector_module
-from kvobs.cli.check.destinations import lost, metrics_go_to, spans_go_to
+from kvobs.cli.check.destinations import losses, metrics_go_to, spans_go_to
 from kvobs.export.destinations import CASES, Case, Setup, findings
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
@@ -46,9 +46,9 @@ def test_where_something_would_be_lost_it_is_reported_once_or_the_exporter_runs(
     mistakes = findings(setup)
     assert [finding.path for finding in mistakes] == ([] if path is None else [path])
     assert all(f"kvobs.exporter is null: {' and '.join(things)} are lost" in f.found for f in mistakes)
-    assert lost(setup) == dict.fromkeys(things, path)
+    assert losses(setup) == dict.fromkeys(things, path)
     for setup in (Setup(**given), Setup(ON, **given)):
-        assert (findings(setup), lost(setup)) == ([], {})
+        assert (findings(setup), losses(setup)) == ([], {})
     assert Setup(**given).running == (None if path is None else ON)
     by_itself = f"http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: {path}"
     assert metrics_go_to(Setup(**given)) == ("/metrics of vLLM's API server" if path is None else by_itself)

@@ -11,8 +11,9 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from kvobs.cli.check.check import Flags, check_text
-from kvobs.cli.check.source import Router
+from kvobs.cli.check.check import check_text
+from kvobs.cli.check.flags import Flags
+from kvobs.cli.check.rewrite import Router
 from kvobs.demo.server import claim_port
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
 from kvobs.vllm_api.versions import RUST_FRONTEND
@@ -35,7 +36,7 @@ def test_a_policy_of_a_child_is_ignored() -> None:
      (dict(TWO[0]), Router.NONE, "kv_connector"), (config_of(), Router.KVOBS, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("variable", ["1", "0"])
-def test_it_says_whether_kvobs_takes_part(
+def test_router_is_found_with_and_without_the_variable(
     config: dict[str, Any], router: Router, path: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the variable, a plain MultiConnector is kvobs's."""
@@ -84,7 +85,9 @@ def test_vllm_does_fail_with_traces_and_no_stats() -> None:
 
 @pytest.mark.parametrize("level", [None, "off", "requests", "calls"])
 @pytest.mark.parametrize("endpoint", [None, "http://collector"])
-def test_it_says_how_far_tracing_goes(level: str | None, endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_level_needs_an_endpoint(
+    level: str | None, endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_otel_variables(monkeypatch)
     options = {"tracing": {"level": level}} if level else None
     checked = check(config_of(kvobs=options), Flags(otlp_traces_endpoint=endpoint))
@@ -119,7 +122,7 @@ def test_a_feature_is_off_without_its_option(feature: str, on: dict[str, Any]) -
     assert check(config_of()).off["hybrid KV cache manager"] == "not supported by ExampleConnector"
 
 
-def test_nothing_of_what_may_be_a_secret_is_printed() -> None:
+def test_values_that_may_be_secret_are_not_printed() -> None:
     secret = "hunter2"
     checked = check(config_of([{**TWO[0], "kv_port": secret, "password": secret, PATH: secret}], engine_id=[secret]))
     assert len(checked.mistakes) == 4

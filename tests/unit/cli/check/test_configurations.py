@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.check.source import rewrite
+from kvobs.cli.check.rewrite import rewrite
 from kvobs.schema.config import PATH
 from tests.support.configurations import check
 
@@ -112,5 +112,5 @@ def test_a_configuration_gets_the_right_verdict(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, mistakes, _) in CASES.items() if not mistakes])
-def test_what_is_fine_is_fine_when_kvobs_is_in_it(kind: str) -> None:
+def test_good_configuration_is_good_when_rewritten(kind: str) -> None:
     assert check(rewrite(CASES[kind][0])).mistakes == []

@@ -39,7 +39,7 @@ def address_of(url: str) -> str:
     return url.removeprefix("http://").removesuffix("/metrics")
 
 
-def test_what_a_server_has_is_printed(exporter: str) -> None:
+def test_facts_of_a_server_are_printed(exporter: str) -> None:
     looked = look([exporter])
     assert looked.mistakes == []
     facts = looked.facts[exporter]
@@ -106,7 +106,7 @@ def test_a_connector_that_hangs_is_a_mistake() -> None:
     assert looked.facts[f"http://{address}/metrics"]["connectors"] == "cpu (Hangs), disk (Idle)"
 
 
-def test_one_engine_at_two_addresses_is_doubled(exporter: str) -> None:
+def test_engine_at_two_addresses_is_doubled(exporter: str) -> None:
     noted = [warning.path for warning in look([exporter, exporter.replace("127.0.0.1", "localhost")]).warnings]
     assert "--server" in noted
 

@@ -38,7 +38,7 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def findings(entry: dict[str, Any], *, has_vllm: bool = True) -> rules.Findings:
-    return rules.findings(config_of([entry]), is_stock=False, has_vllm=has_vllm)
+    return rules.check_entries(config_of([entry]), is_stock=False, has_vllm=has_vllm)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -68,7 +68,7 @@ def test_a_disk_path_without_the_backend_is_a_warning() -> None:
     assert paths == [[f"{PATH}.connectors[0].{PATH}.disk_path"], [], []]
 
 
-def test_a_class_from_elsewhere_has_other_options_and_so_may_an_engine_have_libraries() -> None:
+def test_class_from_elsewhere_has_other_options() -> None:
     assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
     assert findings(elsewhere) == ([], [])

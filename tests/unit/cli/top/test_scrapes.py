@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 
 import kvobs
+from kvobs.cli.series import by_owner, change
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.top.scrapes import fetch, parse, parse_vllm
 from kvobs.cli.web import NoAnswerError, url_of
-from kvobs.demo.scrapes import by_owner, change
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS
 from tests.support.payloads import stopped_clock

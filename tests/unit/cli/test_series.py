@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 
-from kvobs.demo.scrapes import Numbers, Series, Values, by_owner, change, has_restarted, quantile
+from kvobs.cli.series import Numbers, Series, Values, by_owner, change, has_restarted, quantile
 from kvobs.schema.signals import LOAD_DURATION
 
 OF_LOADS = tuple(f"kvobs_load_duration_seconds_{part}" for part in ("bucket", "sum"))
@@ -20,7 +20,7 @@ VALUES = st.dictionaries(
 
 
 @given(VALUES, VALUES)
-def test_nothing_ever_grew_by_less_than_nothing(old: dict[Series, float], new: dict[Series, float]) -> None:
+def test_growth_is_never_negative(old: dict[Series, float], new: dict[Series, float]) -> None:
     changed = change(old, new)
     assert changed.keys() == new.keys()
     for series, value in changed.items():
@@ -69,7 +69,7 @@ def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
     assert numbers.sum("saves") == 0
 
 
-def test_series_belong_to_the_engine_and_the_connector_of_their_labels_or_to_none() -> None:
+def test_series_belong_to_the_engine_and_connector_of_their_labels() -> None:
     values: Values = {("up", frozenset()): 1, ("up", frozenset({("engine", "1"), ("connector", "a")})): 2}
     assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}
 

@@ -42,7 +42,7 @@ def change(before: Values | None, after: Values) -> dict[Series, float]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A selection of series, such as those of one child on one engine."""
+    """A selection of series, such as those of one connector on one engine."""
 
     by_name: dict[str, list[tuple[dict[str, str], float]]] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Numbers:
 
 
 Owner = tuple[str, str]
-"""Engine and child; no child for kvobs's own metrics."""
+"""Engine and connector; the latter is empty for the metrics of kvobs itself."""
 
 
 def by_owner(values: Values) -> dict[Owner, Numbers]:

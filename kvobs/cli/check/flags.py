@@ -1,0 +1,145 @@
+"""Read vLLM's options beside a configuration, and find what they and the engine's variables mean for its check."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvobs.children.sync_loads import SAFE, Conditions
+from kvobs.schema.config import PATH
+from kvobs.schema.findings import Finding
+from kvobs.vllm_api.versions import V2_RUNNER
+
+LAUNCHER, RAY, DYNAMO_VLLM = "launcher", "engine_kwargs", "dynamo.vllm"
+"""The key among the options that says who starts the engine, and its values; without it `vllm serve` does."""
+SIZE = "kv-offloading-size"
+_NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_NUMBERS = {
+    *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
+    "pipeline-parallel-size",
+}
+_SHORT = {
+    "asc": "api-server-count", "dp": "data-parallel-size", "dpe": "data-parallel-external-lb",
+    "dph": "data-parallel-hybrid-lb", "dpl": "data-parallel-size-local", "dpn": "data-parallel-rank",
+    "dpm": "data-parallel-multi-port-external-lb", "dpp": "data-parallel-rpc-port", "dpr": "data-parallel-start-rank",
+    "pp": "pipeline-parallel-size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Further options of vLLM's start, and ports that others on the host have; ``launcher`` is empty if not known.
+
+    ``conditions`` are those of a failed synchronous load.
+    """
+
+    disable_log_stats: bool = False
+    otlp_traces_endpoint: str | None = None
+    api_server_count: int = 1
+    engines_here: int = 1
+    has_chunked_prefill: bool = False
+    launcher: str = ""
+    conditions: Conditions = SAFE
+    taken: Mapping[int, str] = field(default_factory=dict)
+
+
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each option of a command line, by its long name without dashes, with its value; None if it has none."""
+    for i, word in enumerate(words):
+        name, is_one_word, value = word.partition("=")
+        key, dot, rest = name.lstrip("-").partition(".")
+        key = key.replace("_", "-")
+        following = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else None
+        if word.startswith("-"):
+            yield _SHORT.get(key, key) + dot + rest, value if is_one_word else following
+
+
+def require_numbers(options: Mapping[str, Any]) -> None:
+    for name in _NUMBERS & options.keys():
+        if not str(options[name]).isdecimal():
+            value = json.dumps(options[name], default=str)
+            raise ValueError(f"--{name} {value}, beside the configuration, is not a whole number")
+
+
+def with_offloading(
+    config: Mapping[str, Any], options: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[Mapping[str, Any], list[Finding]]:
+    """Return the configuration that vLLM makes of --kv-offloading-size, if it is given, and a warning of it."""
+    if (size := options.get(SIZE)) is None:
+        return config, []
+    name = "LMCacheMPConnector"
+    extra = dict(config[PATH]) if isinstance(config.get(PATH), dict) else {}
+    if options.get("kv-offloading-backend") != "lmcache":
+        is_simple = environment.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") not in ("0", "")
+        name = "SimpleCPUOffloadConnector" if is_simple else "OffloadingConnector"
+        with suppress(TypeError, ValueError, OverflowError):
+            extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
+    text = f"vLLM makes {name} of it, in the place of any kv_connector of --kv-transfer-config"
+    warning = Finding(f"--{SIZE}", text, fix="remove it, and use a configuration, as --rewrite prints it")
+    return {**config, "kv_connector": name, "kv_role": "kv_both", PATH: extra}, [warning]
+
+
+DEFAULTS = Flags()
+
+
+def flags_of(
+    config: Mapping[str, Any],
+    beside: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    given: Mapping[str, Any],
+    taken: Mapping[int, str],
+) -> Flags:
+    """Return what the options ``beside`` a configuration mean; those that are ``given`` replace them."""
+    options = {**beside, **given}
+    is_one = _is_one_of_several(beside)
+    engines = 1 if is_one else max(1, int(beside.get("data-parallel-size-local", beside.get("data-parallel-size", 1))))
+    ports = {int(beside.get("port", 8000)): "--port of vLLM's API server"} if beside else {}
+    if engines > 1:
+        ports[int(beside.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
+    nixl = environment.get(_NIXL_PORT, os.environ.get(_NIXL_PORT, "5600"))
+    if nixl.isdecimal() and "Nixl" in str(config):
+        ports |= dict.fromkeys(range(int(nixl), int(nixl) + engines), f"{_NIXL_PORT} of NixlConnector")
+    return Flags(
+        _is_on(options, "disable-log-stats"),
+        str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
+        int(options.get("api-server-count", api_servers(beside))),
+        engines,
+        _is_left_on(beside, "enable-chunked-prefill"),
+        beside.get(LAUNCHER, ""),
+        _conditions(beside, environment),
+        {**taken, **ports},
+    )
+
+
+def _conditions(options: Mapping[str, Any], environment: Mapping[str, str]) -> Conditions:
+    """Return what is known of the engine's scheduling and runner; else vLLM's defaults on GPUs."""
+    is_async = not options or _is_left_on(options, "async-scheduling")
+    runner = environment.get(V2_RUNNER, os.environ.get(V2_RUNNER, "1"))
+    steps = max(2 if is_async else 1, int(options.get("pipeline-parallel-size", 1)))
+    return Conditions(steps=steps, has_v2_runner=runner.lower() not in ("0", "false"))
+
+
+def api_servers(options: Mapping[str, Any]) -> int:
+    """Return how many API servers there are by default: `vllm serve` starts one for each engine that it balances."""
+    if options.get(LAUNCHER) or _is_one_of_several(options) or _is_on(options, "enable-elastic-ep"):
+        return 1
+    is_hybrid = "data-parallel-start-rank" in options or _is_on(options, "data-parallel-hybrid-lb")
+    return int(options.get("data-parallel-size-local" if is_hybrid else "data-parallel-size", 1)) or 1
+
+
+def _is_one_of_several(options: Mapping[str, Any]) -> bool:
+    """Return whether each engine of the group has a command and an API server, behind an external load balancer."""
+    others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb")
+    return "data-parallel-rank" in options or any(_is_on(options, other) for other in others)
+
+
+def _is_left_on(options: Mapping[str, Any], name: str) -> bool:
+    """Return whether vLLM's options are known, and leave on what is on by default."""
+    return bool(options) and not options.get(f"no-{name}") and _is_on(options, name, "on")
+
+
+def _is_on(options: Mapping[str, Any], name: str, default: str = "0") -> bool:
+    return str(options.get(name, default)).lower() not in ("false", "0", "none")
