@@ -1,4 +1,4 @@
-"""Write the boards, rules, manifests and settings that come with kvobs to a folder, with the settings of a site.
+"""The command ``kvobs dashboards export``: boards, rules, manifests and settings, with the settings of a site.
 
 An installed package contains them; a checkout has them where they are generated. Rules and manifests are templates
 with tokens such as ``__job__``; boards and Prometheus's settings are changed where they have the default.
@@ -11,9 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from kvobs.cli.output import count, examples, fail
 from kvobs.schema import signals
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
@@ -24,6 +29,50 @@ PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
           "stack": "stack", "runbook.md": "runbook.md",
           SETTINGS: f"generated/templates/{SETTINGS}"}  # fmt: skip
 """Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs."""
+
+
+@app.callback()
+def main() -> None:
+    """Export dashboards, alerts and runbook."""
+
+
+@app.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))
+def export_dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,
+    grafana: Annotated[str, typer.Option(metavar="URL", help="Grafana's address, for links in alerts.")] = "",
+    runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = "",
+    job: Annotated[str, typer.Option(metavar="JOB", help="Scrape job of kvobs's metrics, instead of kvobs.")] = "",
+    cluster: Annotated[
+        str, typer.Option(metavar="LABEL", help="Label that distinguishes clusters, if it is not cluster.")
+    ] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label of PodMonitor and PrometheusRule; repeatable.")
+    ] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Namespace of vLLM's pods; repeatable.")
+    ] = None,
+    threshold: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
+    ] = None,
+) -> None:
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
+
+    Example: kvobs dashboards export DIR --grafana https://grafana.example.org --label release=monitoring
+    """
+    try:
+        lists = [values or () for values in (label, namespace, threshold)]
+        settings = SiteSettings(grafana, runbook, job, cluster, *lists)
+        files = contents(settings)
+        written = export(folder, files, force=force)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    except OSError as error:
+        raise fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
+    for path in written:
+        typer.echo(folder / path)
+    typer.echo(f"{count(len(written), 'file')} written, {len(files) - len(written)} unchanged")
 
 
 def contents(settings: SiteSettings | None = None) -> dict[str, bytes]:

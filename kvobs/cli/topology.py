@@ -1,18 +1,25 @@
-"""Render which rank reads from which, as text and as JSON, for ``kvobs topology``."""
+"""The command ``kvobs topology``: which rank reads from which, as text and as JSON."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import count
+from kvobs.cli.output import count, examples, fail
 from kvobs.topology import Engine, Read, who_reads
 
+EXAMPLES = examples(
+    "kvobs topology --prefill-tp 4 --decode-tp 2 --kv-heads 8",
+    "kvobs topology --prefill-tp 8 --decode-tp 2 --model ./DeepSeek-V3",
+)
+TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")]
 COLUMNS: dict[str, Literal["left", "right"]] = {
     "decode\nrank": "right",
     "KV heads\nit holds": "left",
@@ -20,6 +27,34 @@ COLUMNS: dict[str, Literal["left", "right"]] = {
     "from\nprefill rank": "right",
     "prefill blocks\nper block": "right",
 }
+
+
+def topology(
+    *,
+    prefill_tp: TpSize,
+    decode_tp: TpSize,
+    prefill_block_size: BlockSize = 16,
+    decode_block_size: BlockSize = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads of the model.")] = None,
+    mla: Annotated[bool, typer.Option("--mla", help="The model uses MLA: one latent for all heads.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Its folder, whose config.json has both.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a range is [first, last].")] = False,
+) -> None:
+    """Print which decode rank reads which KV heads from which prefill ranks."""
+    if model is None and kv_heads is None and not mla:
+        raise typer.BadParameter("give --kv-heads, --mla or --model", param_hint="--kv-heads, --mla, --model")
+    if model is not None and (kv_heads is not None or mla):
+        raise typer.BadParameter("give it without --kv-heads and --mla: its config.json has both", param_hint="--model")
+    try:
+        heads, is_mla = read_model(model) if model else (kv_heads or 1, mla)
+        pair = Pair(Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size), heads, is_mla)
+        pair.reads()
+    except ValueError as error:
+        raise fail(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(as_dict(pair)))
+    else:
+        Console().print(lay_out(pair))
 
 
 class Pair(NamedTuple):
