@@ -86,9 +86,9 @@ class Pair(NamedTuple):
 
 def lay_out(pair: Pair) -> Group:
     """Return the text output: a summary, one row per read, and the ranks that are not read."""
-    parts: list[RenderableType] = [Text(facts(pair)), Text(), table(pair)]
-    if idle := unread(pair):
-        ranks = ", ".join(map(_words, idle))
+    parts: list[RenderableType] = [Text(describe(pair)), Text(), make_table(pair)]
+    if idle := find_unread(pair):
+        ranks = ", ".join(map(_write_range, idle))
         parts += [Text(), Text(f"Prefill ranks that no decode rank reads, since they hold copies: {ranks}.")]
     return Group(*parts)
 
@@ -101,18 +101,23 @@ def as_dict(pair: Pair) -> dict[str, Any]:
     rows = [
         {
             "rank": read.rank,
-            "heads": _ends(_needed(read)),
+            "heads": _first_and_last(_all_heads(read)),
             "sources": [
-                {"rank": source, "heads": _ends(heads)} for source, heads in zip(read.sources, read.heads, strict=True)
+                {"rank": source, "heads": _first_and_last(heads)}
+                for source, heads in zip(read.sources, read.heads, strict=True)
             ],
             "blocks": read.blocks,
         }
         for read in pair.reads()
     ]
-    return {"prefill": prefill | {"unread": [_ends(ranks) for ranks in unread(pair)]}, "decode": decode, "reads": rows}
+    return {
+        "prefill": prefill | {"unread": [_first_and_last(ranks) for ranks in find_unread(pair)]},
+        "decode": decode,
+        "reads": rows,
+    }
 
 
-def facts(pair: Pair) -> str:
+def describe(pair: Pair) -> str:
     """Return a sentence on how the engines' ranks, copies and blocks relate; the sizes must fit."""
     prefill, decode, kv_heads, is_mla = pair
     many, few = ("prefill", "decode") if prefill.tp_size >= decode.tp_size else ("decode", "prefill")
@@ -129,19 +134,19 @@ def facts(pair: Pair) -> str:
     return f"{held}; {count(ratio, f'{many} rank')} to a {few} rank; {blocks}."
 
 
-def table(pair: Pair) -> Table:
+def make_table(pair: Pair) -> Table:
     """Return a table with one read per row: a decode rank has a row for each rank it reads from."""
     out = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), pad_edge=False)
     for column, justify in COLUMNS.items():
         out.add_column(column, justify=justify, no_wrap=True, vertical="bottom")
     for read in pair.reads():
         for source, heads in zip(read.sources, read.heads, strict=True):
-            cells = ["latent", "latent"] if pair.is_mla else [_words(_needed(read)), _words(heads)]
+            cells = ["latent", "latent"] if pair.is_mla else [_write_range(_all_heads(read)), _write_range(heads)]
             out.add_row(str(read.rank), *cells, str(source), str(read.blocks))
     return out
 
 
-def unread(pair: Pair) -> list[range]:
+def find_unread(pair: Pair) -> list[range]:
     """Return the prefill ranks that are not read, as ranges: they hold copies only."""
     sources = {source for read in pair.reads() for source in read.sources}
     idle: list[range] = []
@@ -177,14 +182,14 @@ def read_model(folder: Path) -> tuple[int, bool]:
     return heads, False
 
 
-def _needed(read: Read) -> range:
+def _all_heads(read: Read) -> range:
     """Return the KV heads that a decode rank holds: those it reads, which follow one another."""
     return range(read.heads[0].start, read.heads[-1].stop)
 
 
-def _ends(numbers: Sequence[int]) -> list[int]:
+def _first_and_last(numbers: Sequence[int]) -> list[int]:
     return [numbers[0], numbers[-1]]
 
 
-def _words(numbers: range) -> str:
+def _write_range(numbers: range) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvobs.cli.output import examples
 from kvobs.cli.top.live import Top, Watch
-from kvobs.cli.web import CaCert, Cert, Key, pair_of, use_certificates
+from kvobs.cli.web import CaCert, Cert, Key, urls_of, use_certificates
 
 EXAMPLES = examples(
     "kvobs top localhost                  a vLLM server at its port 8000",
@@ -39,7 +39,7 @@ def top(
     if as_json and not once:
         raise typer.BadParameter("requires --once", param_hint="--json")
     try:
-        watches = [Watch(url, interval, of_vllm) for url, of_vllm in dict.fromkeys(map(pair_of, urls))]
+        watches = [Watch(url, interval, of_vllm) for url, of_vllm in dict.fromkeys(map(urls_of, urls))]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="URL") from None
     # SIGTERM must restore the terminal as Ctrl-C does.

@@ -100,17 +100,17 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         seconds=seconds,
         telemetry_s_per_s=all_grown.total(signals.SELF_SECONDS) / (seconds or 1),
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
-        running=_whole(vllm, RUNNING),
-        waiting=_whole(vllm, WAITING),
+        running=_integer(vllm, RUNNING),
+        waiting=_integer(vllm, WAITING),
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
             _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm, waits=owner[0] in waits)
-            for owner, numbers in sorted(connectors, key=_configured)
+            for owner, numbers in sorted(connectors, key=_sort_key)
         ),
         seen_share=seen_share,
         half_within_tokens=all_grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
-        local_cache_tokens=_whole(now, signals.LOCAL_CACHE_TOKENS.name),
+        local_cache_tokens=_integer(now, signals.LOCAL_CACHE_TOKENS.name),
     )
 
 
@@ -120,11 +120,11 @@ def _seen_share(numbers: Numbers) -> float | None:
     return sum(n for has, n in buckets if float(has.get("le", "inf")) == largest) / every if every else None
 
 
-def _whole(numbers: Numbers, name: str) -> int | None:
+def _integer(numbers: Numbers, name: str) -> int | None:
     return int(numbers.sum(name)) if name in numbers.by_name else None
 
 
-def _configured(entry: tuple[Owner, Numbers]) -> tuple[int, str, int, str, str]:
+def _sort_key(entry: tuple[Owner, Numbers]) -> tuple[int, str, int, str, str]:
     """Sort engines by their number, and connectors as they are configured; a shorter number is smaller."""
     (engine, connector), numbers = entry
     index = numbers.label(signals.CONNECTOR_INFO, "index")
@@ -132,9 +132,9 @@ def _configured(entry: tuple[Owner, Numbers]) -> tuple[int, str, int, str, str]:
 
 
 def _connector(
-    owner: Owner, numbers: Numbers, between_s: float | None, own: Numbers, vllm: Numbers, *, waits: bool
+    owner: Owner, numbers: Numbers, between_s: float | None, of_engine: Numbers, vllm: Numbers, *, waits: bool
 ) -> ConnectorRow:
-    """Return a connector's row; ``own`` are kvobs's own numbers of its engine, of which a request ``waits``."""
+    """Return a connector's row; ``of_engine`` are kvobs's own numbers of its engine, of which a request ``waits``."""
     seconds = between_s or 1
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
@@ -176,7 +176,7 @@ def _connector(
         call=call,
         call_s=call_s,
     )
-    computes = between_s is not None and own.total(signals.STEP_SECONDS) > 0
+    computes = between_s is not None and of_engine.total(signals.STEP_SECONDS) > 0
     polls = waits and not computes and scheduler_s < POLL_S * scheduler_calls
     state, state_by, value = judge(
         {

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import NONE, amount, duration, percent, signed, whole
+from kvobs.cli.output import NONE, amount, duration, integer, percent, signed_amount
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.schema.verdicts import HANGS, IDLE, WELL
 
@@ -23,22 +23,12 @@ FAILED = "bold red"
 
 
 class Column(NamedTuple):
-    """A number of each row, and the field to sort by; with words for it, it is below a connector's row."""
+    """A number of each connector, and the field to sort by; one with words is below the connector's row."""
 
     title: str
-    show: Callable[[Any], str]
-    by: str = ""
+    show: Callable[[ConnectorRow], str]
+    by: str
     words: str = ""
-
-
-OF_SERVERS = (
-    Column("run", lambda s: whole(s.running)),
-    Column("wait", lambda s: whole(s.waiting)),
-    Column("TTFT\np50", lambda s: duration(s.ttft_p50_s)),
-    Column("TTFT\np99", lambda s: duration(s.ttft_p99_s)),
-    Column("telemetry", lambda s: duration(s.telemetry_s_per_s) + ("/s" if s.seconds else "")),
-    Column("errors\nin it", lambda s: str(s.internal_errors)),
-)
 
 
 def columns(*, since_start: bool) -> list[Column]:
@@ -51,11 +41,11 @@ def columns(*, since_start: bool) -> list[Column]:
         Column("sched\nbusy", lambda c: of_time(c.scheduler_s_per_s), "scheduler_s_per_s"),
         Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s"),
         Column("oldest", lambda c: duration(c.oldest_s), "oldest_s"),
-        Column("gain", lambda c: signed(c.gain_s_per_s), "gain_s_per_s", "gain {}"),
+        Column("gain", lambda c: signed_amount(c.gain_s_per_s), "gain_s_per_s", "gain {}"),
         Column("slowest rank", _slowest, "slowest_rank_share", "slowest rank {}"),
         Column("skew p99", lambda c: duration(c.skew_p99_s), "skew_p99_s", "skew p99 {}"),
-        Column("loads open", lambda c: whole(c.loads_open), "loads_open", "loads open {}"),
-        Column("saves held", lambda c: whole(c.saves_held), "saves_held", "saves held {}"),
+        Column("loads open", lambda c: integer(c.loads_open), "loads_open", "loads open {}"),
+        Column("saves held", lambda c: integer(c.saves_held), "saves_held", "saves held {}"),
         Column("bytes", lambda c: amount(c.load_bytes_per_s), "load_bytes_per_s", f"{{}} bytes{per_s}"),
         Column("unused", lambda c: amount(c.unused_tokens_per_s), "unused_tokens_per_s", f"{{}} tokens{per_s} unused"),
         Column("loads", lambda c: amount(c.loads_per_s), "loads_per_s", f"{{}} loads{per_s}"),
@@ -88,9 +78,9 @@ class Picture:
         order = f"by {titles[self.by]}, largest first" if self.by else "as configured"
         yield Text.assemble(("kvobs top", "bold"), f"   {period}   {order}\n", no_wrap=True, overflow="ellipsis")
         height, options = options.height or 10**6, options.reset_height()
-        upper = _show_servers(self.servers).lines(console, options, max(2, height // 4))
+        upper = _lay_out_servers(self.servers).lines(console, options, max(2, height // 4))
         room = max(1, height - len(upper) - 5)  # title, empty lines and header
-        lower = _show_connectors(rows, shown, self.by, several=len(self.servers) > 1).lines(console, options, room)
+        lower = _lay_out_connectors(rows, shown, self.by, several=len(self.servers) > 1).lines(console, options, room)
         for line in [*upper, [], *(lower if rows else ())]:
             yield from line
             yield Segment.line()
@@ -108,17 +98,16 @@ def sort_rows(servers: Sequence[Server], by: str | None) -> list[tuple[int, Conn
 
 
 class _Rows:
-    """A table with a text below each row."""
+    """A table with a text below each row, of the rows that have room."""
 
-    def __init__(self, things: str, names: Sequence[str], shown: Iterable[Column], by: str | None = None) -> None:
+    def __init__(self, things: str, names: Sequence[str], numbers: Iterable[str], sorted_by: str = "") -> None:
         self._things, self._below = things, list[Text]()
         self._table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
         for name in names:
             self._table.add_column(name, ratio=1, no_wrap=True)
-        for column in shown:
-            self._table.add_column(column.title, justify="right", no_wrap=True, min_width=CELL)
-            if column.by and column.by == by:
-                self._table.columns[-1].header_style = "bold reverse"
+        for title in numbers:
+            style = "bold reverse" if title == sorted_by else "bold"
+            self._table.add_column(title, header_style=style, justify="right", no_wrap=True, min_width=CELL)
 
     def add(self, cells: Iterable[Text], below: Text) -> None:
         self._table.add_row(*cells)
@@ -144,19 +133,22 @@ class _Rows:
         return [line for entry in [table[: len(table) - n], *entries] for line in entry]
 
 
-def _show_servers(servers: Sequence[Server]) -> _Rows:
+def _lay_out_servers(servers: Sequence[Server]) -> _Rows:
     """Return a row for each server, those first that can't be read."""
     several = len(servers) > 1
-    rows = _Rows("servers", ["   server" if several else "server", "model"], OF_SERVERS)
+    titles = ("run", "wait", "TTFT\np50", "TTFT\np99", "telemetry", "errors\nin it")
+    rows = _Rows("servers", ["   server" if several else "server", "model"], titles)
     for number, server in sorted(enumerate(servers, 1), key=lambda entry: entry[1].error is None):
-        cells = [Text(f"{number:>2} {server.address}" if several else server.address)]
+        address = Text(f"{number:>2} {server.address}" if several else server.address)
         if server.error is not None:
-            rows.add(cells, Text(server.error, "red"))
+            rows.add([address], Text(server.error, "red"))
             continue
-        numbers = [Text(column.show(server)) for column in OF_SERVERS]
-        if server.internal_errors:
-            numbers[-1].stylize(FAILED)
-        rows.add([*cells, Text(server.model), *numbers], Text() if several else Text(_describe(server), "dim"))
+        numbers = [integer(server.running), integer(server.waiting)]
+        numbers += [duration(server.ttft_p50_s), duration(server.ttft_p99_s)]
+        numbers.append(duration(server.telemetry_s_per_s) + ("/s" if server.seconds else ""))
+        errors = Text(str(server.internal_errors), FAILED if server.internal_errors else "")
+        below = Text() if several else Text(_describe(server), "dim")
+        rows.add([address, Text(server.model), *map(Text, numbers), errors], below)
     return rows
 
 
@@ -165,36 +157,37 @@ def _describe(server: Server) -> str:
     text = f"vLLM {server.vllm_version}, kvobs {server.kvobs_version}"
     if server.seen_share is not None:
         text += f"; {percent(server.seen_share)} of the prompts' tokens were used before"
-    if server.half_within_tokens is not None:
-        text += f", half of them within {amount(server.half_within_tokens)} tokens"
-    if server.seen_share is not None and server.local_cache_tokens:
-        text += f"; vLLM's own cache has {amount(server.local_cache_tokens)}"
+        if server.half_within_tokens is not None:
+            text += f", half of them within {amount(server.half_within_tokens)} tokens"
+        if server.local_cache_tokens:
+            text += f"; vLLM's own cache has {amount(server.local_cache_tokens)}"
     return text
 
 
-def _show_connectors(
+def _lay_out_connectors(
     connectors: Sequence[tuple[int, ConnectorRow]], shown: Sequence[Column], by: str | None, *, several: bool
 ) -> _Rows:
-    in_row, below = [c for c in shown if not c.words], [c for c in shown if c.words]
     has_engines = len({(number, row.engine) for number, row in connectors}) > len({number for number, _ in connectors})
     head = ("   " if several else "") + ("engine " if has_engines else "") + "connector"
-    rows = _Rows("connectors", [head], in_row, by)
+    sorted_by = next((column.title for column in shown if column.by == by), "")
+    rows = _Rows("connectors", [head], [column.title for column in shown if not column.words], sorted_by)
     for number, row in connectors:
         where = (f"{number:>2} " if several else "") + (f"{row.engine:>6.6} " if has_engines else "")
-        problems = _problems(row)
-        cells = [Text.assemble((where, "dim"), (row.connector, FAILED if problems or row.errors_per_s else "bold"))]
-        for column in in_row:
-            cell = column.show(row)
-            style = FAILED if column.by == "errors_per_s" and row.errors_per_s else "dim" if cell in (NONE, "0") else ""
-            cells.append(Text(cell, style))
-        parts = [Text(problem, FAILED) for problem in problems]
-        numbers = [(column.words, column.show(row)) for column in below]
-        parts += [Text(words.format(number), "dim") for words, number in numbers if number not in (NONE, "0")]
-        rows.add(cells, Text(", ").join(parts))
+        below = [Text(problem, FAILED) for problem in _find_problems(row)]
+        cells = [Text.assemble((where, "dim"), (row.connector, FAILED if below or row.errors_per_s else "bold"))]
+        for column in shown:
+            text = column.show(row)
+            is_empty = text in (NONE, "0")
+            if not column.words:
+                is_bad = column.by == "errors_per_s" and row.errors_per_s
+                cells.append(Text(text, FAILED if is_bad else "dim" if is_empty else ""))
+            elif not is_empty:
+                below.append(Text(column.words.format(text), "dim"))
+        rows.add(cells, Text(", ").join(below))
     return rows
 
 
-def _problems(row: ConnectorRow) -> list[str]:
+def _find_problems(row: ConnectorRow) -> list[str]:
     """Return a connector's state if it is bad, and the call that it is in."""
     problems = []
     if row.state == HANGS.name:

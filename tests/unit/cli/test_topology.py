@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from kvobs.cli.topology import Pair, as_dict, facts, lay_out, read_model, unread
+from kvobs.cli.topology import Pair, as_dict, describe, find_unread, lay_out, read_model
 from kvobs.topology import Engine, heads_of
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
@@ -60,7 +60,7 @@ def test_the_data_has_the_reads_of_the_arithmetic(pair: Pair) -> None:
 
 @given(pairs())
 def test_a_prefill_rank_is_read_from_or_named_as_a_copy_of_one_that_is(pair: Pair) -> None:
-    idle = unread(pair)
+    idle = find_unread(pair)
     sources = {source for read in pair.reads() for source in read.sources}
     named = [rank for ranks in idle for rank in ranks]
     assert sorted([*named, *sources]) == list(range(pair.prefill.tp_size))
@@ -92,8 +92,8 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
         for source, heads in zip(read.sources, read.heads, strict=True)
     ]
     text = " ".join(output.split())
-    assert text.startswith(facts(pair))
-    idle = ", ".join(words(ranks, is_mla=False) for ranks in unread(pair))
+    assert text.startswith(describe(pair))
+    idle = ", ".join(words(ranks, is_mla=False) for ranks in find_unread(pair))
     assert text.endswith(f"since they hold copies: {idle}.") if idle else "copies: " not in text
 
 
@@ -111,7 +111,7 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
     ],
 )  # fmt: skip
 def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> None:
-    assert facts(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
+    assert describe(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
     for made in (lay_out, as_dict):
         with pytest.raises(ValueError, match="--prefill-tp 3 with 8 KV heads"):
             made(Pair(Engine(3, 16), Engine(1, 16), 8))
