@@ -82,34 +82,30 @@ class Server:
 def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     """Return a server's row between two scrapes, or since its start."""
     seconds = max(after.at_s - before.at_s, 1e-3) if before else None
-    now, grown = Numbers.of(after.values.items()), change(before.values if before else None, after.values)
-    owners = by_owner(grown)
-    connectors = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
+    values = change(before.values if before else None, after.values)
+    now, grown, vllm = (Numbers.of(series.items()) for series in (after.values, values, after.vllm))
     vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
-    all_grown = Numbers.of(grown.items())
-    seen_share = _seen_share(all_grown)
-    waits = {
-        owner[0] for owner, n in owners.items() if n.total(signals.IN_FLIGHT) > n.total(signals.IN_FLIGHT, kind="save")
-    }
-    vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
+    ttft = Numbers.of(change(vllm_before, after.vllm).items())
+    seen_share = _seen_share(grown)
+    connectors = [(owner, numbers) for owner, numbers in by_owner(values).items() if owner[1]]
     return Server(
         address,
         model=", ".join(sorted({dict(labels).get("model_name", "") for _, labels in after.values} - {""})),
         vllm_version=now.label(signals.BUILD_INFO, "vllm_version"),
         kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
-        telemetry_s_per_s=all_grown.total(signals.SELF_SECONDS) / (seconds or 1),
+        telemetry_s_per_s=grown.total(signals.SELF_SECONDS) / (seconds or 1),
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
         running=_integer(vllm, RUNNING),
         waiting=_integer(vllm, WAITING),
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
-            _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm, waits=owner[0] in waits)
+            _judge(_connector_row(owner, numbers, seconds or 1), numbers, grown, vllm, is_change=seconds is not None)
             for owner, numbers in sorted(connectors, key=_sort_key)
         ),
         seen_share=seen_share,
-        half_within_tokens=all_grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
+        half_within_tokens=grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
         local_cache_tokens=_integer(now, signals.LOCAL_CACHE_TOKENS.name),
     )
 
@@ -131,25 +127,15 @@ def _sort_key(entry: tuple[Owner, Numbers]) -> tuple[int, str, int, str, str]:
     return len(engine), engine, len(index), index, connector
 
 
-def _connector(
-    owner: Owner, numbers: Numbers, between_s: float | None, of_engine: Numbers, vllm: Numbers, *, waits: bool
-) -> ConnectorRow:
-    """Return a connector's row; ``of_engine`` are kvobs's own numbers of its engine, of which a request ``waits``."""
-    seconds = between_s or 1
+def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorRow:
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
-    ages = numbers.by_label(signals.OLDEST_IN_FLIGHT, "kind")
-    failed, raised = numbers.total(signals.LOADS, outcome="failed"), numbers.total(signals.CALL_ERRORS)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
     calls = [(age, _place(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, default=(None, None))
-    scheduler_s, scheduler_calls = (
-        sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
-        for part in ("_sum", "_count")
-    )
-    row = ConnectorRow(
+    return ConnectorRow(
         *owner,
         numbers.label(signals.CONNECTOR_INFO, "class"),
         lookups_per_s=answered / seconds,
@@ -160,43 +146,56 @@ def _connector(
         unused_tokens_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
-        scheduler_s_per_s=scheduler_s / seconds,
+        scheduler_s_per_s=_in_scheduler(numbers, "_sum") / seconds,
         load_stall_s_per_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s_per_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
         gain_s_per_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
-        failed_loads_per_s=failed / seconds,
-        exceptions_per_s=raised / seconds,
+        failed_loads_per_s=numbers.total(signals.LOADS, outcome="failed") / seconds,
+        exceptions_per_s=numbers.total(signals.CALL_ERRORS) / seconds,
         skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
         slowest_rank=slowest,
         slowest_rank_share=ranks[slowest] / sum(ranks.values()) if slowest is not None else None,
         loads_open=int(numbers.total(signals.IN_FLIGHT, kind="load")),
         saves_held=int(numbers.total(signals.IN_FLIGHT, kind="save")),
-        oldest_s=max(ages.values(), default=0.0),
+        oldest_s=max(numbers.values(signals.OLDEST_IN_FLIGHT), default=0.0),
         quarantined=any(numbers.values(signals.QUARANTINED)),
         call=call,
         call_s=call_s,
     )
-    computes = between_s is not None and of_engine.total(signals.STEP_SECONDS) > 0
-    polls = waits and not computes and scheduler_s < POLL_S * scheduler_calls
-    state, state_by, value = judge(
-        {
-            "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
-            "call": call_s,
-            **ages,
-            "resume": None if computes else ages.get("resume"),
-            "quarantined": row.quarantined,
-            "failing_share": (failed + raised) / max(numbers.total(signals.LOADS) + raised, 1),
-            "scheduler_share": None if between_s is None or polls else row.scheduler_s_per_s,
-            "load_p99": row.load_p99_s,
-            "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
-            "in_progress": numbers.total(signals.IN_FLIGHT),
-            "requests": vllm.sum(RUNNING, engine=row.engine) + vllm.sum(WAITING, engine=row.engine),
-        }
-    )
-    return replace(row, state=state.name, state_by=state_by, state_value=value)
 
 
 def _place(labels: Mapping[str, str]) -> str:
     """Return which call it is, and where."""
     rank = labels.get("rank", "?")
     return f"{labels.get('hook')} on {f'rank {rank}' if rank.isdecimal() else rank}"
+
+
+def _in_scheduler(numbers: Numbers, part: str) -> float:
+    return sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
+
+
+def _judge(row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *, is_change: bool) -> ConnectorRow:
+    """Return a row with its state, by its numbers, those of all connectors, and whether they are a change."""
+    engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
+    in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
+    waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
+    computes = is_change and grown.total(signals.STEP_SECONDS, engine=engine) > 0
+    polls = waits and not computes and _in_scheduler(numbers, "_sum") < POLL_S * _in_scheduler(numbers, "_count")
+    ages = numbers.by_label(signals.OLDEST_IN_FLIGHT, "kind")
+    state, state_by, value = judge(
+        {
+            "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
+            "call": row.call_s,
+            **ages,
+            "resume": None if computes else ages.get("resume"),
+            "quarantined": row.quarantined,
+            "failing_share": (numbers.total(signals.LOADS, outcome="failed") + raised)
+            / max(numbers.total(signals.LOADS) + raised, 1),
+            "scheduler_share": row.scheduler_s_per_s if is_change and not polls else None,
+            "load_p99": row.load_p99_s,
+            "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
+            "in_progress": numbers.total(signals.IN_FLIGHT),
+            "requests": vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine),
+        }
+    )
+    return replace(row, state=state.name, state_by=state_by, state_value=value)
