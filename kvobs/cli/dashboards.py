@@ -1,4 +1,4 @@
-"""Write the boards, rules, manifests and settings that come with kvobs to a folder, with the settings of a site.
+"""The command ``kvobs dashboards export``: boards, rules, manifests and settings, with the settings of a site.
 
 An installed package contains them; a checkout has them where they are generated. Rules and manifests are templates
 with tokens such as ``__job__``; boards and Prometheus's settings are changed where they have the default.
@@ -11,9 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from kvobs.cli.output import count, examples, fail
 from kvobs.schema import signals
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "exported"
@@ -26,14 +31,58 @@ PLACES = {"boards": "generated/boards", "rules": "generated/templates/rules",
 """Place in an export -> place in a checkout's ``dashboards``; pyproject.toml has the same pairs."""
 
 
+@app.callback()
+def main() -> None:
+    """Export dashboards, alerts and runbook."""
+
+
+@app.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))
+def export_dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,
+    grafana: Annotated[str, typer.Option(metavar="URL", help="Grafana's address, for links in alerts.")] = "",
+    runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = "",
+    job: Annotated[str, typer.Option(metavar="JOB", help="Scrape job of kvobs's metrics, instead of kvobs.")] = "",
+    cluster: Annotated[
+        str, typer.Option(metavar="LABEL", help="Label that distinguishes clusters, if it is not cluster.")
+    ] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label of PodMonitor and PrometheusRule; repeatable.")
+    ] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Namespace of vLLM's pods; repeatable.")
+    ] = None,
+    threshold: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
+    ] = None,
+) -> None:
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
+
+    Example: kvobs dashboards export DIR --grafana https://grafana.example.org --label release=monitoring
+    """
+    try:
+        lists = [values or () for values in (label, namespace, threshold)]
+        settings = SiteSettings(grafana, runbook, job, cluster, *lists)
+        files = contents(settings)
+        written = export(folder, files, force=force)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    except OSError as error:
+        raise fail(f"{error.filename or folder} can't be written: {error.strerror}") from None
+    for path in written:
+        typer.echo(folder / path)
+    typer.echo(f"{count(len(written), 'file')} written, {len(files) - len(written)} unchanged")
+
+
 def contents(settings: SiteSettings | None = None) -> dict[str, bytes]:
     """Return all files of an export by their place; ValueError if some are missing, or for a wrong setting."""
-    files = sources()
+    files = read_sources()
     defaults = json.loads(files.pop(SETTINGS))
     return {path: _fill(path, content, settings or SiteSettings(), defaults) for path, content in files.items()}
 
 
-def sources() -> dict[str, bytes]:
+def read_sources() -> dict[str, bytes]:
     """Return all files by their place, as they come with kvobs; ValueError if some are missing."""
     is_installed = SHIPPED.is_dir()
     roots = {place: SHIPPED / place if is_installed else CHECKOUT / source for place, source in PLACES.items()}
@@ -110,7 +159,7 @@ def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[s
     old_job, old_cluster = defaults["job"], defaults["cluster"]
     job, cluster = settings.job or old_job, settings.cluster or old_cluster
     if path.startswith(("rules/", "kubernetes/")):
-        text = _template(text, settings, defaults)
+        text = _fill_template(text, settings, defaults)
     elif path.startswith("boards/"):
         text = text.replace(defaults["runbook"], settings.runbook or defaults["runbook"])
         # Matchers, lists of labels, and columns; the variable keeps its name.
@@ -119,31 +168,35 @@ def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[s
     elif path == "stack/prometheus.yml":
         text = text.replace(f"job_name: {old_job}\n", f"job_name: {job}\n")
     elif path == "stack/alertmanager.yml":
-        text = _in_lists(text, old_cluster, cluster)
+        text = _replace_in_lists(text, old_cluster, cluster)
     elif path == "runbook.md":
         text = text.replace(f'job="{old_job}"', f'job="{job}"')
         known = defaults["thresholds"]
-        changed = _thresholds(settings.thresholds, known).items() - _thresholds((), known).items()
+        changed = _choose_thresholds(settings.thresholds, known).items() - _choose_thresholds((), known).items()
         lines = [f"- `{name}`: {value}, {known[name]['meaning']}" for name, value in sorted(changed)]
         if lines:
             text = text.replace(_FIRST_SECTION, _CHANGED + "\n".join(lines) + _FIRST_SECTION, 1)
         # Its queries are indented.
-        text = re.sub("^    .*$", lambda line: _in_lists(line[0], old_cluster, cluster), text, flags=re.MULTILINE)
+        text = re.sub(
+            "^    .*$", lambda line: _replace_in_lists(line[0], old_cluster, cluster), text, flags=re.MULTILINE
+        )
     return text.encode()
 
 
-def _in_lists(text: str, name: str, new: str) -> str:
+def _replace_in_lists(text: str, name: str, new: str) -> str:
     """Replace a name where it is an item of a list in brackets."""
     return re.sub(rf"(?<=[\[(, ]){name}(?=[\],)])", new, text)
 
 
-def _template(text: str, settings: SiteSettings, defaults: Mapping[str, Any]) -> str:
+def _fill_template(text: str, settings: SiteSettings, defaults: Mapping[str, Any]) -> str:
     values = {name: getattr(settings, name) or defaults[name] for name in ("job", "cluster", "runbook")}
-    values |= {"grafana": settings.grafana.rstrip("/")} | _thresholds(settings.thresholds, defaults["thresholds"])
+    values |= {"grafana": settings.grafana.rstrip("/")} | _choose_thresholds(
+        settings.thresholds, defaults["thresholds"]
+    )
     labels = (label.partition("=") for label in settings.labels)
-    text = _lines(text, "labels", [f"{name}: {json.dumps(value)}" for name, _, value in labels])
+    text = _insert_lines(text, "labels", [f"{name}: {json.dumps(value)}" for name, _, value in labels])
     names = ["namespaceSelector:", f"  matchNames: {json.dumps(list(settings.namespaces))}"]
-    text = _lines(text, "namespaces", names if settings.namespaces else [])
+    text = _insert_lines(text, "namespaces", names if settings.namespaces else [])
     if not settings.grafana:
         text = re.sub(r"^ *dashboard_url: .*\n", "", text, flags=re.MULTILINE)
     for name, value in values.items():
@@ -151,13 +204,13 @@ def _template(text: str, settings: SiteSettings, defaults: Mapping[str, Any]) ->
     return text
 
 
-def _lines(text: str, name: str, lines: Sequence[str]) -> str:
+def _insert_lines(text: str, name: str, lines: Sequence[str]) -> str:
     """Put lines, indented alike, in the place of one that has a token as its key."""
     pattern = re.compile(rf"^( *)__{name}__: ''\n", re.MULTILINE)
     return pattern.sub(lambda match: "".join(f"{match[1]}{line}\n" for line in lines), text)
 
 
-def _thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _choose_thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return all thresholds; ValueError for one with which an alert would never fire, or always."""
     values = {name: str(threshold["value"]) for name, threshold in known.items()}
     for text in chosen:

@@ -84,12 +84,12 @@ def amount(number: float | None) -> str:
     return f"{number:.{_digits(number)}f}"
 
 
-def signed(number: float | None) -> str:
+def signed_amount(number: float | None) -> str:
     """Write a number that may be negative in at most seven characters."""
     return amount(number) if number is None or number >= 0 else f"-{amount(-number)}"
 
 
-def whole(number: int | None) -> str:
+def integer(number: int | None) -> str:
     """Write a whole number in at most five characters."""
     return amount(number) if number is None or number >= 10**4 else str(number)
 

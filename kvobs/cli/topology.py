@@ -1,18 +1,25 @@
-"""Render which rank reads from which, as text and as JSON, for ``kvobs topology``."""
+"""The command ``kvobs topology``: which rank reads from which, as text and as JSON."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import count
+from kvobs.cli.output import count, examples, fail
 from kvobs.topology import Engine, Read, who_reads
 
+EXAMPLES = examples(
+    "kvobs topology --prefill-tp 4 --decode-tp 2 --kv-heads 8",
+    "kvobs topology --prefill-tp 8 --decode-tp 2 --model ./DeepSeek-V3",
+)
+TpSize = Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV cache block.")]
 COLUMNS: dict[str, Literal["left", "right"]] = {
     "decode\nrank": "right",
     "KV heads\nit holds": "left",
@@ -20,6 +27,34 @@ COLUMNS: dict[str, Literal["left", "right"]] = {
     "from\nprefill rank": "right",
     "prefill blocks\nper block": "right",
 }
+
+
+def topology(
+    *,
+    prefill_tp: TpSize,
+    decode_tp: TpSize,
+    prefill_block_size: BlockSize = 16,
+    decode_block_size: BlockSize = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads of the model.")] = None,
+    mla: Annotated[bool, typer.Option("--mla", help="The model uses MLA: one latent for all heads.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Its folder, whose config.json has both.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a range is [first, last].")] = False,
+) -> None:
+    """Print which decode rank reads which KV heads from which prefill ranks."""
+    if model is None and kv_heads is None and not mla:
+        raise typer.BadParameter("give --kv-heads, --mla or --model", param_hint="--kv-heads, --mla, --model")
+    if model is not None and (kv_heads is not None or mla):
+        raise typer.BadParameter("give it without --kv-heads and --mla: its config.json has both", param_hint="--model")
+    try:
+        heads, is_mla = read_model(model) if model else (kv_heads or 1, mla)
+        pair = Pair(Engine(prefill_tp, prefill_block_size), Engine(decode_tp, decode_block_size), heads, is_mla)
+        pair.reads()
+    except ValueError as error:
+        raise fail(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(as_dict(pair)))
+    else:
+        Console().print(lay_out(pair))
 
 
 class Pair(NamedTuple):
@@ -51,9 +86,9 @@ class Pair(NamedTuple):
 
 def lay_out(pair: Pair) -> Group:
     """Return the text output: a summary, one row per read, and the ranks that are not read."""
-    parts: list[RenderableType] = [Text(facts(pair)), Text(), table(pair)]
-    if idle := unread(pair):
-        ranks = ", ".join(map(_words, idle))
+    parts: list[RenderableType] = [Text(describe(pair)), Text(), make_table(pair)]
+    if idle := find_unread(pair):
+        ranks = ", ".join(map(_write_range, idle))
         parts += [Text(), Text(f"Prefill ranks that no decode rank reads, since they hold copies: {ranks}.")]
     return Group(*parts)
 
@@ -66,18 +101,23 @@ def as_dict(pair: Pair) -> dict[str, Any]:
     rows = [
         {
             "rank": read.rank,
-            "heads": _ends(_needed(read)),
+            "heads": _first_and_last(_all_heads(read)),
             "sources": [
-                {"rank": source, "heads": _ends(heads)} for source, heads in zip(read.sources, read.heads, strict=True)
+                {"rank": source, "heads": _first_and_last(heads)}
+                for source, heads in zip(read.sources, read.heads, strict=True)
             ],
             "blocks": read.blocks,
         }
         for read in pair.reads()
     ]
-    return {"prefill": prefill | {"unread": [_ends(ranks) for ranks in unread(pair)]}, "decode": decode, "reads": rows}
+    return {
+        "prefill": prefill | {"unread": [_first_and_last(ranks) for ranks in find_unread(pair)]},
+        "decode": decode,
+        "reads": rows,
+    }
 
 
-def facts(pair: Pair) -> str:
+def describe(pair: Pair) -> str:
     """Return a sentence on how the engines' ranks, copies and blocks relate; the sizes must fit."""
     prefill, decode, kv_heads, is_mla = pair
     many, few = ("prefill", "decode") if prefill.tp_size >= decode.tp_size else ("decode", "prefill")
@@ -94,19 +134,19 @@ def facts(pair: Pair) -> str:
     return f"{held}; {count(ratio, f'{many} rank')} to a {few} rank; {blocks}."
 
 
-def table(pair: Pair) -> Table:
+def make_table(pair: Pair) -> Table:
     """Return a table with one read per row: a decode rank has a row for each rank it reads from."""
     out = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), pad_edge=False)
     for column, justify in COLUMNS.items():
         out.add_column(column, justify=justify, no_wrap=True, vertical="bottom")
     for read in pair.reads():
         for source, heads in zip(read.sources, read.heads, strict=True):
-            cells = ["latent", "latent"] if pair.is_mla else [_words(_needed(read)), _words(heads)]
+            cells = ["latent", "latent"] if pair.is_mla else [_write_range(_all_heads(read)), _write_range(heads)]
             out.add_row(str(read.rank), *cells, str(source), str(read.blocks))
     return out
 
 
-def unread(pair: Pair) -> list[range]:
+def find_unread(pair: Pair) -> list[range]:
     """Return the prefill ranks that are not read, as ranges: they hold copies only."""
     sources = {source for read in pair.reads() for source in read.sources}
     idle: list[range] = []
@@ -142,14 +182,14 @@ def read_model(folder: Path) -> tuple[int, bool]:
     return heads, False
 
 
-def _needed(read: Read) -> range:
+def _all_heads(read: Read) -> range:
     """Return the KV heads that a decode rank holds: those it reads, which follow one another."""
     return range(read.heads[0].start, read.heads[-1].stop)
 
 
-def _ends(numbers: Sequence[int]) -> list[int]:
+def _first_and_last(numbers: Sequence[int]) -> list[int]:
     return [numbers[0], numbers[-1]]
 
 
-def _words(numbers: range) -> str:
+def _write_range(numbers: range) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -38,7 +38,7 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
     return parts._replace(netloc=netloc, path=path, fragment="").geturl()
 
 
-def pair_of(text: str) -> tuple[str, str | None]:
+def urls_of(text: str) -> tuple[str, str | None]:
     """Return the URL of a server's metrics and, of an exporter's address as ``gpu-7:9464+8000``, that of its vLLM."""
     pair = re.fullmatch(r"(.*:\d+)\+(\d+)", text)
     if pair is None:

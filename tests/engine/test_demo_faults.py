@@ -49,7 +49,7 @@ class Watched(Demo):
         watch.scrape()
         rows = super().measure(server)
         watch.scrape()
-        self.seen.top = {row.connector: row for row in watch.row(watch.reading, since_start=False).connectors}
+        self.seen.top = {row.connector: row for row in watch.lately.connectors}
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:
@@ -88,9 +88,9 @@ def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> N
     assert not rows["cpu"].loads["ok"]
     assert rows["cpu"].loads["failed"]
     assert rows["disk"].loads["ok"]
-    assert seen.top["cpu"].exceptions
-    assert not seen.top["disk"].exceptions
-    assert not seen.top["disk"].failed_loads
+    assert seen.top["cpu"].exceptions_per_s
+    assert not seen.top["disk"].exceptions_per_s
+    assert not seen.top["disk"].failed_loads_per_s
     failed = seen.span("kv.call update_state_after_alloc", **{"kv_transfer.connector": "cpu"}, error=True)
     assert failed.attributes["error.type"] == "ConnectionError"
     printed = seen.printed.getvalue()

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
+from rich.console import Console
+
 from dashboards import looks, questions
 from kvobs.cli.check.live import look
 from kvobs.cli.top.live import Watch
-from kvobs.cli.top.screen import picture
+from kvobs.cli.top.screen import Picture
 from kvobs.demo.server import HOST, Server
 from tests.engine.exported import Exported
 from tests.engine.prometheus import Prometheus, scraping
@@ -59,8 +61,10 @@ class Watched:
     def top(self) -> str:
         """Return the screen of `kvobs top`."""
         self._watch.scrape()
-        row = self._watch.row(self._watch.reading, since_start=False)
-        return "\n".join(line.plain for line in picture([row], 1.0, WIDTH))
+        console = Console(width=WIDTH)
+        with console.capture() as screen:
+            console.print(Picture([self._watch.lately], 1.0))
+        return screen.get()
 
     def check(self) -> str:
         """Return the mistakes that `kvobs check --server` finds."""

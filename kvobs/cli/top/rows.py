@@ -1,8 +1,7 @@
-"""A row for each server and for each of its connectors, from one scrape or two; sorted, and as JSON."""
+"""A row for each server and for each of its connectors, from one scrape or two; their fields are those of `--json`."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kvobs.cli.series import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
@@ -10,36 +9,29 @@ from kvobs.schema import signals
 from kvobs.schema.verdicts import IDLE, POLL_S, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
-RATES = (
-    "lookups", "loads", "load_tokens", "load_bytes", "unused_tokens", "scheduler_s",
-    "load_stall_s", "save_stall_s", "failed_loads", "exceptions",
-    "telemetry_s", "gain_s",
-)  # fmt: skip
-"""Fields that are rates per second, unless counted since the server's start."""
-
 
 @dataclass(frozen=True)
 class ConnectorRow:
-    """One connector's numbers and state. None: no data."""
+    """One connector's numbers and state. Without an earlier scrape rates are totals. None: no data."""
 
     engine: str
     connector: str
     connector_class: str
-    lookups: float
+    lookups_per_s: float
     hit_share: float | None
     """Of the requests that were answered or timed out; one that vLLM looked up again counts once an answer."""
-    loads: float  # that ended well
-    load_tokens: float
-    load_bytes: float  # over all ranks
-    unused_tokens: float  # that it offered and were not loaded, since another connector was chosen
+    loads_per_s: float  # that ended well
+    load_tokens_per_s: float
+    load_bytes_per_s: float  # over all ranks
+    unused_tokens_per_s: float  # that it offered and were not loaded, since another connector was chosen
     load_p50_s: float | None
     load_p99_s: float | None
-    scheduler_s: float  # time that the scheduler spent in it
-    load_stall_s: float  # summed over ranks, as that of saves
-    save_stall_s: float
-    gain_s: float | None  # time that its loads saved, less the time that requests waited for them
-    failed_loads: float
-    exceptions: float
+    scheduler_s_per_s: float  # time that the scheduler spent in it
+    load_stall_s_per_s: float  # summed over ranks, as that of saves
+    save_stall_s_per_s: float
+    gain_s_per_s: float | None  # time that its loads saved, less the time that requests waited for them
+    failed_loads_per_s: float
+    exceptions_per_s: float
     skew_p99_s: float | None
     slowest_rank: str | None  # the rank that most often finished last
     slowest_rank_share: float | None
@@ -54,14 +46,14 @@ class ConnectorRow:
     state_value: float = 0.0
 
     @property
-    def stall_s(self) -> float:
+    def stall_s_per_s(self) -> float:
         """How long steps waited for it, for loads and saves."""
-        return self.load_stall_s + self.save_stall_s
+        return self.load_stall_s_per_s + self.save_stall_s_per_s
 
     @property
-    def errors(self) -> float:
+    def errors_per_s(self) -> float:
         """Exceptions out of it, and loads that failed."""
-        return self.exceptions + self.failed_loads
+        return self.exceptions_per_s + self.failed_loads_per_s
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class Server:
     vllm_version: str = ""
     kvobs_version: str = ""
     seconds: float | None = None  # between the two scrapes; None: all since the server's start
-    telemetry_s: float | None = None
+    telemetry_s_per_s: float | None = None
     internal_errors: int = 0  # since the server's start
     running: int | None = None  # requests, by vLLM's own metrics, as is what follows; an exporter does not have them
     waiting: int | None = None
@@ -90,35 +82,31 @@ class Server:
 def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
     """Return a server's row between two scrapes, or since its start."""
     seconds = max(after.at_s - before.at_s, 1e-3) if before else None
-    now, grown = Numbers.of(after.values.items()), change(before.values if before else None, after.values)
-    owners = by_owner(grown)
-    connectors = [(owner, numbers) for owner, numbers in owners.items() if owner[1]]
+    values = change(before.values if before else None, after.values)
+    now, grown, vllm = (Numbers.of(series.items()) for series in (after.values, values, after.vllm))
     vllm_before = before.vllm if before is not None and not has_restarted(before.values, after.values) else None
-    all_grown = Numbers.of(grown.items())
-    seen_share = _seen_share(all_grown)
-    waits = {
-        owner[0] for owner, n in owners.items() if n.total(signals.IN_FLIGHT) > n.total(signals.IN_FLIGHT, kind="save")
-    }
-    vllm, ttft = Numbers.of(after.vllm.items()), Numbers.of(change(vllm_before, after.vllm).items())
+    ttft = Numbers.of(change(vllm_before, after.vllm).items())
+    seen_share = _seen_share(grown)
+    connectors = [(owner, numbers) for owner, numbers in by_owner(values).items() if owner[1]]
     return Server(
         address,
         model=", ".join(sorted({dict(labels).get("model_name", "") for _, labels in after.values} - {""})),
         vllm_version=now.label(signals.BUILD_INFO, "vllm_version"),
         kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
-        telemetry_s=all_grown.total(signals.SELF_SECONDS) / (seconds or 1),
+        telemetry_s_per_s=grown.total(signals.SELF_SECONDS) / (seconds or 1),
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
-        running=_whole(vllm, RUNNING),
-        waiting=_whole(vllm, WAITING),
+        running=_integer(vllm, RUNNING),
+        waiting=_integer(vllm, WAITING),
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
-            _connector(owner, numbers, seconds, owners.get((owner[0], ""), Numbers()), vllm, waits=owner[0] in waits)
-            for owner, numbers in sorted(connectors, key=_configured)
+            _judge(_connector_row(owner, numbers, seconds or 1), numbers, grown, vllm, is_change=seconds is not None)
+            for owner, numbers in sorted(connectors, key=_sort_key)
         ),
         seen_share=seen_share,
-        half_within_tokens=all_grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
-        local_cache_tokens=_whole(now, signals.LOCAL_CACHE_TOKENS.name),
+        half_within_tokens=grown.quantile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
+        local_cache_tokens=_integer(now, signals.LOCAL_CACHE_TOKENS.name),
     )
 
 
@@ -128,108 +116,86 @@ def _seen_share(numbers: Numbers) -> float | None:
     return sum(n for has, n in buckets if float(has.get("le", "inf")) == largest) / every if every else None
 
 
-def _whole(numbers: Numbers, name: str) -> int | None:
+def _integer(numbers: Numbers, name: str) -> int | None:
     return int(numbers.sum(name)) if name in numbers.by_name else None
 
 
-def _configured(entry: tuple[tuple[str, str], Numbers]) -> tuple[int, str, int, str]:
-    """Sort engines by their number, and connectors as they are configured."""
+def _sort_key(entry: tuple[Owner, Numbers]) -> tuple[int, str, int, str, str]:
+    """Sort engines by their number, and connectors as they are configured; a shorter number is smaller."""
     (engine, connector), numbers = entry
     index = numbers.label(signals.CONNECTOR_INFO, "index")
-    return _number(engine), engine, _number(index), connector
+    return len(engine), engine, len(index), index, connector
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
-def _connector(
-    owner: Owner, numbers: Numbers, between_s: float | None, own: Numbers, vllm: Numbers, *, waits: bool
-) -> ConnectorRow:
-    """Return a connector's row; ``own`` are kvobs's own numbers of its engine, of which a request ``waits``."""
-    seconds = between_s or 1
+def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorRow:
     answers = {outcome: numbers.total(signals.LOOKUPS, outcome=outcome) for outcome in ("hit", "miss", "timeout")}
     answered = sum(answers.values())
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
-    ages = numbers.by_label(signals.OLDEST_IN_FLIGHT, "kind")
-    failed, raised = numbers.total(signals.LOADS, outcome="failed"), numbers.total(signals.CALL_ERRORS)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
-    calls = [(age, where) for where, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
-    call_s, call = max(calls, key=lambda entry: entry[0], default=(None, None))
-    scheduler_s, scheduler_calls = (
-        sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
-        for part in ("_sum", "_count")
-    )
-    row = ConnectorRow(
+    calls = [(age, _place(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
+    call_s, call = max(calls, default=(None, None))
+    return ConnectorRow(
         *owner,
         numbers.label(signals.CONNECTOR_INFO, "class"),
-        lookups=answered / seconds,
+        lookups_per_s=answered / seconds,
         hit_share=answers["hit"] / answered if answered else None,
-        loads=numbers.total(signals.LOADS, outcome="ok") / seconds,
-        load_tokens=numbers.total(signals.LOAD_TOKENS) / seconds,
-        load_bytes=numbers.total(signals.LOAD_BYTES) / seconds,
-        unused_tokens=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
+        loads_per_s=numbers.total(signals.LOADS, outcome="ok") / seconds,
+        load_tokens_per_s=numbers.total(signals.LOAD_TOKENS) / seconds,
+        load_bytes_per_s=numbers.total(signals.LOAD_BYTES) / seconds,
+        unused_tokens_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION, 0.99),
-        scheduler_s=scheduler_s / seconds,
-        load_stall_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
-        save_stall_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
-        gain_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
-        failed_loads=failed / seconds,
-        exceptions=raised / seconds,
+        scheduler_s_per_s=_in_scheduler(numbers, "_sum") / seconds,
+        load_stall_s_per_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
+        save_stall_s_per_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
+        gain_s_per_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
+        failed_loads_per_s=numbers.total(signals.LOADS, outcome="failed") / seconds,
+        exceptions_per_s=numbers.total(signals.CALL_ERRORS) / seconds,
         skew_p99_s=numbers.quantile(signals.RANK_SKEW, 0.99),
         slowest_rank=slowest,
         slowest_rank_share=ranks[slowest] / sum(ranks.values()) if slowest is not None else None,
         loads_open=int(numbers.total(signals.IN_FLIGHT, kind="load")),
         saves_held=int(numbers.total(signals.IN_FLIGHT, kind="save")),
-        oldest_s=max(ages.values(), default=0.0),
+        oldest_s=max(numbers.values(signals.OLDEST_IN_FLIGHT), default=0.0),
         quarantined=any(numbers.values(signals.QUARANTINED)),
-        call=None if call is None else f"{call.get('hook')} on {_place(call.get('rank', '?'))}",
+        call=call,
         call_s=call_s,
     )
-    computes = between_s is not None and own.total(signals.STEP_SECONDS) > 0
-    polls = waits and not computes and scheduler_s < POLL_S * scheduler_calls
+
+
+def _place(labels: Mapping[str, str]) -> str:
+    """Return which call it is, and where."""
+    rank = labels.get("rank", "?")
+    return f"{labels.get('hook')} on {f'rank {rank}' if rank.isdecimal() else rank}"
+
+
+def _in_scheduler(numbers: Numbers, part: str) -> float:
+    return sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
+
+
+def _judge(row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *, is_change: bool) -> ConnectorRow:
+    """Return a row with its state, by its numbers, those of all connectors, and whether they are a change."""
+    engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
+    in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
+    waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
+    computes = is_change and grown.total(signals.STEP_SECONDS, engine=engine) > 0
+    polls = waits and not computes and _in_scheduler(numbers, "_sum") < POLL_S * _in_scheduler(numbers, "_count")
+    ages = numbers.by_label(signals.OLDEST_IN_FLIGHT, "kind")
     state, state_by, value = judge(
         {
             "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
-            "call": call_s,
+            "call": row.call_s,
             **ages,
             "resume": None if computes else ages.get("resume"),
             "quarantined": row.quarantined,
-            "failing_share": (failed + raised) / max(numbers.total(signals.LOADS) + raised, 1),
-            "scheduler_share": None if between_s is None or polls else row.scheduler_s,
+            "failing_share": (numbers.total(signals.LOADS, outcome="failed") + raised)
+            / max(numbers.total(signals.LOADS) + raised, 1),
+            "scheduler_share": row.scheduler_s_per_s if is_change and not polls else None,
             "load_p99": row.load_p99_s,
             "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
             "in_progress": numbers.total(signals.IN_FLIGHT),
-            "requests": vllm.sum(RUNNING, engine=row.engine) + vllm.sum(WAITING, engine=row.engine),
+            "requests": vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine),
         }
     )
     return replace(row, state=state.name, state_by=state_by, state_value=value)
-
-
-def _place(rank: str) -> str:
-    return f"rank {rank}" if rank.isdecimal() else rank
-
-
-Placed = tuple[int, ConnectorRow]  # with the position of its server
-
-
-def ordered(servers: Sequence[Server], by: str | None) -> list[Placed]:
-    """Return the connectors of all servers: as configured, or by a field, the largest first; missing values last."""
-
-    def number(entry: Placed) -> tuple[bool, float]:
-        value = getattr(entry[1], by or "")
-        return value is not None, value or 0.0
-
-    placed = [(i, row) for i, server in enumerate(servers) for row in server.connectors]
-    return placed if by is None else sorted(placed, key=number, reverse=True)
-
-
-def as_dict(servers: Iterable[Server]) -> dict[str, Any]:
-    """Return what ``--json`` prints: each field under its name, rates with ``_per_s`` behind it."""
-
-    def named(fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{name}_per_s" if name in RATES else name: value for name, value in fields.items()}
-
-    return {"servers": [named(asdict(s)) | {"connectors": [named(asdict(c)) for c in s.connectors]} for s in servers]}

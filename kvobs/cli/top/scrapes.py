@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,7 +13,6 @@ from kvobs.cli.series import Series, Values
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
-from kvobs.schema.signals import Kind
 
 PLAIN = "text/plain"
 PREFIX = "kvobs_"
@@ -24,22 +23,8 @@ NO_METRICS = (
 # Of vLLM's own metrics, which an exporter does not have.
 RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
 _OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
-# A part of kvobs's metrics: buckets of calls by hook are two thirds of all.
-READ = (
-    *(signals.LOOKUPS, signals.LOADS, signals.LOAD_DURATION, signals.LOAD_TOKENS, signals.LOAD_STALL),
-    *(signals.PREFILL_SAVED, signals.LOAD_WAITED),
-    *(signals.LOAD_BYTES, signals.UNUSED_HIT_TOKENS),
-    *(signals.SAVE_STALL, signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.RANK_SKEW, signals.SLOWEST_RANK),
-    *(signals.CALL_ERRORS, signals.QUARANTINED, signals.CONNECTOR_INFO, signals.BUILD_INFO),
-    *(signals.SELF_SECONDS, signals.INTERNAL_ERRORS, signals.ENGINE_UP),
-    *(signals.CALL_IN_PROGRESS, signals.ENGINE_ENDED, signals.STEP_SECONDS),
-    *(signals.REUSE_DISTANCE, signals.LOCAL_CACHE_TOKENS),
-)
-_NAMES = {f"{signals.CALL_DURATION.name}{part}" for part in ("_sum", "_count")} | {
-    f"{signal.name}{part}"
-    for signal in READ
-    for part in (("_bucket", "_count", "_sum") if signal.kind is Kind.HISTOGRAM else ("",))
-}
+_CALL_BUCKETS = f"{signals.CALL_DURATION.name}_bucket"
+"""Two thirds of kvobs's lines, of which nothing is shown."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +76,23 @@ def _end(values: Values) -> str:
 
 
 def parse(text: str) -> dict[Series, float]:
-    """Return what is ``READ`` in the text of /metrics, without what is no number; ValueError for a malformed line."""
-    return _parse(text, PREFIX, _NAMES)
+    """Return kvobs's metrics in the text of /metrics, without what is no number; ValueError for a malformed line."""
+    return _parse(text, lambda name: name.startswith(PREFIX) and name != _CALL_BUCKETS)
 
 
 def parse_vllm(text: str) -> dict[Series, float]:
     """Return what is read of vLLM's own metrics; empty for text that is malformed."""
     try:
-        return _parse(text, "vllm:", _OF_VLLM)
+        return _parse(text, _OF_VLLM.__contains__)
     except ValueError:
         return {}
 
 
-def _parse(text: str, prefix: str, names: Collection[str]) -> dict[Series, float]:
-    lines = (line for line in text.splitlines() if line.startswith(prefix))
-    ours = "".join(f"{line}\n" for line in lines if line.partition("{")[0].partition(" ")[0] in names)
+def _parse(text: str, is_read: Callable[[str], bool]) -> dict[Series, float]:
+    lines = (line for line in text.splitlines() if is_read(line.partition("{")[0].partition(" ")[0]))
     return {
         (sample.name, frozenset((label, printable(value)) for label, value in sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(ours)
+        for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines))
         for sample in family.samples
         if math.isfinite(sample.value) and not math.isnan(float(sample.labels.get("le", 0)))
     }

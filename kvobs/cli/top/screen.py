@@ -1,231 +1,199 @@
-"""Render rows as lines for a terminal of any width: what has no room as a column goes to a line below the connector."""
+"""Show servers and connectors as rich's tables, with states and further numbers below each connector's row."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import NONE, amount, duration, percent, signed, whole
-from kvobs.cli.top.rows import ConnectorRow, Placed, Server, ordered
+from kvobs.cli.output import NONE, amount, duration, integer, percent, signed_amount
+from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.schema.verdicts import HANGS, IDLE, WELL
 
-NAME_AT_MOST = 24
-ADDRESS_AT_MOST = 40
+WIDTH, WIDTH_AT_MOST = 80, 90
+"""Of a window that has room for the longest form of each number, and of tables: names share what numbers leave."""
+CELL = 6
+"""The width of a number's longest form: columns stay where they are."""
+FAILED = "bold red"
 
 
 class Column(NamedTuple):
-    """A number of each connector; connectors are sorted by the field ``by``; "{}" is the number in ``words``."""
+    """A number of each connector, and the field to sort by; one with words is below the connector's row."""
 
     title: str
-    unit: str
-    by: str
     show: Callable[[ConnectorRow], str]
-    width: int = 6
+    by: str
     words: str = ""
 
 
 def columns(*, since_start: bool) -> list[Column]:
-    def stall(row: ConnectorRow) -> str:
-        return duration(row.stall_s) if since_start else amount(1e3 * row.stall_s)
-
-    def scheduler(row: ConnectorRow) -> str:
-        return duration(row.scheduler_s) if since_start else percent(row.scheduler_s)
-
-    per_s, ms_per_s = ("", "") if since_start else ("/s", "ms/s")
+    per_s, of_time = ("", duration) if since_start else ("/s", percent)
     return [
-        Column("hits", "", "hit_share", lambda c: percent(c.hit_share), 5),
-        Column("lookups", per_s, "lookups", lambda c: amount(c.lookups), 7),
-        Column("tokens", per_s, "load_tokens", lambda c: amount(c.load_tokens)),
-        Column("bytes", per_s, "load_bytes", lambda c: amount(c.load_bytes), 6, f"{{}} bytes{per_s}"),
-        Column("unused", per_s, "unused_tokens", lambda c: amount(c.unused_tokens), 6, f"{{}} tokens{per_s} unused"),
-        Column("loads", per_s, "loads", lambda c: amount(c.loads), 5),
-        Column("load", "p50", "load_p50_s", lambda c: duration(c.load_p50_s)),
-        Column("load", "p99", "load_p99_s", lambda c: duration(c.load_p99_s)),
-        Column("sched", "" if since_start else "busy", "scheduler_s", scheduler),
-        Column("stall", ms_per_s, "stall_s", stall),
-        Column("gain", "s" if since_start else "s/s", "gain_s", lambda c: signed(c.gain_s), 7, "gain {}"),
-        Column("loads", "open", "loads_open", lambda c: whole(c.loads_open), 5),
-        Column("saves", "held", "saves_held", lambda c: whole(c.saves_held), 5, "saves held {}"),
-        Column("oldest", "", "oldest_s", lambda c: duration(c.oldest_s)),
-        Column("skew", "p99", "skew_p99_s", lambda c: duration(c.skew_p99_s), 6, "skew p99 {}"),
-        Column("slowest", "rank", "slowest_rank_share", _slowest, 12, "slowest rank {}"),
-        Column("errors", per_s, "errors", lambda c: amount(c.errors)),
+        Column("hits", lambda c: percent(c.hit_share), "hit_share"),
+        Column(f"tokens\n{per_s}", lambda c: amount(c.load_tokens_per_s), "load_tokens_per_s"),
+        Column("load\np50", lambda c: duration(c.load_p50_s), "load_p50_s"),
+        Column("load\np99", lambda c: duration(c.load_p99_s), "load_p99_s"),
+        Column("sched\nbusy", lambda c: of_time(c.scheduler_s_per_s), "scheduler_s_per_s"),
+        Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s"),
+        Column("oldest", lambda c: duration(c.oldest_s), "oldest_s"),
+        Column("gain", lambda c: signed_amount(c.gain_s_per_s), "gain_s_per_s", "gain {}"),
+        Column("slowest rank", _slowest, "slowest_rank_share", "slowest rank {}"),
+        Column("skew p99", lambda c: duration(c.skew_p99_s), "skew_p99_s", "skew p99 {}"),
+        Column("loads open", lambda c: integer(c.loads_open), "loads_open", "loads open {}"),
+        Column("saves held", lambda c: integer(c.saves_held), "saves_held", "saves held {}"),
+        Column("bytes", lambda c: amount(c.load_bytes_per_s), "load_bytes_per_s", f"{{}} bytes{per_s}"),
+        Column("unused", lambda c: amount(c.unused_tokens_per_s), "unused_tokens_per_s", f"{{}} tokens{per_s} unused"),
+        Column("loads", lambda c: amount(c.loads_per_s), "loads_per_s", f"{{}} loads{per_s}"),
+        Column("lookups", lambda c: amount(c.lookups_per_s), "lookups_per_s", f"{{}} lookups{per_s}"),
+        Column(f"errors\n{per_s}", lambda c: amount(c.errors_per_s), "errors_per_s"),
     ]
 
 
-# fmt: off
-LEFT_OUT = ("gain_s", "lookups", "loads", "slowest_rank_share", "skew_p99_s", "unused_tokens", "saves_held",
-            "load_bytes")
-# fmt: on
-"""Columns that are omitted without room, in this order; those with words are then in a line below the connector."""
-
-
 def _slowest(row: ConnectorRow) -> str:
-    return NONE if row.slowest_rank is None else f"{row.slowest_rank:.4} ({percent(row.slowest_rank_share)})"
+    return f"{row.slowest_rank:.4} ({percent(row.slowest_rank_share)})" if row.slowest_rank else NONE
 
 
 SORTS: tuple[str | None, ...] = (None, *(column.by for column in columns(since_start=False)))
-"""What they can be sorted by, in the order of the columns; None: as they are configured."""
+"""Fields to sort by; None: as connectors are configured."""
 
 
-class ServerColumn(NamedTuple):
-    title: str
-    width: int
-    show: Callable[[Server], str]
+@dataclass(frozen=True)
+class Picture:
+    """Servers and their connectors, sorted by a field; rich gives the width, and in a terminal the height."""
+
+    servers: Sequence[Server]
+    interval_s: float
+    by: str | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        since_start = any(server.error is None and server.seconds is None for server in self.servers)
+        shown, rows = columns(since_start=since_start), sort_rows(self.servers, self.by)
+        period = "since the servers' start" if since_start else f"the last {self.interval_s:g} s"
+        titles = {column.by: column.title.replace("\n", " ").strip() for column in shown}
+        order = f"by {titles[self.by]}, largest first" if self.by else "as configured"
+        yield Text.assemble(("kvobs top", "bold"), f"   {period}   {order}\n", no_wrap=True, overflow="ellipsis")
+        height, options = options.height or 10**6, options.reset_height()
+        upper = _lay_out_servers(self.servers).lines(console, options, max(2, height // 4))
+        room = max(1, height - len(upper) - 5)  # title, empty lines and header
+        lower = _lay_out_connectors(rows, shown, self.by, several=len(self.servers) > 1).lines(console, options, room)
+        for line in [*upper, [], *(lower if rows else ())]:
+            yield from line
+            yield Segment.line()
 
 
-VERSIONS = (
-    ServerColumn("vLLM", 8, lambda server: server.vllm_version),
-    ServerColumn("kvobs", 7, lambda server: server.kvobs_version),
-)
-"""Where there is room for both."""
-OF_SERVERS = (
-    ServerColumn("run", 5, lambda server: whole(server.running)),
-    ServerColumn("wait", 5, lambda server: whole(server.waiting)),
-    ServerColumn("TTFT p50", 8, lambda server: duration(server.ttft_p50_s)),
-    ServerColumn("p99", 6, lambda server: duration(server.ttft_p99_s)),
-    ServerColumn("telemetry", 9, lambda server: duration(server.telemetry_s) + ("/s" if server.seconds else "")),
-    ServerColumn("errors in it", 12, lambda server: str(server.internal_errors)),
-)
+def sort_rows(servers: Sequence[Server], by: str | None) -> list[tuple[int, ConnectorRow]]:
+    """Return all connectors with their server's number, the largest value of a field first, missing ones last."""
+
+    def value(entry: tuple[int, ConnectorRow]) -> float:
+        found = getattr(entry[1], by or "")
+        return -math.inf if found is None else found
+
+    rows = [(number, row) for number, server in enumerate(servers, 1) for row in server.connectors]
+    return sorted(rows, key=value, reverse=True) if by else rows
 
 
-def fit(text: str, width: int) -> str:
-    """Return text of this width; what is cut ends with a mark."""
-    return set_cell_size(text, width) if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+class _Rows:
+    """A table with a text below each row, of the rows that have room."""
+
+    def __init__(self, things: str, names: Sequence[str], numbers: Iterable[str], sorted_by: str = "") -> None:
+        self._things, self._below = things, list[Text]()
+        self._table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
+        for name in names:
+            self._table.add_column(name, ratio=1, no_wrap=True)
+        for title in numbers:
+            style = "bold reverse" if title == sorted_by else "bold"
+            self._table.add_column(title, header_style=style, justify="right", no_wrap=True, min_width=CELL)
+
+    def add(self, cells: Iterable[Text], below: Text) -> None:
+        self._table.add_row(*cells)
+        self._below.append(below)
+
+    def lines(self, console: Console, options: ConsoleOptions, at_most: int) -> list[list[Segment]]:
+        """Return the header and as many rows as have room; if some are left out, their number is the last line."""
+
+        def render(part: RenderableType) -> list[list[Segment]]:
+            return console.render_lines(part, options, pad=False)
+
+        self._table.width = min(WIDTH_AT_MOST, options.max_width)
+        if options.max_width < WIDTH:
+            for column in self._table.columns:
+                column.min_width = None
+        table, n = render(self._table), len(self._below)
+        texts = [render(Padding(text, (0, 0, 0, 2))) if text else [] for text in self._below]
+        entries = [[row, *text] for row, text in zip(table[len(table) - n :], texts, strict=True)]
+        while entries and sum(map(len, entries)) + (len(entries) < n) > at_most:
+            entries.pop()
+        if len(entries) < n:
+            entries.append(render(Text(f"and {n - len(entries)} more {self._things}", "dim")))
+        return [line for entry in [table[: len(table) - n], *entries] for line in entry]
 
 
-def picture(
-    servers: Sequence[Server], interval_s: float, width: int, height: int | None = None, by: str | None = None
-) -> list[Text]:
-    """Return all lines but the keys, sorted by a field; where the height is known, as many as there is room for.
-
-    Errors may run over the width.
-    """
-    since_start = any(server.error is None and server.seconds is None for server in servers)
-    period = "since the servers' start" if since_start else f"the last {interval_s:g} s"
-    title = Text.assemble(("kvobs top", "bold"), f"   {period}   {_order(by)}")
-    above = [title, Text(), *_server_lines(servers, width, None if height is None else max(2, height // 4)), Text()]
-    placed = ordered(servers, by)
-    if not placed:
-        return above
-    table = _Table(columns(since_start=since_start), len(servers) > 1, placed, by, width)
-    entries = [table.entry(i, row) for i, row in placed]
-    room = None if height is None else max(1, height - len(above) - 2)
-    return [*above, table.header("title"), table.header("unit"), *_fitting(entries, room)]
-
-
-def _order(by: str | None) -> str:
-    column = next((column for column in columns(since_start=True) if column.by == by), None)
-    return "as configured" if column is None else f"by {f'{column.title} {column.unit}'.rstrip()}, largest first"
-
-
-def _server_lines(servers: Sequence[Server], width: int, at_most: int | None) -> list[Text]:
-    """Return a line for each server, below their header; those that are not read come first where not all fit."""
-    numbered = list(enumerate(servers, 1))
-    if at_most is not None and len(servers) > at_most:
-        numbered = sorted(sorted(numbered, key=lambda entry: entry[1].error is None)[: at_most - 1])
-    several = "   " if len(servers) > 1 else ""
-    address = min(ADDRESS_AT_MOST, max(6, *(cell_len(server.address) for server in servers)))
-    model = max(5, *(cell_len(server.model) for server in servers))
-    shown = list(OF_SERVERS)
-    room = width - len(several) - sum(column.width + 1 for column in shown) - 3
-    while room < len("server") + len("model") and len(shown) > 1:
-        room += shown.pop(-2).width + 1
-    versions = VERSIONS if address + model + sum(column.width + 1 for column in VERSIONS) <= room else ()
-    room -= sum(column.width + 1 for column in versions)
-    address = max(len("server"), min(address, room - 5))
-    model = max(len("model"), min(model, room - address))
-    titles = [f"{column.title:{column.width}}" for column in versions]
-    titles += [f"{column.title:>{column.width}}" for column in shown]
-    lines = [Text(f"{several}{'server':{address}}  {' '.join(['model'.ljust(model), *titles])}", style="bold")]
-    for i, server in numbered:
-        start = (f"{i:>2} " if several else "") + fit(server.address, address)
+def _lay_out_servers(servers: Sequence[Server]) -> _Rows:
+    """Return a row for each server, those first that can't be read."""
+    several = len(servers) > 1
+    titles = ("run", "wait", "TTFT\np50", "TTFT\np99", "telemetry", "errors\nin it")
+    rows = _Rows("servers", ["   server" if several else "server", "model"], titles)
+    for number, server in sorted(enumerate(servers, 1), key=lambda entry: entry[1].error is None):
+        address = Text(f"{number:>2} {server.address}" if several else server.address)
         if server.error is not None:
-            lines.append(Text(f"{start}  {server.error}", style="red"))
+            rows.add([address], Text(server.error, "red"))
             continue
-        cells = [fit(server.model, model), *(fit(column.show(server), column.width) for column in versions)]
-        cells += [f"{column.show(server):>{column.width}}" for column in shown]
-        line = Text(f"{start}  {' '.join(cells)}")
-        if server.internal_errors:
-            line.stylize("bold red", len(line) - len(str(server.internal_errors)))
-        lines.append(line)
-        if not several and server.seen_share is not None:
-            lines.append(Text(fit(_reuse(server), width), style="dim"))
-    if len(numbered) < len(servers):
-        lines.append(Text(f"and {len(servers) - len(numbered)} more servers", style="dim"))
-    return lines
+        numbers = [integer(server.running), integer(server.waiting)]
+        numbers += [duration(server.ttft_p50_s), duration(server.ttft_p99_s)]
+        numbers.append(duration(server.telemetry_s_per_s) + ("/s" if server.seconds else ""))
+        errors = Text(str(server.internal_errors), FAILED if server.internal_errors else "")
+        below = Text() if several else Text(_describe(server), "dim")
+        rows.add([address, Text(server.model), *map(Text, numbers), errors], below)
+    return rows
 
 
-def _reuse(server: Server) -> str:
-    half, cache = server.half_within_tokens, server.local_cache_tokens
-    within = f", half of them within {amount(half)} tokens" if half is not None else ""
-    own = f"; vLLM's own cache has {amount(cache)}" if cache else ""
-    return f"{percent(server.seen_share)} of the prompts' tokens were used before{within}{own}"
+def _describe(server: Server) -> str:
+    """Return a server's versions, and how much of its prompts a cache could serve."""
+    text = f"vLLM {server.vllm_version}, kvobs {server.kvobs_version}"
+    if server.seen_share is not None:
+        text += f"; {percent(server.seen_share)} of the prompts' tokens were used before"
+        if server.half_within_tokens is not None:
+            text += f", half of them within {amount(server.half_within_tokens)} tokens"
+        if server.local_cache_tokens:
+            text += f"; vLLM's own cache has {amount(server.local_cache_tokens)}"
+    return text
 
 
-class _Table:
-    """The connectors' lines in a width: the columns that have room, and what becomes of the others."""
-
-    def __init__(
-        self, shown: list[Column], several: bool, placed: Sequence[Placed], by: str | None, width: int
-    ) -> None:
-        self._several, self._by, self._width = several, by, width
-        self._has_engines = len({(i, row.engine) for i, row in placed}) > len({i for i, _ in placed})
-        names = min(NAME_AT_MOST, max(len("connector"), *(cell_len(row.connector) for _, row in placed)))
-        fixed = (3 if self._several else 0) + (7 if self._has_engines else 0)
-        self._left_out: list[Column] = []
-        for field in LEFT_OUT:
-            if fixed + names + sum(column.width + 1 for column in shown) <= width:
-                break
-            self._left_out += [column for column in shown if column.by == field]
-            shown = [column for column in shown if column.by != field]
-        room = width - fixed - sum(column.width + 1 for column in shown)
-        self._names = max(len("connector"), min(names, room))
-        self._shown = shown
-
-    def header(self, part: str) -> Text:
-        """Return the line of the titles, or of the units."""
-        before = f"{'   ' if self._several else ''}{'engine ' if self._has_engines else ''}{'connector':{self._names}}"
-        line = Text(before if part == "title" else " " * len(before), style="bold")
-        for column in self._shown:
-            style = "reverse" if column.by == self._by else ""
-            line.append(" ").append(f"{getattr(column, part):>{column.width}}", style=style)
-        return line
-
-    def entry(self, i: int, row: ConnectorRow) -> list[Text]:
-        """Return a connector's line, and further ones for what has no column."""
-        where = (f"{i + 1:>2} " if self._several else "") + (f"{row.engine:>6.6} " if self._has_engines else "")
-        age = f": {row.state_by} for {duration(row.state_value)}" if row.state == HANGS.name else ""
-        state = [f"{row.state}{age}"] * (row.state not in {WELL.name, IDLE.name})
-        state += [f"in {row.call}" + f" for {duration(row.call_s)}" * (not age)] * bool(row.call)
-        is_bad = bool(state or row.errors)
-        line = Text.assemble((where, "dim"), (fit(row.connector, self._names), "bold red" if is_bad else "bold"))
-        for column in self._shown:
-            cell = column.show(row)
-            style = "bold red" if column.by == "errors" and row.errors else "dim" if cell in (NONE, "0") else ""
-            line.append(f" {cell:>{column.width}.{column.width}}", style=style)
-        cells = [(column.words, column.show(row)) for column in self._left_out if column.words]
-        parts = [(words.format(cell), "dim") for words, cell in cells if cell not in (NONE, "0")]
-        lines = [line]
-        room = self._width - 5
-        said = [(words if cell_len(words) <= room else fit(words, room), "bold red") for words in state]
-        for text, style in [*said, *parts]:
-            if len(lines) == 1 or lines[-1].cell_len + cell_len(text) + 2 > self._width:
-                lines.append(Text("     " if where else "  "))
-            else:
-                lines[-1].append(", ", style="dim")
-            lines[-1].append(text, style=style)
-        return lines
+def _lay_out_connectors(
+    connectors: Sequence[tuple[int, ConnectorRow]], shown: Sequence[Column], by: str | None, *, several: bool
+) -> _Rows:
+    has_engines = len({(number, row.engine) for number, row in connectors}) > len({number for number, _ in connectors})
+    head = ("   " if several else "") + ("engine " if has_engines else "") + "connector"
+    sorted_by = next((column.title for column in shown if column.by == by), "")
+    rows = _Rows("connectors", [head], [column.title for column in shown if not column.words], sorted_by)
+    for number, row in connectors:
+        where = (f"{number:>2} " if several else "") + (f"{row.engine:>6.6} " if has_engines else "")
+        below = [Text(problem, FAILED) for problem in _find_problems(row)]
+        cells = [Text.assemble((where, "dim"), (row.connector, FAILED if below or row.errors_per_s else "bold"))]
+        for column in shown:
+            text = column.show(row)
+            is_empty = text in (NONE, "0")
+            if not column.words:
+                is_bad = column.by == "errors_per_s" and row.errors_per_s
+                cells.append(Text(text, FAILED if is_bad else "dim" if is_empty else ""))
+            elif not is_empty:
+                below.append(Text(column.words.format(text), "dim"))
+        rows.add(cells, Text(", ").join(below))
+    return rows
 
 
-def _fitting(entries: Sequence[Sequence[Text]], at_most: int | None) -> list[Text]:
-    """Return the lines of the entries that fit; where not all do, the last line says how many are left out."""
-    lines = [line for entry in entries for line in entry]
-    if at_most is None or len(lines) <= at_most:
-        return lines
-    shown = 0
-    while sum(map(len, entries[: shown + 1])) < at_most:
-        shown += 1
-    more = Text(f"and {len(entries) - shown} more connectors", style="dim")
-    return [*(line for entry in entries[:shown] for line in entry), more]
+def _find_problems(row: ConnectorRow) -> list[str]:
+    """Return a connector's state if it is bad, and the call that it is in."""
+    problems = []
+    if row.state == HANGS.name:
+        problems.append(f"{row.state}: {row.state_by} for {duration(row.state_value)}")
+    elif row.state not in {WELL.name, IDLE.name}:
+        problems.append(row.state)
+    if row.call:
+        problems.append(f"in {row.call}" if row.state == HANGS.name else f"in {row.call} for {duration(row.call_s)}")
+    return problems

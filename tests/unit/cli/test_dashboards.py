@@ -32,7 +32,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_checkout_has_all_that_is_made() -> None:
-    files = dashboards.sources()
+    files = dashboards.read_sources()
     for place, source in dashboards.PLACES.items():
         path = ROOT / "dashboards" / source
         whole = {"": path.read_bytes()} if path.is_file() else {f"/{name}": text for name, text in tree(path).items()}

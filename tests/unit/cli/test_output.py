@@ -11,7 +11,7 @@ from hypothesis import example, given
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvobs.cli.output import amount, duration, percent, show, signed, table, whole
+from kvobs.cli.output import amount, duration, integer, percent, show, signed_amount, table
 
 HEADS = ("name", "n", "of")
 ROWS = [("a", "1,000", "x" * 40), ("日本", "5", "é")]
@@ -64,5 +64,5 @@ def test_what_is_not_known_is_not_nothing() -> None:
     assert (amount(None), duration(None), percent(None)) == ("-", "-", "-")
     assert (amount(0), duration(0), percent(0)) == ("0", "0", "0 %")
     assert duration(1e-9) == "<1 us"
-    assert (whole(None), whole(9999), whole(10_000)) == ("-", "9999", "10k")
-    assert (signed(None), signed(-0.05), signed(2.0)) == ("-", "-0.05", "2.0")
+    assert (integer(None), integer(9999), integer(10_000)) == ("-", "9999", "10k")
+    assert (signed_amount(None), signed_amount(-0.05), signed_amount(2.0)) == ("-", "-0.05", "2.0")

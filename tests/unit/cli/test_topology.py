@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
-from kvobs.cli.topology import Pair, as_dict, facts, lay_out, read_model, unread
+from kvobs.cli import app
+from kvobs.cli.topology import Pair, as_dict, describe, find_unread, lay_out, read_model
 from kvobs.topology import Engine, heads_of
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
@@ -56,7 +60,7 @@ def test_the_data_has_the_reads_of_the_arithmetic(pair: Pair) -> None:
 
 @given(pairs())
 def test_a_prefill_rank_is_read_from_or_named_as_a_copy_of_one_that_is(pair: Pair) -> None:
-    idle = unread(pair)
+    idle = find_unread(pair)
     sources = {source for read in pair.reads() for source in read.sources}
     named = [rank for ranks in idle for rank in ranks]
     assert sorted([*named, *sources]) == list(range(pair.prefill.tp_size))
@@ -88,8 +92,8 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
         for source, heads in zip(read.sources, read.heads, strict=True)
     ]
     text = " ".join(output.split())
-    assert text.startswith(facts(pair))
-    idle = ", ".join(words(ranks, is_mla=False) for ranks in unread(pair))
+    assert text.startswith(describe(pair))
+    idle = ", ".join(words(ranks, is_mla=False) for ranks in find_unread(pair))
     assert text.endswith(f"since they hold copies: {idle}.") if idle else "copies: " not in text
 
 
@@ -107,7 +111,7 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
     ],
 )  # fmt: skip
 def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> None:
-    assert facts(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
+    assert describe(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
     for made in (lay_out, as_dict):
         with pytest.raises(ValueError, match="--prefill-tp 3 with 8 KV heads"):
             made(Pair(Engine(3, 16), Engine(1, 16), 8))
@@ -151,3 +155,87 @@ def test_a_folder_that_is_none_is_refused_by_its_path(tmp_path: Path) -> None:
     for folder, reason in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ValueError, match=f"^{folder}/config.json: {reason}.*; give the folder of a model"):
             read_model(folder)
+
+
+# --- the command
+
+
+def kvobs(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["topology", *arguments])
+    return result.exit_code, result.output
+
+
+PAIR = ("--prefill-tp", "4", "--decode-tp", "2")
+
+
+def test_the_command_prints_json_for_scripts() -> None:
+    code, output = kvobs(*PAIR, "--kv-heads", "2", "--decode-block-size", "32", "--json")
+    assert code == 0
+    assert json.loads(output) == {
+        "prefill": {"tp_size": 4, "block_size": 16, "ranks_per_head": 2, "unread": [[1, 1], [3, 3]]},
+        "decode": {"tp_size": 2, "block_size": 32, "ranks_per_head": 1},
+        "reads": [
+            {"rank": 0, "heads": [0, 0], "sources": [{"rank": 0, "heads": [0, 0]}], "blocks": 2},
+            {"rank": 1, "heads": [1, 1], "sources": [{"rank": 2, "heads": [1, 1]}], "blocks": 2},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "same_as"),
+    [({"num_key_value_heads": 8}, ["--kv-heads", "8"]), ({"kv_lora_rank": 512}, ["--mla", "--kv-heads", "128"])],
+    ids=["heads", "mla"],
+)
+def test_the_command_takes_the_numbers_from_a_model(tmp_path: Path, config: dict[str, int], same_as: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, output = kvobs(*PAIR, "--model", str(tmp_path))
+    assert (code, output) == kvobs(*PAIR, *same_as)
+    assert code == 0
+    assert ("latent" in output) is ("--mla" in same_as)
+    (tmp_path / "config.json").write_text('{"num_key_value_heads": 3}')
+    code, output = kvobs(*PAIR, "--model", str(tmp_path))
+    assert code == 1
+    assert output.startswith("--prefill-tp 4 with 3 KV heads")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("3 --decode-tp 4 --kv-heads 8", r"--prefill-tp 3 with 8 KV heads \(--kv-heads or --model\): one must be"),
+        ("4 --decode-tp 3 --kv-heads 8", "--decode-tp 3 with 8 KV heads .*: one must"),
+        ("4 --decode-tp 3 --kv-heads 12", "--prefill-tp 4 with --decode-tp 3: one must"),
+        ("4 --decode-tp 3 --mla", "--prefill-tp 4 with --decode-tp 3: one must"),
+        ("4 --decode-tp 4 --mla --prefill-block-size 32", "--decode-block-size 16 with .* 32: the first"),
+        ("4 --decode-tp 4 --model /nowhere", "/nowhere/config.json: No such file.*; give the folder"),
+    ],
+)
+def test_the_command_says_which_numbers_do_not_fit(arguments: str, says: str) -> None:
+    """In one line on stderr, with exit code 1, nothing on stdout and no traceback."""
+    result = CliRunner().invoke(app, ["topology", "--prefill-tp", *arguments.split(), "--json"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(f"{says}.*\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("4 --decode-tp 2", "--kv-heads, --mla, --model: give"),
+        *((f"4 --decode-tp 2 --model . {more}", "--model: give it without") for more in ("--mla", "--kv-heads 8")),
+        ("4 --decode-tp 2 --kv-heads 0", "--kv-heads"), ("4 --decode-tp 0 --mla", "--decode-tp"),
+        ("1025 --decode-tp 1 --mla", "--prefill-tp"), ("4 --mla", "--decode-tp"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_options_that_make_no_pair(arguments: str, says: str) -> None:
+    code, output = kvobs("--prefill-tp", *arguments.split())
+    assert code == 2
+    assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m", "", output).split())
+
+
+def test_the_command_needs_no_vllm() -> None:
+    """It runs wherever kvobs is installed; piped, without colours."""
+    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvobs.cli import app; app()"
+    command = [sys.executable, "-c", code, "topology", *PAIR, "--kv-heads", "8"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert out.stdout.startswith("8 KV heads, no copies; ")
+    assert "\x1b" not in out.stdout

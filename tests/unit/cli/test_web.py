@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from kvobs.cli import web
-from kvobs.cli.web import NoAnswerError, get, pair_of, url_of, use_certificates
+from kvobs.cli.web import NoAnswerError, get, url_of, urls_of, use_certificates
 from kvobs.export.http_server import Server
 from kvobs.export.web_config import context
 from tests.support.certificates import CLIENTS, Authority
@@ -112,9 +112,9 @@ PAIRS = {
 
 
 def test_an_exporter_can_be_given_with_its_vllm() -> None:
-    assert {text: pair_of(text) for text in PAIRS} == PAIRS
+    assert {text: urls_of(text) for text in PAIRS} == PAIRS
     with pytest.raises(ValueError, match="is not a server address"):
-        pair_of("gpu-7:9464+99999")
+        urls_of("gpu-7:9464+99999")
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
-from typer.main import get_command
 
-from kvobs.cli import app, dashboards
+from kvobs.cli import commands, dashboards
 from kvobs.schema import spans
 from kvobs.schema.options import Options
 from kvobs.schema.signals import SIGNALS
@@ -107,8 +106,7 @@ def test_whom_the_settings_name_listens_there() -> None:
 
 
 def test_the_servers_are_started_with_options_and_a_configuration_of_kvobs() -> None:
-    demo = get_command(app).commands["demo"]  # type: ignore[attr-defined]
-    options = {name for parameter in demo.params for name in parameter.opts}
+    options = {name for parameter in commands.load("demo").params for name in parameter.opts}
     assert set(re.findall(r"--[a-z]+", SERVICES["vllm-cpu"]["command"])) <= options
     (option,) = [line for line in SERVICES["vllm-gpu"]["command"] if line.startswith("--kv-transfer-config=")]
     config = json.loads(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", option).partition("=")[2])

@@ -1,27 +1,30 @@
 """What each child did, out of metrics that kvobs's own code filled; sorted; as JSON."""
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import fields
-from itertools import pairwise
+from dataclasses import asdict, fields
+from io import StringIO
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from kvobs.telemetry.recording.recorder import Recorder
+from rich.console import Console
 
 import kvobs
 from kvobs import faults
-from kvobs.cli.top.rows import Server, as_dict, ordered, server_row
-from kvobs.cli.top.scrapes import READ, Scrape, parse
-from kvobs.cli.top.screen import picture
+from kvobs.cli.top.rows import ConnectorRow, Server, server_row
+from kvobs.cli.top.scrapes import Scrape, parse
+from kvobs.cli.top.screen import Picture
 from kvobs.probe.increments import Increments
-from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.schema.signals import slot
+from kvobs.schema.signals import SIGNALS, slot
+from tests.support.pages import TEXTS
 from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, Vllm, count
-from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, SERVERS, busy
+from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, busy
 
 about: Any = pytest.approx
 TEN = about(10)  # seconds, between two times as floats
@@ -38,19 +41,34 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     assert server.kvobs_version == kvobs.__version__
     cpu, disk = server.connectors
     assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
-    assert (cpu.lookups, cpu.hit_share, cpu.loads, cpu.load_tokens) == (4, 6 / 8, 2, 1024)
-    assert (cpu.load_bytes, cpu.unused_tokens, disk.load_bytes, disk.unused_tokens) == (5 * 10**8, 0, 0, 32)
+    assert (cpu.lookups_per_s, cpu.hit_share, cpu.loads_per_s, cpu.load_tokens_per_s) == (4, 6 / 8, 2, 1024)
+    assert (cpu.load_bytes_per_s, cpu.unused_tokens_per_s, disk.load_bytes_per_s, disk.unused_tokens_per_s) == (
+        5 * 10**8,
+        0,
+        0,
+        32,
+    )
     assert 2 * 0.001 < (cpu.load_p50_s or 0) < 4.2 * 0.001
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
-    assert (cpu.load_stall_s, cpu.save_stall_s, cpu.stall_s) == (about(0.005), about(0.015), about(0.020))
-    assert (cpu.gain_s, disk.gain_s) == (about(-0.015), None)
-    assert (cpu.scheduler_s, disk.scheduler_s) == (about(0.1), 0)
+    assert (cpu.load_stall_s_per_s, cpu.save_stall_s_per_s, cpu.stall_s_per_s) == (
+        about(0.005),
+        about(0.015),
+        about(0.020),
+    )
+    assert (cpu.gain_s_per_s, disk.gain_s_per_s) == (about(-0.015), None)
+    assert (cpu.scheduler_s_per_s, disk.scheduler_s_per_s) == (about(0.1), 0)
     assert 0.001 < (cpu.skew_p99_s or 0) < 0.0042
     assert (cpu.slowest_rank, cpu.slowest_rank_share) == ("1", 0.75)
     assert (cpu.loads_open, cpu.saves_held, cpu.oldest_s, cpu.quarantined) == (2, 3, TEN, False)
-    assert (cpu.failed_loads, cpu.exceptions, cpu.errors) == (0, 0, 0)
+    assert (cpu.failed_loads_per_s, cpu.exceptions_per_s, cpu.errors_per_s) == (0, 0, 0)
     assert ({disk.hit_share, disk.load_p50_s, disk.slowest_rank}, disk.oldest_s) == ({None}, 0)
-    assert (disk.lookups, disk.failed_loads, disk.exceptions, disk.errors, disk.quarantined) == (0, 1.5, 2, 3.5, True)
+    assert (
+        disk.lookups_per_s,
+        disk.failed_loads_per_s,
+        disk.exceptions_per_s,
+        disk.errors_per_s,
+        disk.quarantined,
+    ) == (0, 1.5, 2, 3.5, True)
 
 
 def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_start() -> None:
@@ -63,10 +81,15 @@ def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_s
     first = server_row("here", None, again.scrape())
     assert first.seconds is None
     cpu, disk = first.connectors
-    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s, cpu.scheduler_s) == (8, 2048, about(0.040), about(0.2))
-    assert disk.exceptions == 4
+    assert (cpu.lookups_per_s, cpu.load_tokens_per_s, cpu.stall_s_per_s, cpu.scheduler_s_per_s) == (
+        8,
+        2048,
+        about(0.040),
+        about(0.2),
+    )
+    assert disk.exceptions_per_s == 4
     (cpu, _) = server_row("here", before, again.scrape(at_s=2)).connectors
-    assert (cpu.lookups, cpu.load_tokens, cpu.stall_s) == (4, 1024, about(0.020))
+    assert (cpu.lookups_per_s, cpu.load_tokens_per_s, cpu.stall_s_per_s) == (4, 1024, about(0.020))
 
 
 def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
@@ -74,7 +97,7 @@ def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_c
     engines.send(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
     children = server_row("here", None, engines.scrape()).connectors
     assert [(c.engine, c.connector) for c in children] == [(str(e), c) for e in range(11) for c in ("second", "first")]
-    assert [c.load_tokens for c in children] == [0] * 21 + [7]
+    assert [c.load_tokens_per_s for c in children] == [0] * 21 + [7]
 
 
 def test_what_kvobs_itself_costs_is_the_server_s() -> None:
@@ -87,7 +110,7 @@ def test_what_kvobs_itself_costs_is_the_server_s() -> None:
     faults._counts["merge"] += 3
     engines.send(engine=1)
     server = server_row("here", before, engines.scrape(at_s=2))
-    assert 0.040 <= (server.telemetry_s or 0) < 0.4, "and what applying these numbers took"
+    assert 0.040 <= (server.telemetry_s_per_s or 0) < 0.4, "and what applying these numbers took"
     assert server.internal_errors == 3
     assert "".join(c.connector for c in server.connectors) == "cpucpu"
 
@@ -189,37 +212,10 @@ def test_a_restarted_server_has_no_first_tokens_of_before() -> None:
     assert {alone.running, alone.waiting, alone.ttft_p50_s, alone.ttft_p99_s} == {None}, "as of an exporter"
 
 
-SORTABLE = ("lookups", "hit_share", "load_p99_s", "stall_s", "loads_open", "oldest_s", "errors")
-
-
-@given(SERVERS, st.sampled_from(SORTABLE))
-def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(servers: list[Server], by: str) -> None:
-    as_configured = ordered(servers, None)
-    assert as_configured == [(i, child) for i, server in enumerate(servers) for child in server.connectors]
-    placed = ordered(servers, by)
-    assert sorted(map(repr, placed)) == sorted(map(repr, as_configured))
-    for (_, one), (_, next_one) in pairwise(placed):
-        first, second = getattr(one, by), getattr(next_one, by)
-        assert second is None or (first is not None and first >= second)
-
-
-@given(SERVERS)
-def test_json_has_the_documented_fields(servers: list[Server]) -> None:
-    document: Any = json.loads(json.dumps(as_dict(servers), allow_nan=False))
-    assert document.keys() == {"servers"}
-    for server, noted in zip(servers, document["servers"], strict=True):
-        assert " ".join(noted) == (
-            "address error model vllm_version kvobs_version seconds telemetry_s_per_s internal_errors running waiting "
-            "ttft_p50_s ttft_p99_s connectors seen_share half_within_tokens local_cache_tokens"
-        )
-        for row, fields_of in zip(server.connectors, noted["connectors"], strict=True):
-            assert " ".join(fields_of) == (
-                "engine connector connector_class lookups_per_s hit_share loads_per_s load_tokens_per_s "
-                "load_bytes_per_s unused_tokens_per_s load_p50_s load_p99_s scheduler_s_per_s load_stall_s_per_s "
-                "save_stall_s_per_s gain_s_per_s failed_loads_per_s exceptions_per_s skew_p99_s slowest_rank "
-                "slowest_rank_share loads_open saves_held oldest_s quarantined call call_s state state_by state_value"
-            )
-            assert list(fields_of.values()) == [getattr(row, field.name) for field in fields(row)]
+def test_the_page_has_the_fields_of_json() -> None:
+    table = TEXTS["docs/top.md"].partition("| field |")[2]
+    named = re.findall(r"`(?:connectors\[\]\.)?(\w+)`", " ".join(re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)))
+    assert sorted(named) == sorted(field.name for row in (Server, ConnectorRow) for field in fields(row))
 
 
 LABELS = st.dictionaries(
@@ -227,7 +223,7 @@ LABELS = st.dictionaries(
     st.sampled_from(("", "0", "1", "hit", "load", "+Inf", "0.5", "-1", "²", "NaN", "x" * 99)),
 )
 
-SERIES = [f"{signal.name}{part}" for signal in READ for part in ("", "_bucket", "_sum", "_count")]
+SERIES = [f"{signal.name}{part}" for signal in SIGNALS for part in ("", "_bucket", "_sum", "_count")]
 NUMBERS = st.sampled_from(("0", "1", "-5", "1e300", "NaN", "+Inf", "0.25"))
 
 
@@ -244,5 +240,5 @@ def test_whatever_a_server_says_makes_rows(lines: list[tuple[str, dict[str, str]
     except ValueError:
         return
     server = server_row("here", before, after)
-    assert json.dumps(as_dict([server]))
-    assert picture([server], 2, 80, 24, "load_p99_s")
+    assert json.dumps(asdict(server), allow_nan=False)
+    Console(file=StringIO()).print(Picture([server], 2, "load_p99_s"))

@@ -36,7 +36,8 @@ def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
 
 
 def test_other_metrics_are_left_alone_even_where_they_are_malformed() -> None:
-    text = 'vllm:x{a= 1\nhtml <b>\nkvobs_load_tokens_total{connector="cpu"} 7.0\nkvobs_of_tomorrow_total 1.0\n'
+    others = "vllm:x{a= 1\nhtml <b>\nkvobs_call_duration_seconds_bucket{le= 1\n"
+    text = f'{others}kvobs_load_tokens_total{{connector="cpu"}} 7.0\n'
     assert parse(text) == {(LOAD_TOKENS.name, frozenset({("connector", "cpu")})): 7}
     for malformed in ("kvobs_loads_total{connector", "kvobs_loads_total x", 'kvobs_skew_bucket{le="b"} 1'):
         with pytest.raises(ValueError, match=r"."):
@@ -91,7 +92,7 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
         theirs, ours = (fetch(url_of(one)) for one in (address, other))
     assert not [name for name, _ in ours.values if not name.startswith("kvobs_")]
     rows = [server_row("here", None, scrape) for scrape in (theirs, ours)]
-    assert rows[0].connectors[0].loads == 4
+    assert rows[0].connectors[0].loads_per_s == 4
     unlike, like = ([replace(child, connector_class="") for child in row.connectors] for row in rows)
     assert unlike == like
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
