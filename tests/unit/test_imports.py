@@ -94,3 +94,10 @@ def test_what_tests_share_is_no_test() -> None:
     names = [name for path in Path(__file__).parents[1].rglob("*.py") for name in all_imported(path)]
     assert "tests.support.rig" in names
     assert {name for name in names if name.rpartition(".")[2].startswith("test_")} == set()
+
+
+def test_tests_of_a_module_are_found_from_its_name() -> None:
+    unit = Path(__file__).parent
+    paths = [path.relative_to(house.PACKAGE) for path in MODULES.values() if path.name != "__init__.py"]
+    found = [path for path in paths if (unit / path).with_name(f"test_{path.name}").exists()]
+    assert len(found) > 0.8 * len(paths)
