@@ -354,7 +354,7 @@ JOINT_FAULTS = (
         f"{EXPORT}/feed.py",
         "                options.link_gbps.get(spec.name),\n",
         "                options.link_gbps.get(spec.connector_class.__name__),\n",
-        f"{UNIT}/test_observed.py::test_what_is_running_and_configured",
+        f"{UNIT}/test_observed.py::test_build_and_connector_info",
     ),
 )
 

@@ -115,7 +115,7 @@ def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytes
     assert len(spans) == 7
 
 
-def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_each_sampled_trace_is_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
     engine = Traced(monkeypatch, a, b)

@@ -132,7 +132,7 @@ def test_lines_of_several_connectors_differ() -> None:
             assert len(shown["targets"]) - len(styles) <= 1, shown["title"]
 
 
-def test_what_failed_has_one_colour_everywhere_and_in_tables_what_is_well_has_none() -> None:
+def test_failures_have_one_colour_and_healthy_cells_none() -> None:
     colours = dict(looks.VERDICTS.values())
     assert looks.BY_OUTCOME["failed"] == looks.BAD == colours["Failing"]
     assert looks.BY_OUTCOME["ok"] == looks.GOOD == colours["OK"]

@@ -300,7 +300,7 @@ def test_a_full_disk_costs_log_lines_only() -> None:
         process.communicate()
 
 
-def test_what_the_exporter_counts_itself_outlives_it(fed: Fed) -> None:
+def test_exporters_self_counts_outlive_it(fed: Fed) -> None:
     fed.feed.put(payload())
     assert fed.counts(1)
 
@@ -363,7 +363,7 @@ def test_why_it_can_not_start_is_said(still: Feed, monkeypatch: Any, caplog: pyt
     assert "exporter can't be started: no more processes. It is started again in 1 s, and" in caplog.text
 
 
-def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
+def test_counts_after_the_last_flush_are_sent_when_the_engine_ends(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     no_otel_variables(monkeypatch)
