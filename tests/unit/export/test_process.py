@@ -228,7 +228,7 @@ def test_parts_that_fail_or_are_not_wanted_are_left_out(made: Any, monkeypatch: 
         monkeypatch.setattr(module, name, lambda *_: 1 / 0)
     for exporter in (made(), made(has_spans=True, otlp_metrics=True)):
         assert (exporter._cutter, exporter._push, exporter._queued) == (None, None, 0)
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "True")
     made(otlp_metrics=True)
     assert (faults.take(), caplog.text.count("not sent by OTLP: division by zero")) == ({"cut": 1}, 1)
 
