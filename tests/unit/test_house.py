@@ -48,7 +48,7 @@ def test_the_house_is_measured() -> None:
 
 
 @pytest.mark.parametrize(("value", "status", "verdict"), [(10, 0, "at most 10"), (11, 1, "at most 10  OVER")])
-def test_what_is_over_its_bar_is_marked(
+def test_measure_over_its_bar_is_marked(
     value: int, status: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(house, "measures", lambda: [Measure("rooms", value, 10)])

@@ -89,7 +89,7 @@ def test_files_are_short_enough_to_read(name: str) -> None:
     assert len(MODULES[name].read_text().splitlines()) <= 400
 
 
-def test_what_tests_share_is_no_test() -> None:
+def test_shared_code_of_tests_is_in_no_test() -> None:
     """It is in ``tests/support``, or beside them."""
     names = [name for path in Path(__file__).parents[1].rglob("*.py") for name in all_imported(path)]
     assert "tests.support.rig" in names

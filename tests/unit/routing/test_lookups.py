@@ -374,7 +374,7 @@ KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
 
-def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens() -> None:
+def test_open_lookup_is_asked_the_same_until_answered_then_given_no_tokens() -> None:
     """But not in a step in which its last call was slow, and not about what has ended."""
     calls: list[Any] = []
     answers = {"r": NOT_YET, "ended": KV}
@@ -436,7 +436,7 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
     assert_nothing_is_left(rig)
 
 
-def test_one_that_answers_after_the_load_is_given_its_blocks_then(a: Script, b: Script) -> None:
+def test_lookup_answered_after_the_load_is_given_the_blocks_then(a: Script, b: Script) -> None:
     rig = waiting_for_earlier(a, b, *[NOT_YET] * 3, MISS)
     a.say(0, received="r")
     rig.run(2)
@@ -462,7 +462,7 @@ def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Scrip
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
-def test_one_that_was_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
+def test_lookup_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
     """A connector whose lookup was left open is not shown the request's steps, from which LMCache takes its loads."""
     a.offers["r"], b.offers["r"] = [MISS if is_preempted else KV, MISS], [NOT_YET, NOT_YET, (2 * BLOCK, False)]
     rig = Rig("kvobs", a, b, kvobs={"lookup_timeout_ms": 1e-6})
