@@ -18,7 +18,6 @@ from kvobs.routing.policies import NOTHING, Offer
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
-from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
@@ -233,20 +232,6 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str,
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
 
 
-def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Clock) -> None:
-    asker = Asker((None, False))
-    for clock.now_ms in (0, 2, 3):
-        asker.ask()
-    asker.answers[0] = (0, False)
-    clock.now_ms = 5
-    for _ in range(2):
-        asker.ask()
-    counts = asker.recorder.take().counts
-    first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
-    assert counts[first + LOOKUP_DELAY.bounds.index(24)] == 1  # 4.2 to 17 ms
-    assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
-
-
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
@@ -331,19 +316,6 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert asker.offers.settle("r", None, 0) == Settled()
     asker.ask()
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
-
-
-@POLICIES
-def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clock: Clock) -> None:
-    asker = Asker((16, True), (None, False), load_policy=policy)
-    waited_for = asker.offers.waited_for
-    for clock.now_ms in (3, 5):
-        asker.ask()
-        assert [len(lookups) for lookups in waited_for] == [0, 1]
-        assert waited_for[1].oldest_ns == 3_000_000
-    asker.answers[1] = (0, False)
-    asker.ask()
-    assert [len(lookups) for lookups in waited_for] == [0, 0]
 
 
 def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:

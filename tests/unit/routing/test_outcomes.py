@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvobs.clock import wall_ns
 from kvobs.routing import outcomes
 from kvobs.routing.outcomes import OpenTransfers, Outcomes
 from kvobs.schema import signals
@@ -12,7 +11,6 @@ from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Gain, InProgress, Load, Report, ReportKind, Save, Stray, Stuck
 from kvobs.telemetry.recording.recorder import Recorder
-from tests.support.reports import took
 
 
 class Counted:
@@ -31,40 +29,6 @@ class Counted:
             if series.signal.kind is not Kind.HISTOGRAM or offset == series.width - 1:
                 found[child, series.signal.name, *series.values] = n
         return found | {(child, name, *values): n for name, child, *values, n in taken.opened}
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize(("lost", "recomputed"), [(None, 32), (16, 16), (None, None)])
-def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(
-    is_async: bool, lost: int | None, recomputed: int | None
-) -> None:
-    """Of a load with holes only what is lost is computed again."""
-    counted, failed_on = Counted(2), {0} if recomputed else set()
-    ended: dict[str, Any] = {"failed_on": failed_on, "lost_tokens": lost, "arrived": {0: 107}}
-    counted.outcomes.load_ended("r", Load(1, 32, is_async, 1, 100, size=320, ranks=took(5), **ended))
-    mode = "async" if is_async else "sync"
-    assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if recomputed else "ok"): 1} | (
-        {(1, "kvobs_recomputed_tokens_total"): recomputed}
-        if recomputed
-        else {
-            (1, "kvobs_load_tokens_total"): 32,
-            (1, "kvobs_load_bytes_total"): 320,
-            (1, "kvobs_load_duration_seconds", mode): 7 if is_async else 5,
-        }
-    )
-
-
-@pytest.mark.parametrize(("spent", "skew", "slowest"), [((5, 9, 6), 4, "1"), ((7, 3, 7), 4, "0")], ids=str)
-@pytest.mark.parametrize("kind", ["load", "save"])
-def test_ranks_are_compared(spent: tuple[int, ...], skew: int, slowest: str, kind: str) -> None:
-    counted = Counted(1)
-    if kind == "load":
-        counted.outcomes.load_ended("r", Load(0, 1, True, 3, ranks=took(*spent)))
-    else:
-        counted.outcomes.saved("r", 0, Save(True, True, 3, 1, ranks=took(*spent)), 1)
-    counts = counted.counts()
-    assert counts[0, "kvobs_rank_skew_seconds", kind] == skew
-    assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
 
 
 @pytest.mark.parametrize(("outcome", "held"), [("ok", {(0, "kvobs_save_hold_seconds"): 250}), ("abandoned", {})])
@@ -157,16 +121,6 @@ def test_requests_that_wait_for_ranks_share_a_line(requests: int, named: str, ca
         "held until then; counted in kvobs_stuck_transfers_total"
     ]
     assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
-
-
-def test_young_transfer_is_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
-    ledger, recorder = Ledger(), Recorder(2)
-    ledger.propose("r", (0, True))
-    ledger.admit("r", 16, RANKS)
-    ledger.record(Report(0, ReportKind.RECEIVED, "r", 0, 0), now_ns=wall_ns())
-    watched(ledger, recorder, 1000).look_for_stuck()
-    assert caplog.text == ""
-    assert recorder.take().opened == []
 
 
 def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -240,14 +240,6 @@ def test_last_begun_of_endless_transfers_are_known(a: Script, b: Script, monkeyp
     assert list(side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))._began) == [(0, "s"), (0, "t")]
 
 
-def test_handshakes_and_events_keep_their_childs_place(a: Script, b: Script) -> None:
-    b.handshake = object()
-    b.events[0] = events = object()
-    side = side_of(Rig("kvobs", a, b))
-    assert side.get_handshake_metadata().metadata == (None, b.handshake)
-    assert side.get_kv_connector_kv_cache_events().by_child == {1: events}
-
-
 @pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])
 def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
     word: str, is_load: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
