@@ -372,7 +372,7 @@ def failing_test(tests: Iterable[str], fault: JointFault | None = None) -> str:
             ran = subprocess.run(command, cwd=folder, env=env, check=False, stdout=PIPE, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return f"not done in {LIMIT_S:.0f} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", ran.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest's exit status {ran.returncode}" if ran.returncode else ""
 
 
