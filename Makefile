@@ -76,8 +76,9 @@ format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(INSTALLED) ## Make 200 single faults, 15 of routing and 40 where two parts meet, and see whether the tests find them; MUTANTS='--seed 2 --module ledger'
-	nice $(BIN)/python -m tests.mutants $(MUTANTS)
+mutants: $(INSTALLED) ## Plant 15 faults of routing and 40 where two parts meet, and see whether the tests find each
+	nice $(BIN)/python -m tests.mutants.routing_faults
+	nice $(BIN)/python -m tests.mutants.joint_faults
 
 bench: $(INSTALLED) ## Measure what kvobs costs
 	$(BIN)/python -m tests.bench
@@ -122,7 +123,7 @@ promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics a
 		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
 
 clean: ## Remove what make made
-	rm -rf .venv .pythons .hosts build
+	rm -rf .venv .pythons .hosts build mutants
 
 # A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
 # compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.

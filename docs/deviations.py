@@ -161,7 +161,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="With wait_for or lookup_timeout_ms, a connector whose answer was not waited for is asked in every "
         "step until it answers, then gets the blocks with 0 tokens, and does not see that request as scheduled.",
         why="A connector that gets its blocks before it has answered keeps the locks of its lookup.",
-        test="tests/unit/routing/test_lookups.py::test_one_that_answers_after_the_load_is_given_its_blocks_then",
+        test="tests/unit/routing/test_lookups.py::test_lookup_answered_after_the_load_is_given_the_blocks_then",
     ),
     Deviation(
         name="isolated-children-see-less",
@@ -173,6 +173,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="With the option isolate, a connector in quarantine sees no new requests, and no longer sees the "
         "requests that it knew as scheduled.",
         why="It would end or delay the engine, or save under block tables that a failed call left incomplete.",
-        test="tests/unit/routing/test_isolation_requests.py::test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more",
+        test="tests/unit/routing/test_isolation_requests.py::test_known_requests_go_on_being_reported_and_are_not_saved",
     ),
 )

@@ -170,7 +170,7 @@ class Router:
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
 @pytest.mark.parametrize("router", ["stock", "kvobs"])
 @pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPushConnector", "MooncakeConnector"])
-def test_what_is_handed_over_is_right_and_nothing_is_left(
+def test_handed_over_kv_is_right_and_nothing_is_left(
     connector: str, router: str, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = build_pair(connector, router, monkeypatch, 1, is_first=is_first)

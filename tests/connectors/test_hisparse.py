@@ -203,7 +203,9 @@ def _decode(engine: Rig, request: str) -> Any:
 
 @FIRST
 @pytest.mark.parametrize("router", ROUTERS)
-def test_it_is_given_the_ends_of_nixls_loads(router: str, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hisparse_is_given_the_ends_of_nixls_loads(
+    router: str, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     imports = Imports()
     imports.install(monkeypatch)
     monkeypatch.setattr(nixl_connector, "NixlPullConnectorWorker", Pull)

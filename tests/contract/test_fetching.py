@@ -70,7 +70,7 @@ def test_a_half_filled_or_outdated_folder_is_made_anew_and_a_complete_one_kept(
     ],
     ids=["vllm", "ray"],
 )
-def test_what_can_not_be_had_is_named_with_command_and_way_out(
+def test_version_that_can_not_be_had_is_named_with_a_way_out(
     fetch: Any, refusal: tuple[str, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"INDEX_URL": "http://127.0.0.1:9/simple", "RETRIES": "0", "FIND_LINKS": ""}.items():

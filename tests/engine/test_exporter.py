@@ -41,7 +41,7 @@ def server(model: Path, folder: Path) -> Iterator[Any]:
         yield exported
 
 
-def test_it_has_what_the_connector_counts_itself(server: Any, folder: Path) -> None:
+def test_exporter_has_what_the_connector_counts_itself(server: Any, folder: Path) -> None:
     with Growth(server, connector="steered") as grown:
         metered.ask_in_turn(server, 40)
     metered.assert_counted_in_turn(grown, 40)
@@ -53,7 +53,7 @@ def test_it_has_what_the_connector_counts_itself(server: Any, folder: Path) -> N
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "scraped all the time"])
-def test_what_happens_to_the_exporter_changes_no_answer_and_no_number(server: Any, fault: str) -> None:
+def test_exporters_faults_change_no_answer_and_no_number(server: Any, fault: str) -> None:
     texts = [prompt(fault, i) for i in range(6)]
     expected = ask_all(server, texts)
     time.sleep(1.0)  # until their numbers are there

@@ -87,7 +87,7 @@ def test_every_call_is_counted(server: Server, folder: Path) -> None:
     assert not {"wait_for_layer_load", "save_kv_layer"} & labels, "empty in OffloadingConnector: not called"
 
 
-def test_what_is_configured_and_what_runs_is_a_metric(server: Server) -> None:
+def test_configuration_and_versions_are_metrics(server: Server) -> None:
     infos = {s.labels["connector"]: s for s in kvobs_samples(server) if s.name == "kvobs_connector_info"}
     about = ("index", "class", "role", "load_policy", "failure_policy")
     noted = {name: [s.labels[k] for k in about] for name, s in infos.items()}
@@ -116,7 +116,7 @@ def test_no_label_holds_an_id_and_there_are_not_too_many_series(server: Server, 
 HALF_REPORTED = 60
 
 
-def test_what_a_rank_never_reports_is_named_and_takes_no_memory_but_its_blocks(server: Server, folder: Path) -> None:
+def test_unreported_transfer_is_named_and_keeps_only_its_blocks(server: Server, folder: Path) -> None:
     """Must be the last: vLLM holds the blocks of these for ever."""
     never = {"0": 5}
     text = prompt("beside the stuck")

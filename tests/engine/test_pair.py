@@ -63,7 +63,7 @@ def test_the_decode_engine_loads_what_the_prefill_engine_computed(engines: Pair)
     assert engines.decode.complete(text, TOKENS).tokens == answer.tokens
 
 
-def test_what_passes_through_the_host_buffers_is_counted_and_the_same(engines: Pair) -> None:
+def test_host_buffers_copy_exactly_and_are_counted(engines: Pair) -> None:
     for length in (1, 3, 7):
         text = prompt("buffered", length)[: 32 * length]
         with Growth(engines.prefill, connector="nixl") as sent, Growth(engines.decode, connector="nixl") as got:

@@ -160,7 +160,7 @@ def test_a_promised_save_is_traced_on_each_rank(server: Server, collector: Colle
         assert save.start_ns - CLOCK_NS <= span.start_ns < span.end_ns <= save.end_ns + CLOCK_NS
 
 
-def test_what_is_slow_on_one_rank_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
+def test_slow_ranks_load_is_traced_whatever_was_sampled(server: Server, collector: Collector) -> None:
     headers = traceparent("00")
     with Growth(server, connector="steered") as grown:
         ask(server, prompt("slow"), {**SYNC, "sleep_in": "start_load_kv", "sleep_ms": {"1": 2200}}, headers=headers)
@@ -185,7 +185,7 @@ HOSTILE: list[dict[str, Any]] = [
 ]
 
 
-def test_what_a_client_makes_up_is_served_and_counted_and_leaves_no_span(server: Server, collector: Collector) -> None:
+def test_invented_context_is_served_counted_and_leaves_no_span(server: Server, collector: Collector) -> None:
     headers = ({"traceparent": "garbage"}, {"traceparent": "00-" + "é" * 30}, {"traceparent": f"00-{'f' * 6000}-01"})
     texts = [prompt("hostile", i) for i in range(len(HOSTILE) + len(headers))]
     expected = ask_all(server, texts)
@@ -239,7 +239,7 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
     assert {where for where, content in out.items() if "s3cr3t" in content or repr(ids[:8])[1:-1] in content} == set()
 
 
-def test_of_a_share_of_the_traces_each_is_whole(server: Server, collector: Collector) -> None:
+def test_each_sampled_trace_is_whole(server: Server, collector: Collector) -> None:
     """Of 1,000 at 1 % there are none, or more than 27, once in 20,000 runs."""
     before = {span.trace_id for span in kvobs_spans(collector)}
     plan = {"steer": {"steered": {**ASYNC, "load_ms": 2}}}

@@ -56,7 +56,7 @@ def begin(server: Server, folder: Path, hook: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("incident", FAULTY, ids=lambda incident: incident.title)
-def test_it_is_seen(incident: Incident, model: Path, tmp_path: Path) -> None:
+def test_incident_is_seen(incident: Incident, model: Path, tmp_path: Path) -> None:
     assert incident.fault
     hook, fault, rank = incident.fault
     with engine(model, tmp_path, rank) as (server, port):

@@ -148,7 +148,7 @@ def test_the_healthy_child_is_not_accused(run: Live) -> None:
     assert {series["metric"]["alertname"] for series in run.series('ALERTS{connector="cpu", severity!="info"}')} <= true
 
 
-def test_what_an_alert_says_is_filled_in(run: Live) -> None:
+def test_alerts_text_is_filled_in(run: Live) -> None:
     """As Prometheus has it while the alert is active; a template that fails has its error in its place."""
     groups = run.prometheus.api("rules", type="alert")["groups"]
     active = [alert for group in groups for rule in group["rules"] for alert in rule["alerts"]]

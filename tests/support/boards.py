@@ -2,29 +2,25 @@
 
 Metrics of vLLM and of the process come from another scrape job than kvobs's (README), so they carry no job, and with
 the exporter those of vLLM come from another port, so they carry no instance (``Selection.beside`` says whose they are).
-A counter that is young is counted as a whole (``Selection.count``), so it may stand bare beside ``unless``. Some
-alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and is a
-separate target (``questions.collector_losses``).
+Some alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and
+is a separate target (``questions.collector_losses``).
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from typing import Any
 
 import promql_parser
 
-from dashboards import looks
-from dashboards.sdk import model, units
-from dashboards.site import RUNBOOK
-from kvobs.schema.signals import OPEN, SIGNALS, Kind, Scope
+from dashboards.sdk import units
+from kvobs.schema.signals import SIGNALS, Kind, Scope
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason
 
 Board = dict[str, Any]
 Panel = dict[str, Any]
 RATE_INTERVAL = "7m13s"  # no interval that anybody would write
-COLUMNS = 24
+MOST_QUERIES = 33
 UNITS = {value for name, value in vars(units).items() if name[0].isupper() and isinstance(value, str)}
 WITH_UNITS = {"stat", "timeseries", "table", "gauge", "bargauge", "heatmap", "state-timeline"}
 SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",), Kind.GAUGE: ("",)}
@@ -42,8 +38,6 @@ NOT_OURS = {
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
 """An engine is of this role by any connector, whichever are chosen."""
 ANY_CONNECTOR = "=~.+"
-OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-GREYS_AND_TINTS = {looks.IDLE, looks.VLLM, looks.BY_QUANTILE["p50"]}
 
 
 def panels(board: Board) -> list[Panel]:
@@ -122,48 +116,12 @@ def ids(board: Board) -> list[str]:
     return [f"id {number} twice" for number in sorted({n for n in found if found.count(n) > 1})]
 
 
-def layout(board: Board) -> list[str]:
-    """Panels that lie on each other, among those that are open at the same time, and what leaves the columns."""
-    groups = [board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))]
-    found = []
-    for one, other in (pair for group in groups for pair in combinations(group, 2)):
-        a, b = one["gridPos"], other["gridPos"]
-        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        if not (is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]):
-            found.append(f"{one['title']} lies on {other['title']}")
-    every = [panel["gridPos"] for group in groups for panel in group]
-    return found + [f"{at} leaves the columns" for at in every if at["x"] < 0 or at["x"] + at["w"] > COLUMNS]
-
-
 def sources(board: Board) -> list[str]:
     """Nothing hard-coded, nothing asked for at import."""
     text = json.dumps({**board, "uid": ""})
     chosen = {f"${{{v['name']}}}" for v in variables(board, "datasource") if v["name"] == f"{v['query']}_datasource"}
     used = set(re.findall(r'"uid": "([^"]+)"', text)) - chosen
     return [f"data source {uid}" for uid in sorted(used)] + [key for key in ("__inputs", "__requires") if key in board]
-
-
-def works_without_tempo(board: Board) -> list[str]:
-    return [
-        f"{panel['title']} asks both"
-        for panel in panels(board)
-        if len({target["datasource"]["type"] for target in panel["targets"]} | {panel["datasource"]["type"]}) > 1
-    ]
-
-
-def templates(board: Board) -> list[str]:
-    found = {v["name"]: v for v in variables(board, "query")}
-    wanted = ["cluster", "job", "instance", "model_name", "engine", "connector"]
-    wrong = [] if list(found) in (wanted, [*wanted, "role"]) else [f"variables {[*found]}"]
-    for name, variable in found.items():
-        state = [variable[key] for key in ("multi", "includeAll", "allValue", "refresh")]
-        if state != [True, True, ".*" if name == "cluster" else ".+", 2] or variable["current"]["value"] != ["$__all"]:
-            wrong.append(f"variable {name} is {state}")
-        call = re.fullmatch(r"label_values\((.+), \w+\)", variable["query"]["query"])
-        if call is None or not isinstance(promql_parser.parse(call[1]), promql_parser.VectorSelector):
-            wrong.append(f"variable {name} is not a label_values(metric, label)")
-    adhoc = [v["datasource"]["uid"] for v in variables(board, "adhoc")]
-    return wrong + ([] if adhoc == ["${prometheus_datasource}"] else [f"ad hoc filters {adhoc}"])
 
 
 def selections(board: Board) -> list[str]:
@@ -187,12 +145,9 @@ def selections(board: Board) -> list[str]:
 
 
 def first_load(board: Board) -> list[str]:
+    """As many queries as a browser and a Prometheus answer at once: rows that are closed ask later."""
     count = sum(len(panel.get("targets", ())) for panel in board["panels"])
-    state = (board["refresh"], board["time"]["from"], board["time"]["to"])
-    wrong = [] if state == ("30s", "now-1h", "now") else [f"refresh and time {state}"]
-    wrong += [] if board["schemaVersion"] == 39 else ["Grafana 10.4 does not load it"]
-    wrong += ["the board is editable"] if board["editable"] else []
-    return wrong + ([] if 0 < count <= 33 else [f"{count} queries on first load"])
+    return [] if count <= MOST_QUERIES else [f"{count} queries on first load"]
 
 
 def registered(board: Board) -> list[str]:
@@ -200,114 +155,22 @@ def registered(board: Board) -> list[str]:
     return [f"{where}: {metric(s)}" for where, s in asked(board) if metric(s) not in QUERIED.keys() | NOT_OURS]
 
 
-def label_values(board: Board) -> list[str]:
-    wrong = []
-    for where, selector in asked(board):
-        signal = QUERIED.get(metric(selector))
-        for name, value in matchers(selector).items():
-            known = signal.labels.get(name, OPEN) if signal else OPEN
-            if known is not OPEN and not set(re.sub("^[=~!]*", "", value).split("|")) <= set(known):
-                wrong.append(f"{where}: {name} {value}")
-    return wrong
-
-
-def quantiles(board: Board) -> list[str]:
-    """A quantile keeps le and its own grouping; children are neither mixed nor averaged."""
-    wrong = []
-    for where, expr in queries(board):
-        wrong += [f"{where}: an average of children"] if re.search(r"\bavg\b", expr) else []
-        for labels, name in re.findall(
-            r"histogram_quantile\([\d.]+, sum by \(([^)]*)\) \((?:label_replace\()?rate\((\w*)", expr
-        ):
-            if not labels.startswith("le") or (name.startswith("kvobs") and "connector" not in labels):
-                wrong.append(f"{where}: {name} by {labels}")
-    return wrong
-
-
-def windows(board: Board) -> list[str]:
-    return [
-        f"{where}: {metric(selector)} over {around[-1].range}"
-        for where, expr in queries(board)
-        for selector, around in selectors(expr)
-        if around and isinstance(around[-1], promql_parser.MatrixSelector)
-        and promql_parser.display_duration(around[-1].range) != RATE_INTERVAL
-    ]  # fmt: skip
-
-
-def _is_counted(around: list[Any]) -> bool:
-    calls = [node.func.name for node in around if isinstance(node, promql_parser.Call)]
-    is_young = any(isinstance(node, promql_parser.BinaryExpr) and str(node.op) == "unless" for node in around)
-    return is_young or bool({"rate", "irate", "increase"} & set(calls))
-
-
-def raw_counters(board: Board) -> list[str]:
-    return [
-        f"{where}: {metric(selector)} is a counter, and raw"
-        for where, expr in queries(board)
-        for selector, around in selectors(expr)
-        if re.search(r"_(total|bucket|sum|count)$", metric(selector)) and not _is_counted(around)
-    ]
-
-
-def guards(board: Board) -> list[str]:
-    """A division is by what is above nothing; no zero without labels stands in for what has some."""
-    nested = r"[^()]"
-    for _ in range(5):
-        nested = rf"(?:[^()]|\({nested}*\))"
-    guarded = rf"(?= / \({nested}* > 0\))"  # one may be in another
-    return [
-        where
-        for where, expr in queries(board)
-        if expr.count(" / ") != len(re.findall(guarded, expr)) or "vector(" in expr
-    ]
-
-
-def axes(board: Board) -> list[str]:
-    """Axes begin at zero, except where a difference may be below it."""
-    return [
-        panel["title"]
-        for panel in series(board)
-        if panel["fieldConfig"]["defaults"].get("min") != 0 and not any(") - " in t["expr"] for t in panel["targets"])
-    ]
-
-
 def panel_units(board: Board) -> list[str]:
-    """Queries are in base units, and the panel says which, by a name that Grafana knows."""
-    wrong = []
+    """A panel has queries, and says in which unit they answer, by a name that Grafana knows."""
+    wrong = [f"{panel['title']} asks nothing" for panel in panels(board) if not panel.get("targets")]
     for panel in panels(board):
         config = panel["fieldConfig"]
         used = [config["defaults"].get("unit", "")]
         used += [p["value"] for o in config["overrides"] for p in o["properties"] if p["id"] == "unit"]
         if panel["type"] in WITH_UNITS:
             wrong += [f"{panel['title']}: unit {unit!r} is unknown" for unit in used if unit not in UNITS]
-    for panel in series(board):
-        exprs, unit = [t["expr"] for t in panel["targets"]], panel["fieldConfig"]["defaults"]["unit"]
-        if all("histogram_quantile" in expr or "time() -" in expr for expr in exprs) and unit != "s":
-            wrong.append(f"{panel['title']}: durations in {unit}")
-        if all("_bytes_total" in expr and "kvobs_link" not in expr for expr in exprs) and unit != "Bps":
-            wrong.append(f"{panel['title']}: bytes per second in {unit}")
-    return wrong + [where for where, expr in queries(board) if re.search(r"[*/] ?1(000|024)", expr)]
-
-
-def descriptions(board: Board) -> list[str]:
-    wrong = []
-    for panel in panels(board):
-        parts = [part.split("**")[1].rstrip(":") for part in panel["description"].split("\n\n") if part[:2] == "**"]
-        names = {metric(s) for t in panel["targets"] if "expr" in t for s, _ in selectors(t["expr"])}
-        missing = [name for name in names if f"`{name.replace('[:_]', ':')}`" not in panel["description"]]
-        if parts != ["What", "Read", "Do", "Don't conclude", *(["Metrics"] if names else [])] or missing:
-            wrong.append(f"{panel['title']}: {parts}, without {missing}")
     return wrong
 
 
 def legends(board: Board) -> list[str]:
-    """Every label of a series is in its name; tables with statistics, sorted tooltips, one crosshair."""
-    wrong = [] if board["graphTooltip"] == model.DashboardCursorSync.CROSSHAIR else ["no crosshair"]
+    """Every label of a series is in its name."""
+    wrong = []
     for panel in series(board):
-        legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]
-        state = (legend["displayMode"], legend["calcs"], tooltip["mode"], tooltip["sort"])
-        if state != ("table", ["mean", "max", "lastNotNull"], "multi", "desc"):
-            wrong.append(f"{panel['title']}: {state}")
         for target in panel["targets"]:
             outermost = re.findall(r"(?:sum|max|min) by \(([^)]*)\)", target["expr"])[:1]
             labels = {label for group in outermost for label in group.split(", ")} - {"le"}
@@ -326,10 +189,6 @@ def bounded(board: Board) -> list[str]:
             if groups & {"hook", "error_type", "rank", "instance"} and not target["expr"].startswith("topk(10, "):
                 wrong.append(f"{panel['title']}: {groups}")
     return wrong
-
-
-def palette(board: Board) -> list[str]:
-    return sorted(set(re.findall(r"#[0-9A-Fa-f]{6}\b", json.dumps(board))) - OKABE_ITO - GREYS_AND_TINTS)
 
 
 def traceql(board: Board) -> list[str]:
@@ -372,26 +231,9 @@ def _traces(board: Board) -> list[str]:
     return [target["query"] for panel in of_tempo(board) if panel["type"] == "traces" for target in panel["targets"]]
 
 
-def links(board: Board) -> list[str]:
-    by_tag = {link["tags"][0]: link for link in board["links"] if link["type"] == "dashboards"}
-    wrong = [f"no link to boards tagged {tag}" for tag in ("kvobs", "vllm") if tag not in by_tag]
-    wrong += [f"{tag} loses the time" for tag, one in by_tag.items() if not one["keepTime"]]
-    wrong += [f"{tag}: variables" for tag, one in by_tag.items() if one["includeVars"] != (tag == "kvobs")]
-    wrong += [] if RUNBOOK in [link.get("url") for link in board["links"]] else ["no runbook"]
-    return wrong + ([] if "kvobs" in board["tags"] else ["no tag kvobs"])
-
-
-def annotations(board: Board) -> list[str]:
-    marked = {annotation["name"]: annotation["expr"] for annotation in board["annotations"]["list"]}
-    wanted = {"Alerts": "ALERTS", "Restarts": "kvobs_start_time_seconds", "Versions": "kvobs_build_info"}
-    return [name for name, part in wanted.items() if part not in marked.get(name, "")]
-
-
 CHECKS: dict[str, Callable[[Board], list[str]]] = {
     check.__name__: check
     for check in (
-        ids, layout, sources, works_without_tempo, templates, selections, first_load, registered, label_values,
-        quantiles, windows, raw_counters, guards, axes, panel_units, descriptions, legends, bounded, palette, traceql,
-        trace_links, links, annotations,
+        ids, sources, selections, first_load, registered, panel_units, legends, bounded, traceql, trace_links
     )
 }  # fmt: skip

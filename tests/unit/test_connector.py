@@ -146,7 +146,7 @@ def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
 
 
 @pytest.mark.parametrize(("error", "is_well"), [(None, True), (SystemExit, True), (RuntimeError, False)])
-def test_what_records_the_connectors_ends_after_them(
+def test_recording_ends_after_the_connectors(
     error: type[BaseException] | None, is_well: bool, a: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM calls the hook after SIGTERM, and while an error ends the engine; the next start needs the page then."""

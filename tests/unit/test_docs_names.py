@@ -65,12 +65,6 @@ def test_a_module_that_a_docstring_refers_to_exists() -> None:
     assert [mention for mention in mentions(r"\b[Ss]ee ``(\w+)``", DOCSTRINGS) if mention.what not in modules] == []
 
 
-def test_no_docstring_of_a_package_lists_its_modules() -> None:
-    """Such a list becomes wrong; the table of packages is ``docs/house.py``."""
-    packages = {name: text for name, text in DOCSTRINGS.items() if name.endswith("__init__.py")}
-    assert mentions(r"^( *[\w./, ]+ {2,}\w.*)$", packages) == []
-
-
 def test_a_heading_of_the_readme_exists() -> None:
     headings = re.findall(r"^#+ (.*)$", TEXTS["README.md"], re.MULTILINE)
     assert [mention for mention in mentions(r"README's \"([^\"]+)\"", SOURCES) if mention.what not in headings] == []
@@ -139,7 +133,3 @@ def test_boards_are_found() -> None:
 @pytest.mark.parametrize("title", every(r"(?<!\*)\*([A-Z][^*\n]{2,60})\*(?!\*)", ALL_TEXTS), ids=str)
 def test_a_title_in_a_page_is_on_a_board(title: Mention) -> None:
     assert title.what in TITLES | OTHERS
-
-
-def test_a_panel_is_in_italics_where_it_is_named() -> None:
-    assert mentions(r"([Pp]anel ['\"].*|\" on the [A-Z]\w+)", ALL_TEXTS) == []

@@ -18,7 +18,7 @@ def fail(where: Where) -> None:
 
 
 @pytest.mark.usefixtures("in_production")
-def test_it_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     places: list[Where] = ["record", "record", "apply"]
     for where in places:
         fail(where)

@@ -89,7 +89,7 @@ def test_the_house_is_measured() -> None:
     ("value", "status", "verdict"),
     [(98, 0, ""), (99, 0, "  less than 2 % of air"), (100, 0, "  less than 2 % of air"), (101, 1, "  OVER")],
 )
-def test_what_is_over_its_bar_is_marked(
+def test_measure_over_its_bar_is_marked(
     value: int, status: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(house, "broken_walls", dict)

@@ -84,8 +84,15 @@ def test_the_state_knows_no_telemetry() -> None:
     import_without(("opentelemetry", "prometheus_client"), names)
 
 
-def test_what_tests_share_is_no_test() -> None:
+def test_shared_code_of_tests_is_in_no_test() -> None:
     """It is in ``tests/support``, or beside them."""
     names = [name for path in Path(__file__).parents[1].rglob("*.py") for name in all_imported(path)]
     assert "tests.support.rig" in names
     assert {name for name in names if name.rpartition(".")[2].startswith("test_")} == set()
+
+
+def test_tests_of_a_module_are_found_from_its_name() -> None:
+    unit = Path(__file__).parent
+    paths = [path.relative_to(house.PACKAGE) for path in MODULES.values() if path.name != "__init__.py"]
+    found = [path for path in paths if (unit / path).with_name(f"test_{path.name}").exists()]
+    assert len(found) > 0.8 * len(paths)

@@ -15,7 +15,7 @@ def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\", "what a terminal would obey is escaped"
 
 
-def test_what_was_said_is_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:
+def test_remembered_messages_are_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:
     """A peer that names ever new things does not keep what others have to say out of the log."""
     for key, times in {"k{}": 128, "kind:{}": 128, "kind:{}:more": 128, "kind:{:0300}": 1}.items():
         log.forget()

@@ -288,7 +288,7 @@ def test_pauses_of_the_garbage_collector(monkeypatch: pytest.MonkeyPatch, a: Scr
     assert sum(engine.series("kvobs_gc_pause_seconds_total").values()) > 0
 
 
-def test_what_is_running_and_configured(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_build_and_connector_info(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     engine = Observed(monkeypatch, a, b, ranks=1, link_gbps={"two": 400})
     assert list(engine.series("kvobs_build_info").values()) == [1]
     assert list(engine.series("kvobs_connector_info").values()) == [1, 1]

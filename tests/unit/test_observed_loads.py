@@ -95,7 +95,7 @@ def test_a_sync_load_takes_what_the_slowest_rank_took(monkeypatch: pytest.Monkey
     assert sum(took) == pytest.approx(calls)
 
 
-def test_what_loads_save_and_how_long_is_waited_for_them(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_loads_saved_and_waited_seconds(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Each token is computed in 5 ms: 32 tokens in 160 ms. The first load takes two steps, the second none."""
     engine = Observed(monkeypatch, a, b, ranks=1)
     engine.token_s = 0.005

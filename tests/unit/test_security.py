@@ -153,7 +153,7 @@ ELSEWHERE = ("os:system", "builtins:exec", "sys:modules", "subprocess:Popen", "o
 
 
 @pytest.mark.parametrize("path", [*(f"{__name__}:{name}" for name in HERE), *ELSEWHERE])
-def test_what_is_no_connector_is_not_touched(path: str) -> None:
+def test_class_path_of_no_connector_is_not_touched(path: str) -> None:
     Trap.used.clear()  # pytest looks into everything here
     assert isinstance(noted(path), RawStats)
     assert Trap.used == []
@@ -185,7 +185,7 @@ def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeyp
 
 
 @pytest.mark.parametrize("part", ["0", "00-", "-", "a" * 32 + "-", "00-" + "a" * 32 + "-" + "b" * 16 + "-01-"])
-def test_what_is_too_long_is_not_even_matched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_context_is_not_even_matched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def match(value: str) -> None:
         assert len(value) <= 512
 
@@ -213,7 +213,7 @@ class Counting(dict[str, Any]):
 
 
 @pytest.mark.parametrize("junk", [0, 100_000])
-def test_of_many_headers_and_params_only_ours_are_looked_at(junk: int) -> None:
+def test_only_our_headers_and_params_are_looked_at(junk: int) -> None:
     more = {f"k{i}": SECRET for i in range(junk)}
     headers = Counting({**more, "traceparent": SAMPLED.traceparent})
     own = Counting({**more, "traceparent": SAMPLED.traceparent})
@@ -222,7 +222,7 @@ def test_of_many_headers_and_params_only_ours_are_looked_at(junk: int) -> None:
     assert max(headers.asked, own.asked, params.asked) <= 3
 
 
-def test_of_a_clients_context_nothing_but_ids_and_the_flag_is_handed_on() -> None:
+def test_clients_context_is_handed_on_as_ids_and_flag_only() -> None:
     """No tracestate, no baggage: neither to a decode engine, nor to children, nor to the collector."""
     sent = {"traceparent": "01" + SAMPLED.traceparent[2:] + "-" + SECRET, "tracestate": SECRET, "baggage": SECRET}
     read = of_headers(sent)

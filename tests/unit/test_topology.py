@@ -83,7 +83,7 @@ NO_NUMBERS: tuple[Any, ...] = (0, -1, True, 2.0, "2", None)
 
 
 @pytest.mark.parametrize("bad", NO_NUMBERS, ids=repr)
-def test_what_is_no_number_to_divide_by_is_refused_everywhere(bad: Any) -> None:
+def test_size_below_one_is_refused_everywhere(bad: Any) -> None:
     known = topology()
     for call in (
         lambda: topology(local=bad),

@@ -115,21 +115,6 @@ def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytes
     assert len(spans) == 7
 
 
-def test_of_a_share_of_the_traces_each_is_whole(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    engine = Traced(monkeypatch, a, b)
-    for request in ("r" * i for i in range(1, 25)):  # the sum of its letters makes a request's prompt
-        a.offers[request] = KV
-        load(engine, request)
-    traces: dict[str, list[str]] = {}
-    for span in engine.spans():
-        traces.setdefault(ids(span)[0], []).append(span.name)
-    assert 0 < len(traces) < 24
-    whole = ["kv.load one", "kv.load.rank", "kv.load.rank", "kv.lookup"]
-    assert all(sorted(names) == whole for names in traces.values())
-
-
 # --- a decode engine
 
 

@@ -45,7 +45,7 @@ def keys(engine: Served) -> float:
     return engine.store.metric(KEYS)
 
 
-def test_one_connection_error_removes_nothing(engine: Served, folder: Path, keys: float, expected: Answers) -> None:
+def test_connection_error_removes_nothing(engine: Served, folder: Path, keys: float, expected: Answers) -> None:
     before = engine.store.metric("master_remove_all_requests_total")
     with traffic.asking(engine.server) as load:
         (folder / "fail-once").touch()

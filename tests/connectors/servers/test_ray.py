@@ -80,7 +80,7 @@ def test_a_load_lasts_until_its_slowest_rank_has_it(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("fail", ["recv", "blocks"])
-def test_what_a_load_did_not_bring_on_one_rank_is_computed(fail: str, engine: Engine) -> None:
+def test_tokens_missing_on_one_rank_are_computed(fail: str, engine: Engine) -> None:
     text = prompt("fails", fail)
     expected = engine.server.complete(text, TOKENS).tokens
     engine.server.reset_prefix_cache()

@@ -107,7 +107,9 @@ def test_kvobs_counts_what_spoolcache_counts(lives: dict[str, Spooled]) -> None:
     assert run.total("kvobs_lookups_total", connector=STORE) == run.total("spoolcache_lookup_total")
 
 
-def test_it_ends_its_worker_when_it_can_not_read_what_it_offered(lives: dict[str, Spooled], expected: Answers) -> None:
+def test_spoolcache_ends_its_worker_when_it_can_not_read_its_offer(
+    lives: dict[str, Spooled], expected: Answers
+) -> None:
     """Second after host memory it is not asked to."""
     alone, first, second = (lives[router] for router in ROUTERS)
     assert alone.last.error

@@ -172,7 +172,7 @@ def test_the_scheduler_gets_what_the_model_predicts(steps: list[dict[str, Any]])
 
 @pytest.mark.parametrize("field", ["finished_recving", "finished_sending", "failed_recving"])
 @wrong_in_stock(AssertionError, "a request that only some ranks report, or a failure without a receipt, stays for ever")
-def test_what_some_ranks_never_report_is_forgotten(router: str, field: str) -> None:
+def test_round_that_some_ranks_never_report_is_forgotten(router: str, field: str) -> None:
     clock = Clock()
     aggregator = KVOutputAggregator(2, clock=clock) if router == "kvobs" else build(router, 2)
     result(aggregator, said(**{field: {"r"}}), said())
@@ -183,7 +183,7 @@ def test_what_some_ranks_never_report_is_forgotten(router: str, field: str) -> N
 
 
 @wrong_in_stock(AssertionError, "drops what the others say when the output rank has nothing")
-def test_what_comes_while_the_output_rank_has_nothing_is_passed_on_in_the_next_step(router: str) -> None:
+def test_reports_beside_an_empty_output_rank_come_in_the_next_step(router: str) -> None:
     aggregator = build(router, 2)
     early = said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})
     assert aggregator.aggregate([None, early]) is None
@@ -336,6 +336,6 @@ def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatc
     assert "failed_recving" not in result(KVOutputAggregator(1), said(failed_recving={"r"}))
 
 
-def test_what_the_scheduler_gets_can_be_pickled() -> None:
+def test_aggregated_output_can_be_pickled() -> None:
     noted = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
     assert pickle.loads(pickle.dumps(noted)) == noted

@@ -48,7 +48,7 @@ def test_the_oldest_go_where_too_many_are_remembered(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (expected - 1)
 
 
-def test_what_must_be_kept_is_kept_whatever_its_number_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_rounds_are_kept_whatever_their_number_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_tally, "MOST", 2)
     rounds = Rounds()
     for request in ("kept", "a", "b", "c"):

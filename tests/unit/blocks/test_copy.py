@@ -112,7 +112,7 @@ PLACES = ["cpu", "cuda:0", "cuda:1", "meta", "xpu:0"]
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize(("src", "dst"), list(itertools.product(PLACES, PLACES)))
-def test_one_side_is_host_memory_and_the_other_a_cuda_device(src: str, dst: str, direction: str) -> None:
+def test_copy_is_between_host_memory_and_a_cuda_device(src: str, dst: str, direction: str) -> None:
     allowed = (src, dst) == ("cpu", "cpu") or {
         "h2d": src == "cpu" and dst.startswith("cuda"),
         "d2h": src.startswith("cuda") and dst == "cpu",

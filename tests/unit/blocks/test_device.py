@@ -178,7 +178,7 @@ def test_a_mistake_in_the_use_of_streams_and_memory_is_found(
             h2d(device, dense(8), dense(8), SCATTERED, dict.fromkeys("012", 0), stays=True)()
 
 
-def test_one_call_at_a_time() -> None:
+def test_calls_do_not_overlap() -> None:
     device = LazyDevice(pinned=True)
     with on(device) as copier, pytest.MonkeyPatch.context() as patch:
         locked: list[bool] = []

@@ -12,7 +12,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, 
 
 
 @given(PAIRS)
-def test_of_those_to_one_destination_the_last_counts(pairs: list[tuple[int, int]]) -> None:
+def test_last_copy_to_a_destination_counts(pairs: list[tuple[int, int]]) -> None:
     src, dst = without_duplicates(np.array([s for s, _ in pairs]), np.array([d for _, d in pairs]))
     assert dst.tolist() == sorted({d for _, d in pairs})
     assert dict(zip(dst.tolist(), src.tolist(), strict=True)) == {d: s for s, d in pairs}

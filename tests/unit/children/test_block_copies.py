@@ -59,7 +59,7 @@ def test_elsewhere_and_on_demand_vllm_does(is_stock: bool, device: str) -> None:
     assert counted(recorder, 0, "d2h") == 2 * 16
 
 
-def test_what_vllm_leaves_out_silently_is_not_counted() -> None:
+def test_copies_that_vllm_leaves_out_are_not_counted() -> None:
     recorder = Recorder(1)
     copy = BlockCopies(recorder, BLOCKS, is_stock=True).operation(0, stock.copy_kv_blocks)
     copy(caches(1), caches(), [1, 2], [3], "d2h")
@@ -74,7 +74,7 @@ def test_vllms_own_can_copy_nothing_on_this_platform() -> None:
         copy(caches(1), caches(), [1], [3], "d2h")
 
 
-def test_what_can_not_be_copied_is_refused_and_not_counted() -> None:
+def test_impossible_copies_are_refused_and_not_counted() -> None:
     recorder = Recorder(1)
     copy = BlockCopies(recorder, BLOCKS).operation(0, Vllms())
     with pytest.raises(ValueError, match="block 16 is out of range"):

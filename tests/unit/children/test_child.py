@@ -37,7 +37,7 @@ def counted(recorder: Recorder) -> int:
     return sum(sum(now[:-1]) for now, *_ in recorder._tallies.values())
 
 
-def test_what_the_base_class_does_by_itself_in_a_step_is_called_and_not_recorded() -> None:
+def test_base_class_hooks_with_a_body_are_called_and_not_recorded() -> None:
     child, recorder = made(IdleChild)
     child.bind_connector_metadata("metadata")
     assert child.connector._connector_metadata == "metadata"
@@ -66,14 +66,14 @@ UNBUILT_HOOKS = [name for name, value in vars(Unbuilt).items() if name in HOOKS 
 
 
 @pytest.mark.parametrize("hook", [*UNBUILT_HOOKS, "get_finished", "get_block_ids_with_load_errors"])
-def test_one_that_could_not_be_built_answers_as_a_failed_call_does(hook: str) -> None:
+def test_unbuilt_connector_answers_as_a_failed_call_does(hook: str) -> None:
     """And as vLLM's base class, for hooks that it need not implement."""
     call = getattr(unbuilt(KVConnectorRole.WORKER), hook)
     required = [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
     assert call(*[None] * len(required)) == NOTHING.get(hook, lambda: None)()
 
 
-def test_what_it_says_of_itself_does_not_weigh() -> None:
+def test_unbuilt_connectors_capabilities_do_not_weigh() -> None:
     """What all must be able to, it is; what one alone decides, it does not."""
     one = unbuilt(KVConnectorRole.SCHEDULER)
     assert supports_hma(one)
@@ -119,7 +119,7 @@ def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
-def test_what_is_no_hook_of_a_child_at_work_is_no_attribute(name: str) -> None:
+def test_other_names_than_hooks_are_no_attributes(name: str) -> None:
     assert not hasattr(Child(0, "bare", Bare(), Recorder(1)), name)
 
 

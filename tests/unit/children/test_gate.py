@@ -110,7 +110,7 @@ def test_no_results_are_this_vllms() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_process_ends_it(error: type[BaseException]) -> None:
+def test_exception_that_ends_the_process_passes(error: type[BaseException]) -> None:
     def end() -> None:
         raise error
 
@@ -138,7 +138,7 @@ def test_errors_between_layers_are_counted_once_and_the_call_is_not() -> None:
     assert not [slot for slot in taken.counts if first <= slot < first + len(signals.CALL_DURATION.bounds) + 2]
 
 
-def test_what_happens_once_can_not_be_made_up_for() -> None:
+def test_hooks_called_once_fail_for_good() -> None:
     once = {name for name, hook in HOOKS.items() if hook.cadence is Cadence.ONCE}
     assert {name for name in HOOKS if ends_for_good(name)} == once - AT_ANY_TIME
     assert ends_for_good("register_kv_caches")

@@ -47,7 +47,7 @@ def test_a_removed_connector_has_no_namesake_and_a_new_name_is_one_that_this_vll
     assert "ExampleConnector" not in cure("SharedStorageConnector", ("NixlConnector",))[1]
 
 
-def test_what_is_known_is_known_of_vllms_own_connectors() -> None:
+def test_known_names_are_those_of_vllms_connectors() -> None:
     is_a_base, was_removed = "NixlBaseConnector", "P2pNcclConnector"
     assert {is_a_base, was_removed} <= {*HAND_OFF}
     known_here = {*LIBRARIES, *ASYNC_ONLY, *NEVER_AGAIN, *HAND_OFF} - {is_a_base, was_removed}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
-from kvobs.children.validation import Validated, clashing_layouts, find_classes, transfer_config, validate
+from kvobs.children.validation import Validated, find_classes, transfer_config, validate
 from kvobs.schema import config
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig
@@ -81,21 +81,6 @@ def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, says: str, fix
     assert finding.fix.startswith(fix)
 
 
-@pytest.mark.parametrize(
-    ("options", "fix"),
-    [
-        ({"nams": []}, "use 'names'"),
-        ({"tracing": {"levle": 1}}, "use 'level'"),
-        ({"zzz": 1}, "remove it"),
-        ({"load_policy": 1}, "use an allowed value, or remove the option"),
-    ],
-)
-def test_a_wrong_option_has_a_fix_too(options: dict[str, Any], fix: str) -> None:
-    configuration, (finding,) = config.validate({"connectors": [ENTRY], "kvobs": options})
-    assert finding.fix == fix
-    assert configuration.names == ("ExampleConnector",)
-
-
 def test_children_keep_a_name_where_nothing_else_is_right() -> None:
     configuration, found = config.validate({"connectors": [ENTRY, 7, {}], "kvobs": 1})
     assert configuration.names == ("ExampleConnector", "1", "2")
@@ -117,11 +102,6 @@ def test_a_childs_policy_that_differs_is_a_warning(own: str | None, policy: str 
     is_ignored = own is not None and own != (policy or "fail")
     expected = [(f"{CONNECTORS}[0].kv_load_failure_policy", "found", "set")] * is_ignored
     assert [(warning.path, warning.found[:5], warning.fix[:3]) for warning in checked.warnings] == expected
-
-
-@pytest.mark.parametrize(("needs", "count"), [({}, 0), ({"a": "HND", "b": None}, 0), ({"a": "HND", "b": "NHD"}, 1)])
-def test_layouts_clash_if_two_are_needed(needs: dict[str, str | None], count: int) -> None:
-    assert [(clash.path, clash.fix[:6]) for clash in clashing_layouts(needs)] == [(CONNECTORS, "remove")] * count
 
 
 def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_without() -> None:

@@ -64,7 +64,7 @@ def test_an_incomplete_installation_says_what_is_missing(tmp_path: Path, monkeyp
         dashboards.contents()
 
 
-def test_what_differs_is_overwritten_only_by_force_and_else_nothing_is_written(tmp_path: Path) -> None:
+def test_files_that_differ_are_overwritten_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "boards").mkdir()
     (tmp_path / "boards/a.json").write_bytes(b"mine")
     with pytest.raises(ValueError, match=r"boards/a.json; --force"):

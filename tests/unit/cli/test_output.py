@@ -60,7 +60,7 @@ def test_durations_are_short_and_about_right(seconds: float) -> None:
     assert float(value) * UNITS[unit] == pytest.approx(seconds, rel=0.06)
 
 
-def test_what_is_not_known_is_not_nothing() -> None:
+def test_unknown_value_is_not_shown_as_zero() -> None:
     assert (amount(None), duration(None), percent(None)) == ("-", "-", "-")
     assert (amount(0), duration(0), percent(0)) == ("0", "0", "0 %")
     assert duration(1e-9) == "<1 us"

@@ -97,7 +97,7 @@ def test_addresses_are_completed() -> None:
         "http://[::1", "a b:8000", "gpu-7:8000\n", "\x1b[2J:8000", "user:secret@gpu-7:8000",
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(given: str) -> None:
+def test_malformed_address_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match=r"is not a server address.*; use HOST\[:PORT\] or ") as refused:
         url_of(given)
     assert str(refused.value).isprintable()

@@ -48,7 +48,7 @@ def test_an_alert_goes_where_its_severity_says() -> None:
     assert not set(ALERTMANAGER["route"]["group_by"]) & {"instance", "engine", "pod", "job"}, "one message for many"
 
 
-def test_what_follows_from_another_alert_is_silenced_and_nothing_else() -> None:
+def test_alerts_that_follow_from_another_are_silenced() -> None:
     found = {source: {target for target in BY_NAME if silenced_by(source, target)} for source in BY_NAME}
     everything = {name for name, alert in BY_NAME.items() if {"job", "instance"} <= set(alert.about)}
     slow = {"KvobsLoadsSlow", "KvobsLoadsSlowed"}

@@ -84,14 +84,14 @@ def test_an_alert_ends_in_health(name: str, tmp_path: Path) -> None:
 
 
 @NAMES
-def test_what_was_before_a_new_prometheus_does_not_fire(name: str, tmp_path: Path) -> None:
+def test_events_before_a_new_prometheus_do_not_fire(name: str, tmp_path: Path) -> None:
     scenes = SCENES[name]
     seen = ((140, scenes.ended), (200, scenes.ended), (60, scenes.idle), (100, scenes.healthy))
     passes([case(since(begin, engine(series)), quietly(name, quiet_from(0))) for begin, series in seen], tmp_path, name)
 
 
 @NAMES
-def test_what_was_before_a_scrape_gap_does_not_fire(name: str, tmp_path: Path) -> None:
+def test_events_before_a_scrape_gap_do_not_fire(name: str, tmp_path: Path) -> None:
     """Prometheus, or the way to the targets, is away: nothing fires afterwards that had ended before."""
     scenes = SCENES[name]
     tests = [
@@ -103,7 +103,7 @@ def test_what_was_before_a_scrape_gap_does_not_fire(name: str, tmp_path: Path) -
 
 
 @NAMES
-def test_one_of_64_engines_fires_alone_and_all_fire_each(name: str, tmp_path: Path) -> None:
+def test_alert_fires_for_each_of_64_engines(name: str, tmp_path: Path) -> None:
     alert, scenes = BY_NAME[name], SCENES[name]
     fires = scenes.fires[0]
     instances = [f"gpu-{number}:8000" for number in range(1, MANY + 1)]
@@ -220,7 +220,7 @@ IN_TIME: dict[str, tuple[Series, ...]] = {
 
 
 @pytest.mark.parametrize("name", IN_TIME)
-def test_what_stops_an_engine_is_critical_within_two_minutes(name: str, tmp_path: Path) -> None:
+def test_stopped_engine_is_critical_within_two_minutes(name: str, tmp_path: Path) -> None:
     tests = [case(engine(series), [], {"10m": {}, "12m": {"": 1}}, name) for series in IN_TIME[name]]
     passes([{**one, "interval": "15s"} for one in tests], tmp_path, name, SOON)
 

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_registered_cannot_be_queried(case: str) -> None:
+def test_unregistered_names_cannot_be_queried(case: str) -> None:
     build, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         build()

@@ -129,7 +129,7 @@ def fleet(engines: int, failing: int) -> dict[str, str]:
     return made
 
 
-def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path) -> None:
+def test_verdict_is_the_one_failing_engine_of_64(tmp_path: Path) -> None:
     series = fleet(64, 1)
     assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": 4}, "Failing"
     assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"disk": 1}, "OK: the mean hides it"
@@ -137,7 +137,7 @@ def test_one_engine_of_64_that_fails_is_the_verdict_and_is_named(tmp_path: Path)
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
 
 
-def test_one_slow_engine_of_256_is_the_slowest(tmp_path: Path) -> None:
+def test_slowest_engine_of_256_is_named(tmp_path: Path) -> None:
     series: dict[str, str] = {}
     for number in range(256):
         series |= on(number, slow("disk") if number == 7 else fast("disk"))

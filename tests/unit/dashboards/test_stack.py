@@ -69,7 +69,7 @@ def test_ports_are_on_this_machine_only_and_can_be_changed() -> None:
     }  # fmt: skip
 
 
-def test_it_is_what_the_compose_specification_allows_and_mounts_exist_and_can_not_be_written(tmp_path: Path) -> None:
+def test_compose_file_is_valid_and_its_mounts_are_read_only(tmp_path: Path) -> None:
     assert is_compose(ROOT / "docker-compose.yml")
     (tmp_path / "typo.yml").write_text((ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "healthchek:"))
     assert not is_compose(tmp_path / "typo.yml")

@@ -91,7 +91,7 @@ def test_http_bodies_may_be_compressed() -> None:
 
 
 @pytest.mark.parametrize(("body", "headers"), [(b"\xff\xff", {}), (b"not gzip", {"Content-Encoding": "gzip"})])
-def test_what_is_no_span_is_refused(body: bytes, headers: dict[str, str]) -> None:
+def test_malformed_span_is_refused(body: bytes, headers: dict[str, str]) -> None:
     with Collector() as collector:
         request = urllib.request.Request(collector.endpoint, body, headers)
         with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=5):

@@ -66,13 +66,13 @@ def test_a_call_that_returns_is_not_shown(engine: str, watch: EngineWatch) -> No
 
 
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
-def test_of_a_layer_hook_the_connector_is_known_from_the_stack(hook: str, engine: str, watch: EngineWatch) -> None:
+def test_layer_hooks_connector_is_known_from_the_stack(hook: str, engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, "hangs", hook):
         until(watch.calls)
         assert [call[:3] for call in watch.calls()] == [("remote", hook, 0)]
 
 
-def test_of_a_layer_hook_that_holds_the_gil_the_connector_is_not_known(engine: str, watch: EngineWatch) -> None:
+def test_layer_hooks_connector_is_unknown_while_it_holds_the_gil(engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, "holds the GIL", "save_kv_layer"):
         until(watch.calls)
         assert [call[:3] for call in watch.calls()] == [(UNKNOWN, "save_kv_layer", 0)]
@@ -125,7 +125,7 @@ def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) 
 
 @pytest.mark.parametrize("has_memory", [False, True])
 @pytest.mark.parametrize("fault", ["hangs", "stays after it"])
-def test_of_an_engine_that_is_killed_whole_only_a_call_that_hung_is_reported(  # noqa: PLR0917 - its table, and fixtures
+def test_engine_killed_whole_reports_only_a_call_that_hung(  # noqa: PLR0917 - its table, and fixtures
     fault: str,
     has_memory: bool,
     engine: str,

@@ -208,14 +208,6 @@ def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape(monk
     assert eventually(lambda: is_gone(pid))
 
 
-def test_without_a_scraper_it_ends_with_its_engine(fed: Fed) -> None:
-    fed.feed.put(payload())
-    assert eventually(lambda: fed.get("/healthz"))
-    pid = fed.pid
-    fed.feed.close()
-    assert eventually(lambda: is_gone(pid))
-
-
 ENGINE = """
 import os, time
 from kvobs.export.feed import Feed, exported
@@ -237,29 +229,7 @@ time.sleep(600)
 """
 
 
-def test_after_an_engine_that_was_killed_the_last_numbers_are_served_for_a_while_and_then_it_ends() -> None:
-    port = claim_port(0)
-    fed = object.__new__(Fed)
-    fed.port = port
-    killed = subprocess.Popen(
-        [sys.executable, "-c", ENGINE.format(port=port, forks=False)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert killed.stdout is not None
-        pid = int(killed.stdout.readline())
-        assert fed.counts(7)
-        assert not is_gone(pid)
-    finally:
-        killed.kill()
-        killed.communicate()
-    assert eventually(lambda: fed.value("kvobs_engine_up") == 0)
-    assert fed.hits() == 7
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        fed.get("/healthz")
-    assert eventually(lambda: is_gone(pid))
-
-
-def test_an_engine_that_was_killed_is_gone_even_if_a_child_that_it_forked_keeps_its_socket() -> None:
+def test_killed_engines_last_numbers_are_served_though_a_forked_child_keeps_its_socket() -> None:
     fed = object.__new__(Fed)
     fed.port = claim_port(0)
     script = ENGINE.format(port=fed.port, forks=True)
@@ -274,6 +244,8 @@ def test_an_engine_that_was_killed_is_gone_even_if_a_child_that_it_forked_keeps_
     try:
         assert eventually(lambda: fed.value("kvobs_engine_up") == 0, 10)
         assert fed.hits() == 7
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            fed.get("/healthz")
         assert eventually(lambda: is_gone(exporter), 15), "a new engine needs its port"
         assert not is_gone(child)
     finally:
@@ -300,7 +272,7 @@ def test_a_full_disk_costs_log_lines_only() -> None:
         process.communicate()
 
 
-def test_what_the_exporter_counts_itself_outlives_it(fed: Fed) -> None:
+def test_exporters_self_counts_outlive_it(fed: Fed) -> None:
     fed.feed.put(payload())
     assert fed.counts(1)
 
@@ -363,7 +335,7 @@ def test_why_it_can_not_start_is_said(still: Feed, monkeypatch: Any, caplog: pyt
     assert "exporter can't be started: no more processes. It is started again in 1 s, and" in caplog.text
 
 
-def test_what_was_counted_after_the_last_flush_is_sent_when_the_engine_ends(
+def test_counts_after_the_last_flush_are_sent_when_the_engine_ends(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     no_otel_variables(monkeypatch)

@@ -115,7 +115,7 @@ def test_head_has_no_body_and_nobody_is_told_the_software(pages: Pages) -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\n\n", b"400"),  # TLS
     ],
 )
-def test_what_is_malformed_is_refused(pages: Pages, sent: bytes, status: bytes) -> None:
+def test_malformed_requests_are_refused(pages: Pages, sent: bytes, status: bytes) -> None:
     assert pages.say(sent).split()[1] == status
 
 

@@ -225,25 +225,6 @@ def test_the_interval_is_that_of_the_environment(value: str, seconds: float, mon
     assert interval_s() == seconds
 
 
-def test_a_disabled_sdk_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_otel_variables(monkeypatch, OTEL_SDK_DISABLED="True")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert process.Exporter(ours, engine(otlp_metrics=True))._push is None
-        no_otel_variables(monkeypatch)
-        made = process.Exporter(ours, engine(otlp_metrics=True))._push
-        assert made is not None
-        made._exporter.shutdown()
-
-
-def test_a_wrong_variable_costs_otlp_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_METRICS_PROTOCOL="smoke")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert process.Exporter(ours, engine(otlp_metrics=True))._push is None
-    assert "'smoke', allowed: 'grpc', 'http/protobuf'" in caplog.text
-
-
 def test_protocol_and_temporality_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta")
     exporter = make_metric_exporter()

@@ -50,7 +50,7 @@ def test_lines_come_whole_however_they_are_cut() -> None:
     thread.join()
 
 
-def test_it_ticks_after_the_first_lines_and_in_silence_and_a_tick_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_ticks_after_first_lines_and_in_silence_and_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "TICK_S", 0.05)
     ours, theirs = socket.socketpair()
     order: list[bytes | str] = []
@@ -84,7 +84,7 @@ def test_the_first_lines_are_read_and_the_rest_kept() -> None:
             first_lines(ours)
 
 
-def test_it_needs_neither_vllm_nor_torch_nor_numpy() -> None:
+def test_process_needs_neither_vllm_nor_torch_nor_numpy() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = sys.modules['numpy'] = None\n"
         "import kvobs.export.__main__, kvobs.export.otlp_metrics"
@@ -229,7 +229,7 @@ def test_parts_that_fail_or_are_not_wanted_are_left_out(made: Any, monkeypatch: 
         monkeypatch.setattr(module, name, lambda *_: 1 / 0)
     for exporter in (made(), made(has_spans=True, otlp_metrics=True)):
         assert (exporter._cutter, exporter._push, exporter._queued) == (None, None, 0)
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "True")
     made(otlp_metrics=True)
     assert (faults.take(), caplog.text.count("not sent by OTLP: division by zero")) == ({"cut": 1}, 1)
 
@@ -323,7 +323,7 @@ def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> N
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, logging.INFO), ("debug", logging.DEBUG)])
-def test_it_closes_the_engines_files_and_logs_in_its_own_format(
+def test_process_closes_the_engines_files_and_logs_in_its_format(
     level: str | None, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel, theirs = socket.socketpair()

@@ -39,7 +39,7 @@ def test_counts_become_counters_of_the_right_child_and_engine() -> None:
     assert front.value("kvobs_lookups_total", "one", outcome="hit", engine="1") == 10
 
 
-def test_what_is_configured_and_running_is_said_before_anything_happens() -> None:
+def test_info_metrics_are_there_before_anything_happens() -> None:
     front = Front(metered("a"), metered("b", "OtherMeteredConnector"), names=["one", "two"], load_policy="longest")
     sent = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
     assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **sent) == 1
@@ -235,7 +235,7 @@ def test_childrens_families_are_new_with_engines(registry: CollectorRegistry, ca
     assert "can't define its own metrics" not in caplog.text
 
 
-def test_one_family_has_the_series_of_all_engines(registry: CollectorRegistry) -> None:
+def test_family_has_the_series_of_all_engines(registry: CollectorRegistry) -> None:
     front = Front(metered("a"), names=["one"], engines=2, types=REAL)
     for engine in (0, 1):
         front.metrics.observe({"kvobs": own({HIT: 1 + engine}, ONE)}, engine)

@@ -105,7 +105,7 @@ def test_the_real_exporters_without_a_collector_log_one_line(
 # --- the end
 
 
-def test_what_is_left_is_sent_at_the_end(cutter: Make) -> None:
+def test_waiting_spans_are_sent_at_the_end(cutter: Make) -> None:
     mine = cutter()
     mine.cut([record()] * 3)
     mine.cutter.close()

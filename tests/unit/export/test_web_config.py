@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_not_supported_is_refused(tmp_path: Path, text: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, text: str) -> None:
     authority = Authority(tmp_path)
     path = Path(authority.web_config())
     authority.certificate("other")

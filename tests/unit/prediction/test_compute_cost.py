@@ -125,7 +125,7 @@ def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
     assert estimate.predict(1900) is None
 
 
-def test_what_a_load_saves_is_the_difference_of_two_prefills() -> None:
+def test_saved_time_is_the_difference_of_two_prefills() -> None:
     rig = Rig(CPU, 3)
     rig.step(600)
     saved = rig.estimate.saved(1000, 4000, 900)

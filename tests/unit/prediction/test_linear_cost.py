@@ -135,7 +135,7 @@ def test_a_cost_without_a_floor_has_none() -> None:
     assert (linear.floor(100), linear.knows(100)) == (0, False)
 
 
-def test_what_steps_of_one_kind_do_not_show_follows_the_smallest_penalty() -> None:
+def test_unseen_coefficients_follow_the_smallest_penalty() -> None:
     of_tokens, fixed = LinearCost((1e-4, 1e-7, 1e-5)), LinearCost((1e-7, 1e-4, 1e-5))
     for linear in (of_tokens, fixed):
         for _ in range(50):

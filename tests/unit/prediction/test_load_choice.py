@@ -37,7 +37,7 @@ def test_the_least_time_until_the_request_resumes_wins() -> None:
 
 
 @pytest.mark.parametrize(("first", "wins"), [(0.1, 0), (0.109, 0), (0.112, 1)])
-def test_of_about_equals_the_first_wins(first: float, wins: int) -> None:
+def test_first_of_about_equals_wins(first: float, wins: int) -> None:
     assert choice_of(first, 0.1).decide(offers(0.1, 0.1), None).child == wins
 
 
@@ -71,7 +71,7 @@ def test_before_the_cost_of_computing_is_known_the_first_loads() -> None:
     assert only_of_one.child == 1, "an offer of which only the rest is unknown loses"
 
 
-def test_one_that_is_not_chosen_is_tried_again_the_dearer_the_later() -> None:
+def test_unchosen_connector_is_tried_again_the_dearer_the_later() -> None:
     def first_trial(other: float) -> int:
         choice = choice_of(0.1, other)
         for number in range(2000):
@@ -90,7 +90,7 @@ def test_one_that_is_not_chosen_is_tried_again_the_dearer_the_later() -> None:
     assert waits[3] == 512
 
 
-def test_one_that_was_better_than_expected_is_tried_again_at_once() -> None:
+def test_connector_better_than_expected_is_tried_again_at_once() -> None:
     """Even where no further trial is allowed: one quick load may be chance, two are a change."""
     choice = choice_of(0.1, 2.0)
     while (decision := choice.decide(offers(0.0, 0.0), None)).reason != EXPLORED:
@@ -107,7 +107,7 @@ def test_one_that_was_better_than_expected_is_tried_again_at_once() -> None:
     assert choice.decide(offers(0.0, 0.0), None).reason == FASTEST
 
 
-def test_of_several_the_one_that_may_save_most_is_tried() -> None:
+def test_connector_that_may_save_most_is_tried() -> None:
     choice = choice_of(0.5, 0.05, 0.4, loads=30)
     for _ in range(10):
         choice.taken(choice.decide(offers(0.0, 0.0, 0.0), None))
@@ -120,7 +120,7 @@ def test_of_several_the_one_that_may_save_most_is_tried() -> None:
     assert decision.child == 1
 
 
-def test_one_that_was_the_quickest_is_tried_again_soon_and_then_ever_later() -> None:
+def test_former_quickest_is_tried_again_soon_then_ever_later() -> None:
     choice = choice_of(0.05, 0.5, loads=30)
     choice.taken(choice.decide(offers(0.0, 0.0), None))
     for _ in range(3):
@@ -218,7 +218,7 @@ def races(name: str) -> tuple[dict[str, Race], dict[str, Race]]:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_it_is_no_worse_than_the_better_of_the_others_and_its_regret_is_small(name: str) -> None:
+def test_fastest_is_no_worse_than_the_better_policy(name: str) -> None:
     """Most of the regret is paid where the flapping one is 25 times slower than what it wins when it is up."""
     found, of_fixed = races(name)
     for what in ("p50", "p95"):
@@ -229,7 +229,7 @@ def test_it_is_no_worse_than_the_better_of_the_others_and_its_regret_is_small(na
     assert found["fastest"].mean / best - 1 < (0.1 if name == "short prompts" else 0.05)
 
 
-def test_it_is_better_where_neither_of_the_others_is_always_right() -> None:
+def test_fastest_is_better_where_neither_policy_is_always_right() -> None:
     gains = {}
     for name, what in (("short prompts", "p50"), ("all lengths", "mean"), ("the flapping one has most", "p50")):
         found, _ = races(name)
@@ -256,7 +256,7 @@ def changing(factor: float) -> list[Connector]:
 
 @pytest.mark.parametrize("every_s", [0.002, 0.05, 1.0], ids=["many at once", "some at once", "one by one"])
 @pytest.mark.parametrize("factor", [5.0, 20.0, 1000.0])
-def test_one_that_turns_slow_is_left_within_20_requests_and_found_again(factor: float, every_s: float) -> None:
+def test_connector_that_turns_slow_is_left_and_found_again(factor: float, every_s: float) -> None:
     """The time until a load is late is what it takes to see it: with very many at once more than 20 have begun."""
     begun = 20 if every_s >= 0.05 else 40
     workload = Workload((1000, 2000), requests=1600, every_s=every_s)

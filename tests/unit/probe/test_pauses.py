@@ -27,7 +27,7 @@ TOOK = signals.place(0, slot(signals.CALL_DURATION, HOOK)) + signals.CALL_DURATI
 @given(
     st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 9)), max_size=2 * AT_MOST), st.integers(0, 99), st.integers(0)
 )
-def test_of_a_calls_time_the_last_pauses_are_no_part(gaps: Sequence[tuple[int, int]], begin: int, spent: int) -> None:
+def test_pauses_are_no_part_of_a_calls_time(gaps: Sequence[tuple[int, int]], begin: int, spent: int) -> None:
     mine, now, paused = Pauses(), 0, list[range]()
     for gap, length in gaps:
         paused.append(range(now + gap, max(now, now + gap) + length))

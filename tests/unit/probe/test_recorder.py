@@ -188,7 +188,7 @@ def test_a_gauge_is_shipped_when_it_changes() -> None:
 # --- its own cost
 
 
-def test_what_recording_costs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_recording_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Recorder(1)
     call = mine.timed(0, HOOK, lambda: None)
     for _ in range(100):

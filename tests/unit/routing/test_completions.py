@@ -68,7 +68,7 @@ def test_an_output_without_news_is_not_looked_into(idle: Completions, monkeypatc
     assert (output.finished_recving, output.finished_sending) == (None, None)
 
 
-def test_what_ended_without_a_report_is_taken_in_all_the_same(idle: Completions) -> None:
+def test_ends_without_a_report_are_taken_in(idle: Completions) -> None:
     """As a save that its loader promised: it ends with the load, and is reported with the next output."""
     ledger = idle.ledger
     ledger.arrive("r")
@@ -217,7 +217,7 @@ ALL = (["other", "own"], {"saved"})
 NOTHING: tuple[list[str], set[str]] = ([], set())
 
 
-def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> None:
+def test_receipts_that_a_child_adds_to_its_own_are_shown_to_the_next() -> None:
     """FlexKV reports its receipts there."""
     shown = Shown()
     shown.watchers[0].change = assign(finished_recving={"own"}, finished_sending={"saved"})
@@ -230,7 +230,7 @@ def test_what_a_child_adds_to_its_own_is_in_and_is_shown_to_those_after_it() -> 
 
 
 @pytest.mark.parametrize("wipes", [0, 1, 2])
-def test_what_a_child_wipes_of_its_siblings_stays_and_is_shown_to_those_after_it(wipes: int) -> None:
+def test_receipts_that_a_sibling_wipes_are_shown_to_the_next(wipes: int) -> None:
     """FlexKV assigns both sets, and its siblings' requests hang with vLLM's own router; HiSparse needs theirs."""
     shown = Shown()
     shown.all_in()
@@ -288,7 +288,7 @@ def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_it
     assert seen[-1] is other
 
 
-def test_what_is_not_a_childs_own_is_stray_and_has_no_effect() -> None:
+def test_receipt_of_another_childs_transfer_is_stray() -> None:
     shown = Shown()
     shown.watchers[2].change = assign(finished_recving={"own", "nobody"}, finished_sending={"saved", "own"})
     assert shown.show() == NOTHING
@@ -381,7 +381,7 @@ def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_a
     assert list(stats.data) == ["0", "1", "kvobs"]
 
 
-def test_what_a_child_changes_of_its_own_stats_counts() -> None:
+def test_stats_count_as_their_child_changes_them() -> None:
     shown = Shown()
     shown.output.kv_connector_stats = MultiKVConnectorStats(data={n: Stats(data={"n": 1}) for n in ("0", "1", "2")})
     shown.watchers[0].change = lambda output: output.kv_connector_stats.data.update(n=5)

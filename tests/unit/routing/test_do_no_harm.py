@@ -193,7 +193,7 @@ def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router
 
 
 @wrong_in_stock(AssertionError, "takes the assignment for all there is: the siblings' requests hang")
-def test_what_it_wipes_of_its_siblings_arrives(router: str, a: Script, b: Script) -> None:
+def test_receipts_that_a_sibling_wipes_arrive(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     rig = started(router, a, b)
     a.say(0, received="r")
@@ -260,7 +260,7 @@ def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, 
 
 
 @both
-def test_what_a_child_writes_to_the_output_is_there_for_who_reads_it_next(router: str, a: Script, b: Script) -> None:
+def test_output_keeps_what_a_child_writes_for_the_next_reader(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     rig.add("r")
     a.on_output = assigns(invalid_block_ids={7}, expected_finished_count=3)

@@ -112,7 +112,7 @@ def test_the_order_of_a_load_may_come_with_a_later_steps(engine: Isolating, a: S
 
 
 @pytest.mark.parametrize("hook", ["handle_preemptions", "get_num_new_matched_tokens"])
-def test_what_was_under_way_at_a_failure_may_still_arrive(engine: Isolating, a: Script, hook: str) -> None:
+def test_transfers_under_way_at_a_failure_may_still_arrive(engine: Isolating, a: Script, hook: str) -> None:
     """Also a load that begins in the step of the failure."""
     a.offers["r"] = KV
     a.promises.add("saved")
@@ -131,7 +131,9 @@ def test_what_was_under_way_at_a_failure_may_still_arrive(engine: Isolating, a: 
     assert_nothing_is_left(engine.rig)
 
 
-def test_one_that_is_out_is_asked_for_results(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantined_connector_is_asked_for_results(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     """Some take results only while they have a step's metadata: those would fail in every step that they are out."""
     a.raises["update_state_after_alloc"] = FAILURE
     a.offers["r"] = KV
@@ -148,7 +150,9 @@ def test_one_that_is_out_is_asked_for_results(engine: Isolating, a: Script, capl
     assert_nothing_is_left(engine.rig)
 
 
-def test_what_never_arrives_is_given_up(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_transfer_that_never_arrives_is_given_up(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     a.offers["r"] = KV
     a.promises.add("saved")
     engine.rig.add("r", max_tokens=1)
@@ -203,7 +207,7 @@ def test_a_promise_made_in_a_quarantine_without_end_is_given_up(engine: Isolatin
     assert_nothing_is_left(engine.rig)
 
 
-def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating, a: Script) -> None:
+def test_open_transfers_are_given_up_at_each_of_several_failures(engine: Isolating, a: Script) -> None:
     for request in ("first", "second"):
         a.promises.add(request)
         engine.rig.add(request, max_tokens=1)
@@ -221,7 +225,7 @@ def test_what_was_open_at_each_of_several_failures_is_given_up(engine: Isolating
     assert_nothing_is_left(engine.rig)
 
 
-def test_what_a_recovered_connector_promises_is_not_given_up(engine: Isolating, a: Script) -> None:
+def test_recovered_connectors_promises_are_not_given_up(engine: Isolating, a: Script) -> None:
     a.raises["take_events"] = FAILURE
     engine.step()
     a.raises.clear()

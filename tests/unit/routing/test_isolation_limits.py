@@ -52,7 +52,7 @@ def test_the_operator_decides_who_is_best_effort(a: Script) -> None:
 
 
 @pytest.mark.parametrize("hook", ["has_pending_push_work", "has_pending_block_frees"])
-def test_what_a_child_waits_for_while_it_is_out_is_still_waited_for(engine: Isolating, a: Script, hook: str) -> None:
+def test_quarantined_childs_pending_work_is_waited_for(engine: Isolating, a: Script, hook: str) -> None:
     """Its open transfers hold blocks, whether it takes part or not."""
     ask = getattr(engine.rig.connector, hook)
     a.answers[hook] = True

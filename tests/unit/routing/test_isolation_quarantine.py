@@ -71,7 +71,9 @@ def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Isolating, 
     assert not engine.is_out, "a failed load is no failed call"
 
 
-def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantined_connector_comes_back_by_itself_and_logs_it(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     a.raises["start_load_kv"] = FAILURE
     engine.rig.add("r", max_tokens=3)
     with caplog.at_level("INFO"):
@@ -86,7 +88,9 @@ def test_it_comes_back_by_itself_and_logs_it(engine: Isolating, a: Script, caplo
     assert a.called("reset_cache") == []
 
 
-def test_one_that_failed_at_its_start_is_out(engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_connector_that_failed_at_its_start_is_out(
+    engine: Isolating, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     a.raises["set_host_xfer_buffer_ops"] = FAILURE
     engine.rig.workers[1].set_host_xfer_buffer_ops(print)
     engine.rig.add("r", max_tokens=2)

@@ -6,7 +6,7 @@ from tests.support.best_effort import FAILURE, KV, Isolating, named
 from tests.support.rig import assert_nothing_is_left
 
 
-def test_what_it_knew_goes_on_being_reported_and_is_not_saved_any_more(engine: Isolating, a: Script) -> None:
+def test_known_requests_go_on_being_reported_and_are_not_saved(engine: Isolating, a: Script) -> None:
     """It missed a step's block ids: what it would save later would be wrong blocks under right keys."""
     engine.rig.add("long", max_tokens=500)
     engine.step(2)
@@ -81,7 +81,7 @@ def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(e
     assert_nothing_is_left(engine.rig)
 
 
-def test_it_is_given_what_vllm_calls_and_nothing_else(engine: Isolating, a: Script, b: Script) -> None:
+def test_quarantined_connector_gets_what_vllm_calls_and_nothing_else(engine: Isolating, a: Script, b: Script) -> None:
     """N3, N2: around a quarantine the calls of a child differ from its sibling's by what is hidden from it only."""
     a.raises["wait_for_save"] = FAILURE
     engine.rig.add("r", max_tokens=4)

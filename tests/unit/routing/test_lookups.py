@@ -18,7 +18,6 @@ from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
-from kvobs.schema.signals import LOOKUP_DELAY, PROCESS_WIDTH, slot
 from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.transfers.offers import OfferCounts
@@ -250,20 +249,6 @@ def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str,
     assert asker.count(0, "kvobs_lookups_total", "timeout") == 1
 
 
-def test_the_delay_of_an_answer_is_counted_once_from_the_first_not_yet(clock: Clock) -> None:
-    asker = Asker((None, False))
-    for clock.now_ms in (0, 2, 3):
-        asker.ask()
-    asker.answers[0] = (0, False)
-    clock.now_ms = 5
-    for _ in range(2):
-        asker.ask()
-    counts = asker.recorder.take().counts
-    first = PROCESS_WIDTH + slot(LOOKUP_DELAY)
-    assert counts[first + LOOKUP_DELAY.bounds.index(24)] == 1  # 4.2 to 17 ms
-    assert counts[first + len(LOOKUP_DELAY.bounds) + 1] == 5_000_000
-
-
 def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
     asker = Asker((16, True))
     asker.ask(local=48)
@@ -350,19 +335,6 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
 
 
-@POLICIES
-def test_a_lookup_is_in_progress_while_its_request_waits_for_it(policy: str, clock: Clock) -> None:
-    asker = Asker((16, True), (None, False), load_policy=policy)
-    waited_for = asker.waited_for
-    for clock.now_ms in (3, 5):
-        asker.ask()
-        assert [len(lookups) for lookups in waited_for] == [0, 1]
-        assert waited_for[1].oldest_ns == 3_000_000
-    asker.answers[1] = (0, False)
-    asker.ask()
-    assert [len(lookups) for lookups in waited_for] == [0, 0]
-
-
 def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:
     """As in a quarantine by a slow call: the request runs without its answer."""
     asked = {0, 1}
@@ -391,7 +363,7 @@ KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
 
-def test_it_is_asked_with_the_same_until_it_answers_and_then_given_the_blocks_and_no_tokens() -> None:
+def test_open_lookup_is_asked_the_same_until_answered_then_given_no_tokens() -> None:
     """But not in a step in which its last call was slow, and not about what has ended."""
     calls: list[Any] = []
     answers = {"r": NOT_YET, "ended": KV}
@@ -453,7 +425,7 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
     assert_nothing_is_left(rig)
 
 
-def test_one_that_answers_after_the_load_is_given_its_blocks_then(a: Script, b: Script) -> None:
+def test_lookup_answered_after_the_load_is_given_the_blocks_then(a: Script, b: Script) -> None:
     rig = waiting_for_earlier(a, b, *[NOT_YET] * 3, MISS)
     a.say(0, received="r")
     rig.run(2)
@@ -479,7 +451,7 @@ def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Scrip
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
-def test_one_that_was_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
+def test_lookup_not_waited_for_does_not_load_within_a_step(a: Script, b: Script, is_preempted: bool) -> None:
     """A connector whose lookup was left open is not shown the request's steps, from which LMCache takes its loads."""
     a.offers["r"], b.offers["r"] = [MISS if is_preempted else KV, MISS], [NOT_YET, NOT_YET, (2 * BLOCK, False)]
     rig = Rig("kvobs", a, b, kvobs={"lookup_timeout_ms": 1e-6})

@@ -91,7 +91,7 @@ def test_beside_other_prefills_computing_takes_as_much_longer_as_they_do(policy:
     assert policy.decide(1000).reason == COMPUTING
 
 
-def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:
+def test_local_tokens_of_vllm_are_not_computed(policy: Policy) -> None:
     policy.load(0, 20, tokens=500)
     policy.load(1, 20, tokens=500)
     decision = policy.decide(500, local=550)
@@ -103,7 +103,7 @@ def test_what_vllm_has_itself_is_not_computed(policy: Policy) -> None:
     ("ms", "how", "takes_s"),
     [(1, {}, 0.001), (1, {"failed_on": {0}}, 0.106), (500, {"is_async": False, "ranks": took(20 * MS, 30 * MS)}, 0.03)],
 )
-def test_what_a_load_is_taken_to_last(policy: Policy, ms: int, how: dict[str, Any], takes_s: float) -> None:
+def test_load_time_is_predicted(policy: Policy, ms: int, how: dict[str, Any], takes_s: float) -> None:
     """One that fails at once would be the fastest: its tokens are computed. Of a synchronous one its step's wait."""
     policy.load(0, ms, **how)
     assert policy.decide(1000).predicted[0] == pytest.approx(takes_s + 0.015, rel=0.05)
@@ -116,7 +116,7 @@ def test_without_an_estimate_computing_is_taken_to_last_as_long_as_the_failed_lo
     assert policy.decide(1000).predicted[0] == pytest.approx(0.08 + 0.015, rel=0.05)
 
 
-def test_one_that_hangs_is_left_before_its_load_ends(policy: Policy) -> None:
+def test_hanging_connector_is_left_before_its_load_ends(policy: Policy) -> None:
     for _ in range(3):
         policy.load(0, 20)
     policy.load(1, 60)

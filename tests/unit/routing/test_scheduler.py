@@ -152,7 +152,7 @@ LOADED: list[tuple[Any, ...]] = [
 AGAIN: tuple[Any, ...] = ("allocated", [], 0, None, 0)  # after an async load
 
 
-def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
+def test_orders_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     b.promises.add("r")
     announced = Announced(a, b)
@@ -167,7 +167,7 @@ def test_of_a_load_and_a_promised_save(a: Script, b: Script) -> None:
     }
 
 
-def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script) -> None:
+def test_orders_of_an_aborted_load_with_a_promised_save(a: Script, b: Script) -> None:
     a.offers["r"] = KV
     a.promises.add("r")
     announced = Announced(a, b)
@@ -183,7 +183,7 @@ def test_of_an_aborted_load_whose_child_has_promised_a_save(a: Script, b: Script
     assert announced.events == {"r": [*LOADED, *ended, ("saved", 0, "ok")]}
 
 
-def test_of_a_save_that_is_done_before_its_promise(a: Script, b: Script) -> None:
+def test_orders_of_a_save_done_before_its_promise(a: Script, b: Script) -> None:
     b.promises.add("r")
     announced = Announced(a, b)
     announced.rig.add("r", max_tokens=3)
@@ -193,7 +193,7 @@ def test_of_a_save_that_is_done_before_its_promise(a: Script, b: Script) -> None
     assert announced.events["r"][2:] == [("promised", [], [1]), ("request_ended",)]
 
 
-def test_of_a_failed_sync_load_and_the_caches_that_were_reset_after_it(a: Script, b: Script) -> None:
+def test_failed_sync_load_names_the_caches_that_were_reset(a: Script, b: Script) -> None:
     a.offers["r"] = [(2 * BLOCK, False), (0, False)]
     b.answers["reset_cache"] = True
     names = ["one", "two"]

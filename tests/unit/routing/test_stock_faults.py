@@ -68,16 +68,6 @@ def test_w3_policy_longest_takes_the_longest_offer(router: str, a: Script, b: Sc
     assert b.called("update_state_after_alloc")[0][1] == 3 * BLOCK
 
 
-def test_w3_what_the_losers_offered_beyond_the_winner_is_counted(a: Script, b: Script) -> None:
-    """Stock counts nothing per child."""
-    a.offers["r"], b.offers["r"] = (BLOCK, True), (3 * BLOCK, True)
-    rig = started("kvobs", a, b)
-    assert counted(rig, "kvobs_offered_tokens_total", 1) == 3 * BLOCK
-    assert counted(rig, "kvobs_unused_hit_tokens_total", 1, "other_chosen") == 2 * BLOCK
-    assert counted(rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == 0
-    assert counted(rig, "kvobs_admitted_tokens_total", 0) == BLOCK
-
-
 @wrong_in_stock(AssertionError, "one child's 'not yet' hides an earlier child's ready hit")
 def test_w4_a_hit_needs_no_answer_from_later_children(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, (None, False)

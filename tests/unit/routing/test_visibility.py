@@ -174,7 +174,7 @@ def test_every_field_of_vllms_output_is_filtered_or_of_no_request() -> None:
 
 
 @given(steps(), st.sampled_from(sorted(OF_NO_REQUEST)))
-def test_what_a_child_sets_on_its_view_reaches_vllm(step: Step, name: str) -> None:
+def test_fields_that_a_child_sets_on_its_view_reach_vllm(step: Step, name: str) -> None:
     """HiSparse sets ``has_sync_kv_loads``, MoRIIO replaces ``new_block_ids_to_zero``."""
     view, mine = copy.copy(step.output), object()
     view.num_scheduled_tokens, view.finished_req_ids = {}, set()

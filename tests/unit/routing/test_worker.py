@@ -188,7 +188,7 @@ def test_nobodys_bad_blocks_may_be_passed(groups: int, a: Script, b: Script, cap
     assert "'ScriptedConnector-2' reported load errors of blocks of another connector's load" in caplog.text
 
 
-def test_what_a_newer_vllm_lets_a_child_say_is_passed_on(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_a_newer_vllm_are_passed_on(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several children it is added up; of one it is as it was."""
 
     @dataclasses.dataclass
@@ -237,17 +237,9 @@ def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, 
     assert_nothing_is_left(rig)
 
 
-def test_of_endless_transfers_the_last_begun_are_known(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_begun_of_endless_transfers_are_known(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BEGUN_AT_MOST", 2)
     assert list(side_of(Rig("kvobs", a, b), *((name, LOAD) for name in "rst"))._began) == [(0, "s"), (0, "t")]
-
-
-def test_handshakes_and_events_keep_their_childs_place(a: Script, b: Script) -> None:
-    b.handshake = object()
-    b.events[0] = events = object()
-    side = side_of(Rig("kvobs", a, b))
-    assert side.get_handshake_metadata().metadata == (None, b.handshake)
-    assert side.get_kv_connector_kv_cache_events().by_child == {1: events}
 
 
 @pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])

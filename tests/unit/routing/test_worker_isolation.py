@@ -109,7 +109,7 @@ def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
 
 
 @pytest.mark.parametrize("hook", ["register_kv_caches", "set_host_xfer_buffer_ops", "__init__"])
-def test_what_fails_at_the_start_is_out_for_good(hook: str) -> None:
+def test_failure_at_the_start_disables_for_good(hook: str) -> None:
     worker = Worker(object.__new__(Unbuilt) if hook == "__init__" else None)
     if hook != "__init__":
         worker.fail(hook)
@@ -120,7 +120,7 @@ def test_what_fails_at_the_start_is_out_for_good(hook: str) -> None:
     assert worker.gates.failed_loads(meta) == [(0, "mine", True)]
 
 
-def test_one_that_miscounts_its_saves_after_a_failure_is_not_tried_again() -> None:
+def test_connector_that_miscounts_its_saves_is_not_tried_again() -> None:
     """SimpleCPUOffloadConnector takes a save that was never begun for done: what it would load later is not there."""
     worker = Worker(type("OfSimple", (type("SimpleCPUOffloadConnector", (Loader,), {}),), {})())
     worker.begin(3)

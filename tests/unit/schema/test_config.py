@@ -175,7 +175,7 @@ def test_kvobs_stock_names_vllms_parts_that_stay(value: str, stock: set[str], mo
     assert read({"connectors": TWO}).stock == stock
 
 
-def test_what_kvobs_stock_can_not_name_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_part_in_kvobs_stock_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOBS_STOCK", "agregator,block_copy,all")
     stock = "environment variable KVOBS_STOCK: found {}, allowed: aggregator, block_copy"
     assert mistakes(connectors=TWO) == (stock.format("'agregator'"), stock.format("'all'"))

@@ -33,7 +33,7 @@ def test_an_unknown_key_is_taken_for_the_known_one_that_is_most_like_it() -> Non
     assert unknown("option", "kvobs.x", "x", known, "remove it").fix == "remove it"
 
 
-def test_what_is_long_is_cut() -> None:
+def test_long_text_is_cut() -> None:
     assert cut("x" * 80) == "x" * 80
     assert cut("x" * 81) == "x" * 80 + "..."
     assert show("x" * 99) == "'" + "x" * 79 + "..."

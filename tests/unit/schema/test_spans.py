@@ -45,7 +45,7 @@ def test_a_title_names_the_subject_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_what_is_slow_or_failed_is_urgent_also_after_the_wire(reason: Reason) -> None:
+def test_slow_and_failed_spans_are_urgent_also_after_the_wire(reason: Reason) -> None:
     for sent in (reason, str(reason)):
         assert record(reason=sent).is_urgent is (reason in (Reason.SLOW, Reason.ERROR))
 

@@ -28,7 +28,7 @@ def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys_but_unkn
 @pytest.mark.parametrize(
     ("bad", "lost"), [({12}, 32), ({11}, 48), ({13, 12}, 32), ({13}, 16), (set(), 0), ({99}, 0)], ids=str
 )
-def test_what_comes_before_the_first_bad_block_is_kept(bad: set[int], lost: int) -> None:
+def test_tokens_before_the_first_bad_block_are_kept(bad: set[int], lost: int) -> None:
     assert CacheLayout((16,)).lost(((11, 12, 13),), bad, 32, 48) == lost
 
 

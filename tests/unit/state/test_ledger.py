@@ -393,7 +393,7 @@ def test_saves_of_a_live_request_are_not_closed() -> None:
     assert ledger.finish("r", [(0, 1)]).early
 
 
-def test_what_is_given_up_completes_once() -> None:
+def test_abandoned_transfer_completes_once() -> None:
     ledger = opened(expected=1)
     ledger.finish("s", [(0, 2)], 10)
     assert ledger.give_up(0, 9, 20) == (1, 0), "the save began later"
@@ -405,7 +405,7 @@ def test_what_is_given_up_completes_once() -> None:
     assert save.outcome == "abandoned"
 
 
-def test_what_was_stuck_is_not_stuck_again_when_another_rank_reports() -> None:
+def test_stuck_transfer_is_not_stuck_again_when_a_rank_reports() -> None:
     ledger = opened(expected=3)
     for rank, now in ((2, 10), (0, 20)):
         ledger.record(report(ReportKind.RECEIVED, "r", 0, rank), now)

@@ -25,7 +25,7 @@ def test_failing_again_on_trial_doubles_and_being_fit_forgets() -> None:
     assert (child.length_ns, type(child.length_ns)) == (FIRST_NS, int)
 
 
-def test_what_fails_while_it_is_out_does_not_make_it_longer() -> None:
+def test_failure_in_quarantine_does_not_make_it_longer() -> None:
     """N7: requests that it knew go on being reported to it, and may fail at every step."""
     child = Quarantine()
     child.fail(0)

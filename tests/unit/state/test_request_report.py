@@ -25,7 +25,7 @@ def in_after(ms: int, loaded: Load) -> Load:
     return loaded
 
 
-def test_of_a_request_that_loads() -> None:
+def test_report_of_a_request_that_loads() -> None:
     report = RequestReport(200)
     for began, ended in ((1, 2), (3, 4), (5, 7)):
         report.looked_up(began * MS, ended * MS)
@@ -91,7 +91,7 @@ def test_a_load_may_end_its_request_or_be_ended_with_it(by_error: bool, outcome:
     assert report.awaits is None, "nobody waits for its end"
 
 
-def test_of_very_many_loads_the_last_ones_are_kept() -> None:
+def test_last_of_very_many_loads_are_kept() -> None:
     report = RequestReport(200)
     loads = [load(i % 3) for i in range(LOADS_AT_MOST + 5)]
     for mine in loads:

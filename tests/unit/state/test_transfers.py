@@ -90,7 +90,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_it_holds_what_has_begun_and_not_ended(events: list[tuple[str, str, int]]) -> None:
+def test_open_transfers_are_those_begun_and_not_ended(events: list[tuple[str, str, int]]) -> None:
     live: list[tuple[str, int, int]] = []
     taken: set[int] = set()  # when those began that were taken as late
     in_progress = InProgress[str]()

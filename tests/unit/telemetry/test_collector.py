@@ -140,7 +140,7 @@ def test_after_the_last_flush_of_a_burst_the_next_one_has_all_its_time(idle: int
     assert rule.decide(begin + EVERY_NS, has_forward=True, has_finished=False)
 
 
-def test_what_the_workers_send_by_themselves_counts_as_a_last_flush() -> None:
+def test_workers_own_payload_counts_as_a_last_flush() -> None:
     rule = FlushRule(Journal())
     rule.decide(0, has_forward=True, has_finished=False)
     rule.decide(1, has_forward=False, has_finished=False)

@@ -89,7 +89,7 @@ def test_a_hook_that_only_returns_a_constant_is_empty(name: str) -> None:
 
 
 @pytest.mark.parametrize("call", [len, SimpleNamespace(), functools.partial(print), lambda: None])
-def test_what_is_no_plain_method_is_not_empty(call: Any) -> None:
+def test_callable_that_is_no_plain_method_is_not_empty(call: Any) -> None:
     assert not is_empty(call)
 
 

@@ -90,7 +90,7 @@ def test_the_shape_of_a_block_is_the_first_backends_or_the_only_one() -> None:
         assert versions.cache_shape(stating_none, is_mla=True) == versions.MLA_CACHE_SHAPE
 
 
-def test_what_older_versions_lack_has_its_old_meaning() -> None:
+def test_fields_that_older_versions_lack_have_their_old_meaning() -> None:
     assert versions.block_state(SimpleNamespace()) is None
     assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3

@@ -174,7 +174,7 @@ def test_childrens_strange_stats_never_raise(name: str, lasting: ApiServer, note
 
 
 @pytest.mark.usefixtures("in_production")
-def test_what_a_child_nests_too_deep_costs_its_own_numbers_only(lasting: ApiServer) -> None:
+def test_stats_nested_too_deep_cost_their_child_only(lasting: ApiServer) -> None:
     deep: Any = 1
     for _ in range(3000):
         deep = {"d": deep}

@@ -66,7 +66,7 @@ def test_numbers_merge_exactly_survive_every_hop_and_share_nothing(sent: list[In
 
 
 @given(st.lists(counts, min_size=1, max_size=9), st.sampled_from([0, 20]))
-def test_what_was_merged_is_added_up_once_it_is_long(taken: list[dict[int, int]], few: int) -> None:
+def test_merged_parts_are_added_up_once_they_are_many(taken: list[dict[int, int]], few: int) -> None:
     merged, *others = [numbers(Increments(part, [], {})) for part in taken]
     for other in others:
         merged.aggregate(other)
@@ -115,7 +115,7 @@ def test_a_payload_without_numbers_says_whose_the_childrens_stats_are_and_takes_
     assert KvobsStats.bare(children).is_bare, "none shares its numbers with another"
 
 
-def test_what_a_peer_has_sent_as_stats_of_another_class_is_merged() -> None:
+def test_peers_stats_of_another_class_are_merged() -> None:
     sent = numbers(Increments({3: 4}, [], {}))
     assert KvobsStats.bare({}).aggregate(KVConnectorStats(data=sent.to_dict())).increments() == sent.increments()
 

@@ -160,7 +160,7 @@ def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(ca
     assert "kvobs" not in mine.to_dict()
 
 
-def test_what_steps_without_numbers_cost_goes_out_with_the_next_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_steps_without_numbers_goes_out_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_merging", stats._Merging())
     clock = iter(range(0, 10**6, 1000))
     monkeypatch.setattr(stats, "perf_counter_ns", lambda: next(clock))

@@ -44,7 +44,7 @@ def test_span_records_are_the_same_after_a_line() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"1", b"{", b"\xff\xfe", b"null", b'"x"'])
-def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
+def test_line_that_is_no_message_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's, or ours
         wire.from_line(line)
 

@@ -107,7 +107,7 @@ def test_without_the_options_nothing_listens(make: Make) -> None:
     assert observer_of(make().rig, Reports) is None
 
 
-def test_of_requests_that_nobody_asks_about_nothing_is_kept(make: Make, a: Script) -> None:
+def test_requests_that_nobody_asks_about_are_not_kept(make: Make, a: Script) -> None:
     a.offers["r"] = KV
     engine = make(report=True)
     engine.rig.add("r")
@@ -165,7 +165,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
 # --- what it says
 
 
-def test_of_an_async_load(make: Make, a: Script, b: Script) -> None:
+def test_report_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = [(None, False), (None, False), KV], (3 * BLOCK, True)
     b.promises.add("r")
     engine = make(report=True, log=True)
@@ -210,7 +210,7 @@ def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag
 
 
 @pytest.mark.parametrize(("reason", "policy"), [("error", "fail"), ("abort", "recompute")])
-def test_of_a_load_whose_failure_ends_the_request_or_that_is_aborted_with_it(
+def test_report_of_a_load_that_fails_or_is_aborted_with_its_request(
     reason: str, policy: str, make: Make, a: Script
 ) -> None:
     a.offers["r"] = KV
@@ -302,7 +302,7 @@ def test_in_any_order_each_request_is_logged(asyncs: list[bool], sequence: list[
     assert json.loads(json.dumps(lines)) == lines
 
 
-def test_of_very_many_live_requests_not_all_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_requests_are_gathered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reports, "LIVE_AT_MOST", 3)
     reports = Reports(NAMES, "always")
     for i in range(5):

@@ -99,7 +99,7 @@ def test_a_step_has_one_verdict_in_every_process(roots: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", [hook.name for hook in HOOKS.values() if hook.cadence is not Cadence.REQUEST])
-def test_what_loads_is_below_its_childs_load_and_anything_else_in_the_step(hook: str) -> None:
+def test_span_of_a_loading_call_is_below_the_load_others_in_the_step(hook: str) -> None:
     step, load = context(), context()
     calls = Calls(traces_all=True)
     calls.spans.join_step(step, {1: [load]})

@@ -78,7 +78,7 @@ def test_slow_and_failed_spans_displace_others_and_each_loss_is_counted(events: 
     assert journal.take() == ([], {})
 
 
-def test_what_was_handed_in_may_be_used_again() -> None:
+def test_list_that_was_handed_in_may_be_used_again() -> None:
     journal, mine = Journal(), group(2)
     journal.add(mine)
     mine.clear()

@@ -89,7 +89,7 @@ def test_the_hit_rate_is_of_the_prompt(outcome: str, prompt_tokens: int, local: 
     assert not {"kv_transfer.connector", "kv_transfer.tokens"} & set(found.attributes), "it has no owner"
 
 
-def test_what_is_looked_up_after_a_preemption_is_a_span_of_its_own() -> None:
+def test_lookup_after_a_preemption_is_a_span_of_its_own() -> None:
     writer, trace = Writer(), trace_of(None, lookups=1)
     (first,) = writer.looked_up(trace)
     assert trace.lookups == 0
@@ -182,7 +182,7 @@ def test_a_failed_load_says_where_and_what_it_did_not_bring(lost_tokens: int | N
     assert not {"error.type", "kv_transfer.recomputed_tokens", "kv_transfer.slowest_rank"} & set(fine.attributes)
 
 
-def test_of_very_many_ranks_the_slowest_are_shown_in_one_group() -> None:
+def test_slowest_of_very_many_ranks_are_one_group() -> None:
     group = Writer().loaded(trace_of(), load_of(ms=500, ranks=200))
     assert len(group) == AT_MOST
     assert [one.attributes["kv_transfer.rank"] for one in group[1:]] == list(range(200 - AT_MOST + 1, 200))

@@ -142,7 +142,7 @@ params_like = contexts.json_values | st.fixed_dictionaries({"kvobs": contexts.js
 
 
 @given(st.text(max_size=600), headers_like, params_like)
-def test_of_whatever_a_client_sends_nothing_raises_or_is_kept(request_id: str, headers: Any, params: Any) -> None:
+def test_clients_params_never_raise_and_are_not_kept(request_id: str, headers: Any, params: Any) -> None:
     """Under pytest kvobs's own faults are raised on: there is none."""
     scheduler = Scheduler()
     context: Any = live(scheduler, request(request_id, headers, params))
@@ -193,7 +193,7 @@ def test_a_lookup_that_found_nothing_is_a_miss_and_one_that_led_nowhere_aborted(
     assert found == {"missed": "miss", "aborted": "aborted"}
 
 
-def test_what_nobody_knows_changes_nothing() -> None:
+def test_unknown_request_changes_nothing() -> None:
     scheduler = Scheduler()
     scheduler.traces.allocated(request("nobody"), lookup((0, 16)), 0, 16)
     scheduler.traces.request_ended(request("nobody"))

@@ -29,7 +29,7 @@ def options(**more: Any) -> Options:
 @pytest.mark.parametrize("endpoint", [None, URL])
 @pytest.mark.parametrize("variable", [None, TRACES_ENDPOINT, ENDPOINT])
 @pytest.mark.parametrize("disabled", [None, "false", "true", " TRUE "])
-def test_what_is_traced(
+def test_level_and_endpoint_decide_the_tracing(
     *,
     level: str | None,
     endpoint: str | None,

@@ -121,7 +121,7 @@ def test_nothing_is_learned_from_steps_that_load(engine: Engine) -> None:
     assert engine.gains.cost.saved(1000, 0, 1) == before
 
 
-def test_what_is_computed_after_a_load_is_computed_either_way(engine: Engine) -> None:
+def test_tokens_after_a_load_are_computed_either_way(engine: Engine) -> None:
     """Beyond a step's budget the load saves whole steps, too."""
     load = engine.load(tokens=2048, local_tokens=16, rest_tokens=100)
     engine.gains.load_ended("r", load)
