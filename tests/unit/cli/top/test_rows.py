@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from kvobs.telemetry.recording.recorder import Recorder
 from rich.console import Console
 
 import kvobs
@@ -19,6 +18,7 @@ from kvobs.cli.top.rows import ConnectorRow, Server, server_row
 from kvobs.cli.top.scrapes import Scrape, parse
 from kvobs.cli.top.screen import Picture
 from kvobs.probe.increments import Increments
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS, slot
 from tests.support.pages import TEXTS
