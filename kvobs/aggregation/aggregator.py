@@ -122,7 +122,8 @@ class KVOutputAggregator(StockAggregator):
                     self._failures.count(request, 1 << rank, step)
                 self._failures.trim(but=self._loads.open)
             self._kept.add(rank, output)
-        self._count(sent, received, step)
+        if sent or received:
+            self._count(sent, received, step)
 
     def _count(self, sent: Reports, received: Reports, step: RoundStart) -> None:
         self._kept.sent |= self._saves.count(sent, step)
@@ -136,7 +137,7 @@ class KVOutputAggregator(StockAggregator):
             "finished_sending": combined.sent or None,
             "finished_recving": combined.received or None,
             "kv_connector_stats": combined.stats,
-            "kv_cache_events": combined.all_events(),
+            "kv_cache_events": combined.all_events() if combined.events else None,
             "kv_connector_worker_meta": combined.meta,
             "invalid_block_ids": combined.invalid,
             "failed_recving": failed,
@@ -202,9 +203,7 @@ class _Combined:
         self.stats = stats if self.stats is None else self.stats.aggregate(stats)
 
     def all_events(self) -> Any:
-        """Return the events of all ranks in one object, with the number of ranks."""
-        if not self.events:
-            return None
+        """Return the events of all ranks, at least one, in one object, with the number of ranks."""
         combined, *others = self.events.values()
         for events in others:
             combined.add_events(events.get_all_events())

@@ -18,9 +18,9 @@ from kvobs.probe.layer_calls import Target
 from kvobs.probe.recorder import Call, Recorder
 from kvobs.schema import signals
 from kvobs.schema.config import PATH
-from kvobs.schema.signals import is_timed
+from kvobs.schema.signals import TIMED
 from kvobs.vllm_api import versions
-from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook, Side, is_empty
+from kvobs.vllm_api.hooks import Cadence, Combine, Hook, Side, is_empty
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,9 +50,9 @@ class Child:
     """The sides whose hooks are called."""
 
     def __post_init__(self) -> None:
-        for hook in HOOKS.values():
-            if hook.side in self.sides and is_timed(hook) and hasattr(self.connector, hook.name):
-                setattr(self, hook.name, self._wrapped(hook))
+        for name, hook in TIMED.items():
+            if hook.side in self.sides and hasattr(self.connector, name):
+                setattr(self, name, self._wrapped(hook))
 
     if TYPE_CHECKING:
 
@@ -65,7 +65,7 @@ class Child:
         call: Call = getattr(self.connector, name)
         if hook.combine is Combine.CHAIN:
             call = partial(_drained, call, partial(count_events, self.recorder, self.index))
-        if self.does(name) and not self._is_inherited(hook):
+        if not is_empty(getattr(self.connector, name)) and not self._is_inherited(hook):
             call = self.recorder.timed(self.index, name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self.activated(call)

@@ -10,8 +10,8 @@ from typing import Any
 from kvobs.children.child import Child
 from kvobs.log import log
 from kvobs.probe.recorder import Call
-from kvobs.schema.signals import is_timed
-from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
+from kvobs.schema.signals import TIMED
+from kvobs.vllm_api.hooks import Cadence, Combine, Hook
 
 
 def hooks_of(
@@ -23,9 +23,9 @@ def hooks_of(
     rule. A hook without any of these is left to the class.
     """
     hooks: dict[str, Call] = {}
-    for name, hook in HOOKS.items():
+    for name, hook in TIMED.items():
         rule = RULES.get(hook.combine)
-        if not is_timed(hook) or not known_to_host(name) or hook.side not in children[0].sides:
+        if hook.side not in children[0].sides or not known_to_host(name):
             continue
         if name in fan_outs:
             hooks[name] = fan_outs[name]
@@ -75,7 +75,14 @@ def _any(hook: Hook, children: Sequence[Child]) -> Call:
 
 def _chain(hook: Hook, children: Sequence[Child]) -> Call:
     calls = tuple(getattr(child, hook.name) for child in children if child.does(hook.name))
-    return lambda *args, **kwargs: [item for call in calls for item in call(*args, **kwargs) or ()]
+
+    def chain(*args: Any, **kwargs: Any) -> list[Any]:
+        items: list[Any] = []
+        for call in calls:
+            items += call(*args, **kwargs) or ()
+        return items
+
+    return chain
 
 
 RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {

@@ -18,6 +18,11 @@ from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SL
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
 TAKES_KEYWORDS = {"save_kv_layer"}
+# The hook of each step whose time is added to the waits for layers, and the histogram of both.
+WAITS = {
+    "wait_for_layer_load": ("start_load_kv", signals.LOAD_STALL),
+    "save_kv_layer": ("wait_for_save", signals.SAVE_STALL),
+}
 
 Readings: TypeAlias = tuple[float, ...]
 """Of the clock, in seconds: the start of a fan-out, and the end of each connector's call."""
@@ -45,6 +50,11 @@ class LayerCalls:
         self._every: list[Readings] = []  # all fan-outs of this step, where the listener needs them
         self.fan_out, self._read = self._unrolled()
         self._short, self._sums, _ = self._read()  # as they were when the step began
+        step_hook, signal = WAITS[hook]
+        children = range(recorder.children)
+        self._histograms = [(recorder.tally(i, step_hook), recorder.histogram(i, signal)) for i in children]
+        self._bucket = buckets(signal)
+        self._before = [0] * recorder.children  # the total time of the step's hook when the step began
 
     def _unrolled(self) -> tuple[Call, Call]:
         """Return the fan-out, and a function: how many were short, each one's seconds in these, the last reading."""
@@ -85,8 +95,11 @@ class LayerCalls:
         except Exception:
             faults.contain("record")
 
-    def close_step(self) -> list[int]:
-        """Count the calls of the step that ends; return the time of each connector in it, in ns."""
+    def close_step(self, waits: bool = False) -> list[int]:
+        """Count the calls of the step that ends, and how long it waited; return the time of each connector, in ns.
+
+        A step waits for its layers, and for the hook of each step if it ``waits`` for that; the time is of both.
+        """
         whole = self._zeros[:]
         short, sums, self._last = self._read()
         if (calls := short - self._short) or self._long:
@@ -101,6 +114,13 @@ class LayerCalls:
             self._short, self._sums = short, sums
         else:
             self._last = 0.0
+        for child, (tally, stalls) in enumerate(self._histograms):
+            in_layers, before = whole[child], self._before[child]
+            self._before[child] = total = tally[SUM]
+            whole[child] += total - before
+            if stall := whole[child] if waits else in_layers:
+                stalls[self._bucket[(stall - 1).bit_length()]] += 1
+                stalls[-1] += stall
         return whole
 
     @property
@@ -191,11 +211,10 @@ class Stalls:
 
     def __init__(self, targets: Mapping[str, Sequence[Target]], recorder: Recorder) -> None:
         """Measure the calls into the connectors that implement each layer hook."""
-        self._loads = _Waits(signals.LOAD_STALL, "wait_for_layer_load", "start_load_kv", targets, recorder)
-        self._saves = _Waits(signals.SAVE_STALL, "save_kv_layer", "wait_for_save", targets, recorder)
+        self._loads, self._saves = (LayerCalls(hook, targets[hook], recorder) for hook in WAITS)
         self.last_load_ns: dict[int, int] = {}
         """The end of the last layer wait of a step with synchronous loads, in ns since the epoch, by connector."""
-        self.fan_outs = {waits.layers.hook: waits.layers.fan_out for waits in (self._loads, self._saves)}
+        self.fan_outs = {calls.hook: calls.fan_out for calls in (self._loads, self._saves)}
 
     def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
         """End a step; if a synchronous load was due, return the time of each connector's loads within it, in ns.
@@ -208,42 +227,12 @@ class Stalls:
             loads = self._loads.close_step(has_forward and has_sync_loads)
             self._saves.close_step(has_forward)
             if has_sync_loads:
-                layers = self._loads.layers
-                self.last_load_ns = dict.fromkeys([target.child for target in layers.targets], layers.last_ns)
+                last_ns = self._loads.last_ns
+                self.last_load_ns = dict.fromkeys([target.child for target in self._loads.targets], last_ns)
         except Exception:
             faults.contain("record")
             return {}
         return dict(enumerate(loads)) if has_sync_loads else {}
-
-
-class _Waits:
-    """A layer hook, and the once-a-step hook whose time is added to it."""
-
-    def __init__(
-        self,
-        signal: signals.Signal,
-        layer_hook: str,
-        step_hook: str,
-        targets: Mapping[str, Sequence[Target]],
-        recorder: Recorder,
-    ) -> None:
-        self.layers = LayerCalls(layer_hook, targets[layer_hook], recorder)
-        children = range(recorder.children)
-        self._histograms = [(recorder.tally(i, step_hook), recorder.histogram(i, signal)) for i in children]
-        self._bucket = buckets(signal)
-        self._before = [0] * recorder.children  # the total time of the other hook when the step began
-
-    def close_step(self, waits: bool) -> list[int]:
-        """Count how long the step waited: for layers, and if it ``waits`` for the other hook, for both; return both."""
-        whole = self.layers.close_step()
-        for child, (tally, stalls) in enumerate(self._histograms):
-            in_layers, before = whole[child], self._before[child]
-            self._before[child] = total = tally[SUM]
-            whole[child] += total - before
-            if stall := whole[child] if waits else in_layers:
-                stalls[self._bucket[(stall - 1).bit_length()]] += 1
-                stalls[-1] += stall
-        return whole
 
 
 def _ns(seconds: float) -> int:

@@ -41,6 +41,7 @@ def buckets(signal: Signal) -> list[int]:
 
 
 BUCKET = buckets(CALL_DURATION)
+_CALLS = {name: signals.slot(CALL_DURATION, signals.hook_label(name)) for name in signals.TIMED}
 
 NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
 
@@ -100,6 +101,7 @@ class Recorder:
         self._slow_ns = slow_ns
         self.pauses = Pauses()  # none, until this process is watched
         self.listener = listener
+        self.traces_all = listener is not None and listener.traces_all
         self.children = children
         self._names = names or tuple(map(str, range(children)))
         self.box = box if box is not None else BlackBox(self._names)
@@ -146,20 +148,17 @@ class Recorder:
 
     def tally(self, child: int, hook: str) -> Tally:
         """Return the tally of this hook's calls into this child."""
-        return self.histogram(child, CALL_DURATION, signals.hook_label(hook))
+        return self._tally(place(child, _CALLS[hook]), SUM, is_of_calls=True)
 
     def histogram(self, child: int, signal: Signal, *values: str) -> Tally:
         """Return a histogram of this child, for those who add to it in place."""
-        first = place(child, signals.slot(signal, *values))
-        if first not in self._tallies:
-            zeros = [0] * (signal.sum_offset + 1)
-            self._tallies[first] = zeros, [*zeros], signal is CALL_DURATION
-        return self._tallies[first][0]
+        return self._tally(place(child, signals.slot(signal, *values)), signal.sum_offset, is_of_calls=False)
 
-    @property
-    def traces_all(self) -> bool:
-        """Whether the listener receives every call."""
-        return self.listener is not None and self.listener.traces_all
+    def _tally(self, first: int, last: int, *, is_of_calls: bool) -> Tally:
+        if first not in self._tallies:
+            zeros = [0] * (last + 1)
+            self._tallies[first] = zeros, [*zeros], is_of_calls
+        return self._tallies[first][0]
 
     def slow_ns(self, hook: str) -> int:
         """Return the duration above which a call of this hook is slow."""

@@ -93,17 +93,10 @@ class Audience:
         self.isolation.begin_step()
         self._open_lookups.poll(self.isolation.is_slow)
 
-    def build(self, output: SchedulerOutput) -> tuple[Any, ...]:
-        """Return the connectors' metadata for a step, each built from its view of the scheduler's output."""
-        if not self.may_hide:
-            return tuple([child.build_connector_meta(output) for child in self._children])
-        return tuple([self._build_one(child, output) for child in self._children])
-
-    def _build_one(self, child: Child, output: SchedulerOutput) -> Any:
+    def build(self, child: Child, output: SchedulerOutput) -> Any:
+        """Return a connector's metadata for a step, built from its view of the scheduler's output."""
         visibility = self._visibility[child.index]
-        if not visibility:
-            return child.build_connector_meta(output)
-        view = visibility.shown(output)
+        view = visibility.shown(output) if visibility else output
         metadata = child.build_connector_meta(view)
         if view is not output:
             write_back(view, output)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvobs.children.child import Child
 from kvobs.clock import wall_ns
@@ -43,6 +43,21 @@ class StatsParts(Protocol):
         self, stats: KVConnectorStats | None, child: int, part: KVConnectorStats | None
     ) -> KVConnectorStats | None:
         """Return the stats with another part of a connector."""
+
+
+class Shown(NamedTuple):
+    """What an output had before a child saw it, and the part of that which the child sees."""
+
+    received: set[str]
+    sent: set[str]
+    seen_received: set[str]
+    seen_sent: set[str]
+    failed: set[str]
+
+    @classmethod
+    def nothing(cls) -> Shown:
+        """Return that of an output in which nothing has ended."""
+        return cls(set(), set(), set(), set(), set())
 
 
 class OutputView:
@@ -85,7 +100,12 @@ class OutputView:
                 output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
                 part = None if stats is None else self._stats.of(stats, child.index)
                 output.kv_connector_stats = part
-                received, sent = self._show_one(child, output, received, sent)
+                if received or sent or output.finished_recving or output.finished_sending or failed_loads(output):
+                    received, sent = self._show_one(child, output, received, sent)
+                else:
+                    child.update_connector_output(output)
+                    if output.finished_recving or output.finished_sending or failed_loads(output):
+                        received, sent = self._take_changes(child, output, Shown.nothing())
                 if (left := output.kv_connector_stats) is not part:
                     stats = self._stats.replaced(stats, child.index, left)
         finally:
@@ -93,36 +113,32 @@ class OutputView:
         return [*sync, *received], sent
 
     def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
-        """Show the output to one child; return both sets with its changes of its own requests.
+        """Show the output to one child; return both sets with its changes of its own requests."""
+        hidden = self._visibility[child.index].hidden
+        shown = Shown(set(received), set(sent), received - hidden, sent - hidden, set(failed_loads(output)))
+        if hidden:
+            received, sent = set(shown.seen_received), set(shown.seen_sent)
+        # As in vLLM an empty set is None if it was None before.
+        output.finished_recving = received if received or output.finished_recving is not None else None
+        output.finished_sending = sent if sent or output.finished_sending is not None else None
+        child.update_connector_output(output)
+        return self._take_changes(child, output, shown)
+
+    def _take_changes(self, child: Child, output: Any, shown: Shown) -> tuple[set[str], set[str]]:
+        """Return the ended loads and saves with what a child changed of its own requests.
 
         As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
         """
-        if not (received or sent or output.finished_recving or output.finished_sending or failed_loads(output)):
-            child.update_connector_output(output)
-            if not (output.finished_recving or output.finished_sending or failed_loads(output)):  # as in most steps
-                return received, sent
-            now_received, now_sent, seen_received, seen_sent, failed = (set[str]() for _ in range(5))
-        else:
-            hidden = self._visibility[child.index].hidden
-            now_received, now_sent = set(received), set(sent)
-            seen_received, seen_sent = now_received - hidden, now_sent - hidden
-            if hidden:
-                received, sent = set(seen_received), set(seen_sent)
-            # As in vLLM an empty set is None if it was None before.
-            output.finished_recving = received if received or output.finished_recving is not None else None
-            output.finished_sending = sent if sent or output.finished_sending is not None else None
-            failed = set(failed_loads(output))
-            child.update_connector_output(output)
         received, sent = output.finished_recving or set(), output.finished_sending or set()
-        if added := set(failed_loads(output)) - failed:
-            output.failed_recving = failed  # vLLM has read it already, and does not read it again
-            self._add_failures(child.index, added, now_received)
+        if added := set(failed_loads(output)) - shown.failed:
+            output.failed_recving = shown.failed  # vLLM has read it already, and does not read it again
+            self._add_failures(child.index, added, shown.received)
             received = received - added
-        if received != seen_received:
-            self._change(child.index, "load", seen_received, received, now_received)
-        if sent != seen_sent:
-            self._change(child.index, "save", seen_sent, sent, now_sent)
-        return in_order_of(received, now_received), in_order_of(sent, now_sent)
+        if received != shown.seen_received:
+            self._change(child.index, "load", shown.seen_received, received, shown.received)
+        if sent != shown.seen_sent:
+            self._change(child.index, "save", shown.seen_sent, sent, shown.sent)
+        return in_order_of(received, shown.received), in_order_of(sent, shown.sent)
 
     def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
         """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
@@ -189,8 +205,10 @@ class Completions:
             sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
         if loads or sent or self.view.is_watched:
             loads, sent = self.view.show(output, meta, loads, sent)
-        if loads or sent or self.ledger.has_ended:
-            self._close(loads, sent)
+        if not loads and not sent and not failed_syncs and not self.ledger.has_ended:
+            output.finished_recving = output.finished_sending = None
+            return
+        self._close(loads, sent)
         output.finished_recving = self.ledger.take_received() or None
         output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():

@@ -64,10 +64,8 @@ class NextOrders:
             self.made = Orders()
         return self.made
 
-    def take(self, ledger: Ledger) -> Orders | None:
-        """Return the orders with the ledger's failures, and forget them; None without any."""
-        if self.made is None and not ledger.failures:
-            return None
+    def take(self, ledger: Ledger) -> Orders:
+        """Return the orders with the ledger's failures, and forget them."""
         orders, self.made = self.orders, None
         orders.failed = ledger.take_failures()
         return orders

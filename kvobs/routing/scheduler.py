@@ -139,11 +139,19 @@ class SchedulerSide:
         audience, may_hide = self.audience, self.audience.may_hide
         if may_hide:
             audience.begin_step()
-        orders = self.next_orders.take(self.ledger)
-        has_sync_loads = orders is not None and orders.has_sync_loads
+        orders, has_sync_loads = None, False
+        if self.next_orders.made is not None or self.ledger.failures:
+            orders = self.next_orders.take(self.ledger)
+            has_sync_loads = orders.has_sync_loads
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         note = self.annotator.of_step(scheduler_output, has_forward=has_forward, has_sync_loads=has_sync_loads)
-        step = MultiKVConnectorMetadata(audience.build(scheduler_output))
+        metadata: list[Any] = []
+        for child in self.children:
+            if may_hide:
+                metadata.append(audience.build(child, scheduler_output))
+            else:
+                metadata.append(child.build_connector_meta(scheduler_output))
+        step = MultiKVConnectorMetadata(tuple(metadata))
         if orders is not None:
             step.orders = orders
             if has_sync_loads and may_hide:

@@ -83,22 +83,27 @@ class WorkerSide:
     # Before the forward
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        meta = _checked(kv_connector_metadata)
+        meta: Any = kv_connector_metadata
+        if not isinstance(meta, MultiKVConnectorMetadata):
+            raise _foreign(meta)
         if self.gates is not None:
             self.gates.begin_step(meta)
         for child in self._handling_preemptions:
             child.handle_preemptions(meta.metadata[child.index])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self._meta = meta = _checked(connector_metadata)
+        if not isinstance(connector_metadata, MultiKVConnectorMetadata):
+            raise _foreign(connector_metadata)
+        self._meta = meta = connector_metadata
         self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
-        self.observer.step_begun(meta.note, [(load.child, load.note) for load in orders.loads.values()])
+        loads = () if orders is NO_ORDERS else [(load.child, load.note) for load in orders.loads.values()]
+        self.observer.step_begun(meta.note, loads)
         if self.gates is not None:
             self.gates.begin_step(meta)
         if orders is not NO_ORDERS:
             self._take(orders)
-        for child, own in zip(self.children, meta.metadata, strict=True):
-            child.bind_connector_metadata(own)
+        for child, part in zip(self.children, meta.metadata, strict=True):
+            child.bind_connector_metadata(part)
 
     def _take(self, orders: Orders) -> None:
         self._orphaned.update(orders.orphaned)  # before the ones that have already ended
@@ -346,10 +351,8 @@ class WorkerSide:
             self._reports.append(Report(self.rank, kind, request, child.index, now, spent_ns, began_ns))
 
 
-def _checked(meta: KVConnectorMetadata) -> MultiKVConnectorMetadata:
-    if not isinstance(meta, MultiKVConnectorMetadata):
-        raise TypeError(f"metadata of another connector reached kvobs: {type(meta).__name__}")
-    return meta
+def _foreign(meta: object) -> TypeError:
+    return TypeError(f"metadata of another connector reached kvobs: {type(meta).__name__}")
 
 
 def agreed(values: Sequence[Any]) -> Any:

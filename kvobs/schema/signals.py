@@ -35,7 +35,8 @@ DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
 _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
 _WAITS = ("lookup", "load", "resume", "save")
-_HOOKS = tuple(dict.fromkeys(hook_label(hook.name) for hook in HOOKS.values() if is_timed(hook)))
+TIMED = {name: hook for name, hook in HOOKS.items() if is_timed(hook)}
+_HOOKS = tuple(dict.fromkeys(map(hook_label, TIMED)))
 
 _SLOW = (30, 31, 32, 33)  # steps of two from 1 to 8 s, where "slow" begins; elsewhere the order of magnitude is enough
 _CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])  # 66 us, 1 ms, and on: there is one such histogram per hook

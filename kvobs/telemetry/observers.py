@@ -16,20 +16,16 @@ class Composed(Observer):
     """Passes each event to those of the observers that record it, in their order."""
 
     def __init__(self, observers: Iterable[Observer | None]) -> None:
-        self.observers = tuple(each for each in observers if each is not None)
+        self.observers = tuple([each for each in observers if each is not None])
         for event in EVENTS:
-            if calls := [(getattr(each, event), _where(each)) for each in self.observers if _records(each, event)]:
+            nothing, calls = vars(Observer)[event], list[tuple[Call, Where]]()
+            for each in self.observers:
+                method = getattr(each, event)
+                if getattr(method, "__func__", None) is not nothing:
+                    calls.append((method, "trace" if isinstance(each, Traces) else "record"))
+            if calls:
                 setattr(self, event, _announcement(calls))
-        self.wants_lookups = any(_records(each, "looked_up") for each in self.observers)
-
-
-def _records(observer: Observer, event: str) -> bool:
-    return getattr(getattr(observer, event), "__func__", None) is not vars(Observer)[event]
-
-
-def _where(observer: Observer) -> Where:
-    """Return where an observer's errors are counted."""
-    return "trace" if isinstance(observer, Traces) else "record"
+        self.wants_lookups = "looked_up" in vars(self)
 
 
 def _announcement(calls: Sequence[tuple[Call, Where]]) -> Call:
