@@ -91,8 +91,7 @@ class MultiConnector(stock.MultiConnector):
                 self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)
                 aggregator.install()
         else:
-            self._side, self._telemetry = worker, _ = wiring.worker_side(*parts)
-            fan_outs = worker.stalls.fan_outs
+            self._side, self._telemetry, fan_outs = wiring.worker_side(*parts)
         hooks = hooks_of(self._side, children, fan_outs, versions.has_hook)
         self._shutdown = hooks["shutdown"]
         self.__dict__.update({name: hook for name, hook in hooks.items() if name not in vars(MultiConnector)})

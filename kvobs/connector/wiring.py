@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvobs import faults
 from kvobs.children.block_copies import BlockCopies
 from kvobs.children.child import Child
 from kvobs.children.configured import all_support_hma
 from kvobs.children.specs import load_ends_save
 from kvobs.children.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.children.validation import Validated
-from kvobs.export import destinations
-from kvobs.export.feed import Feed, described, exported
+from kvobs.connector.capacity import record_sizes
+from kvobs.export.feed import Feed, feed_of
 from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
+from kvobs.probe.recorder import Call
 from kvobs.routing import policies
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
@@ -49,7 +48,7 @@ from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.quarantines import Quarantines
-from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
+from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def scheduler_side(
     unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
     more = [policy if isinstance(policy, Observer) else None, SyncLoadWarnings(unsafe) if unsafe else None]
     observer = Composed([*followers, reuse, gains, open_transfers, *more])
-    feed = _feed(vllm_config, validated, tracing)
+    feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)
     telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed)
 
@@ -142,23 +141,24 @@ def worker_side(
     validated: Validated,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
-) -> tuple[WorkerSide, WorkerTelemetry]:
-    """Build the side in a worker, and its telemetry."""
+) -> tuple[WorkerSide, WorkerTelemetry, dict[str, Call]]:
+    """Build the side in a worker, its telemetry, and the fan-outs of the hooks of layers."""
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
     telemetry = WorkerTelemetry(recorders, _collector(children, recorders))
     targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
+    stalls = Stalls(targets, recorders.recorder)
     side = WorkerSide(
         children=children,
         rank=rank_of(vllm_config),
         ids_are_unique=len(groups_of(kv_cache_config)) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
-        stalls=Stalls(targets, recorders.recorder),
+        waits=stalls,
         gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
         observer=telemetry,
         stats=telemetry,
     )
-    return side, telemetry
+    return side, telemetry, stalls.fan_outs
 
 
 def _paths(children: Sequence[Child]) -> dict[str, str]:
@@ -173,21 +173,6 @@ def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | Non
         for child, path in zip(children, _paths(children).values(), strict=True)
     ]
     return Collector(sources, recorders.recorder, recorders.journal, feed)
-
-
-def _feed(vllm_config: VllmConfig, validated: Validated, tracing: TracingSettings | None) -> Feed | None:
-    """Return the way to the exporter; None if it does not run, or can't be made. Log where the metrics are."""
-    options, specs = validated.configuration.options, validated.specs
-    try:
-        setup = destinations.Setup.of_engine(options, vllm_config)
-        exporter, engine = setup.running, None
-        if exporter is not None:
-            engine = exported(described(vllm_config, specs, options, os.getppid()), vllm_config, exporter, tracing)
-        destinations.announce(setup, engine)
-        return None if engine is None else Feed(engine)
-    except Exception:
-        faults.contain("flush")
-        return None
 
 
 def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:

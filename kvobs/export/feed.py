@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import vllm
 
 from kvobs import faults
+from kvobs.export import destinations
 from kvobs.log import log
 from kvobs.probe.black_box import Identity
 from kvobs.probe.increments import Group, Increments
@@ -54,7 +55,7 @@ READ = 1 << 16  # bytes
 _DROPPED = signals.slot(signals.SPANS_DROPPED, "queue")
 
 
-def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, server: int) -> EngineInfo:
+def describe_engine(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, server: int) -> EngineInfo:
     """Return what an engine's metrics say about it; ``server`` is the process id of its API server."""
     return EngineInfo(
         pid=os.getpid(),
@@ -79,7 +80,7 @@ def described(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Opti
     )
 
 
-def exported(
+def with_exporter(
     engine: EngineInfo, vllm_config: VllmConfig, exporter: ExporterOptions, tracing: TracingSettings | None
 ) -> EngineInfo:
     """Return the engine with what its exporter is to do."""
@@ -92,6 +93,23 @@ def exported(
         has_spans=tracing is not None,
         endpoint=tracing.endpoint if tracing is not None else None,
     )
+
+
+def feed_of(
+    vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, tracing: TracingSettings | None
+) -> Feed | None:
+    """Return the way to the exporter; None if it does not run, or can't be made. Log where the metrics are."""
+    try:
+        setup = destinations.Setup.of_engine(options, vllm_config)
+        exporter, engine = setup.running, None
+        if exporter is not None:
+            described = describe_engine(vllm_config, specs, options, os.getppid())
+            engine = with_exporter(described, vllm_config, exporter, tracing)
+        destinations.announce(setup, engine)
+        return None if engine is None else Feed(engine)
+    except Exception:
+        faults.contain("flush")
+        return None
 
 
 class Feed:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 
 from kvobs import faults
 from kvobs.export.engine_watch import EngineWatch
-from kvobs.export.feed import described
+from kvobs.export.feed import describe_engine
 from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.log import once
 from kvobs.probe.black_box import Identity
@@ -117,7 +117,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
     @faults.contained("apply")
     def _define_own(self, vllm_config: VllmConfig, of: Sequence[ChildSpec], options: Options, *, is_seen: bool) -> None:
         """Begin the totals of each engine, and publish them if vLLM's own metrics are in the same registry."""
-        engine, identity = described(vllm_config, of, options, os.getpid()), Identity.of(vllm_config)
+        engine, identity = describe_engine(vllm_config, of, options, os.getpid()), Identity.of(vllm_config)
         for index, values in self.per_engine_labelvalues.items():
             model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
             mine = replace(engine, model=model, index=index, pages=identity.pages(index))

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.clock import wall_ns
 from kvobs.faults import contained
-from kvobs.prediction.compute_cost import ComputeCost, to_compute
-from kvobs.prediction.load_choice import HANDED_OVER, Candidate, LoadChoice
+from kvobs.prediction import HANDED_OVER, Candidate, ComputeCost, LoadChoice, to_compute
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.offers import NOTHING, Decision, LookupResult, Offer
 from kvobs.state.transfers import Load

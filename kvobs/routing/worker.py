@@ -16,7 +16,6 @@ from kvobs.children.block_copies import BlockCopies, CopyBlocks
 from kvobs.children.child import Child
 from kvobs.clock import wall_ns
 from kvobs.log import once
-from kvobs.probe.layer_calls import Stalls
 from kvobs.routing.metadata import (
     LoadOrder,
     MultiHandshakeMetadata,
@@ -41,6 +40,16 @@ NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
 
 
+class StepWaits(Protocol):
+    """Measures how long steps wait for loads and saves."""
+
+    last_load_ns: dict[int, int]
+    """The end of the last layer wait of a step with synchronous loads, in ns since the epoch, by connector."""
+
+    def close_step(self, *, has_forward: bool, has_sync_loads: bool) -> dict[int, int]:
+        """End a step; return the time of each connector's synchronous loads within it, in ns."""
+
+
 class WorkerStats(Protocol):
     """Gathers the stats that a worker sends with a step's output."""
 
@@ -60,7 +69,7 @@ class WorkerSide:
     rank: int  # within its engine
     ids_are_unique: bool  # whether a block id identifies a request: it is unique only within a KV cache group
     copies: BlockCopies
-    stalls: Stalls  # measures the steps' waits for loads and saves
+    waits: StepWaits
     gates: WorkerGates | None  # of the isolated children, if there are any
     observer: WorkerObserver
     stats: WorkerStats
@@ -248,8 +257,8 @@ class WorkerSide:
         if (meta := self._meta) is None:
             return self.stats.collect(is_idle=False, has_news=False)
         has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
-        self._load_ns = self.stalls.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        self._loaded_ns = self.stalls.last_load_ns
+        self._load_ns = self.waits.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+        self._loaded_ns = self.waits.last_load_ns
         is_idle = not meta.has_forward
         return self.stats.collect(is_idle=is_idle, has_news=is_idle and self._has_news())
 

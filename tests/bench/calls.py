@@ -75,7 +75,7 @@ def timer(statement: str, call: Callable[..., object]) -> timeit.Timer:
 
 def close_step(rig: Rig) -> None:
     """Count what was added up, as a worker does at the end of a step."""
-    rig.workers[0]._side.stalls.close_step(has_forward=True, has_sync_loads=False)
+    rig.workers[0]._side.waits.close_step(has_forward=True, has_sync_loads=False)
 
 
 def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = True) -> Callable[[], float]:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("in_production")
 
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
-    "connector.wiring:_feed", "probe.ring_files:reported",
+    "export.feed:feed_of", "probe.ring_files:reported",
     "telemetry.recorders:_trace", "telemetry.recorders:_report",
     *(f"export.prometheus:MultiKVConnectorPromMetrics.{name}" for name in ("_define_own", "_make_cutter"))
 }  # fmt: skip

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
-from kvobs.prediction.compute_cost import ComputeCost, StepTimes, Work
+from kvobs.prediction import ComputeCost, StepTimes, Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer

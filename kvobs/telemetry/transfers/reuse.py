@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from kvobs.children.specs import STATED_BYTES, STORES_MORE, ChildSpec, name_among
-from kvobs.faults import contained
-from kvobs.prediction.reuse import ReuseDistances
+from kvobs.prediction import ReuseDistances
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
@@ -32,19 +29,6 @@ def cache_tokens(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     stated = getattr(vllm_config.cache_config, "kv_cache_size_tokens", None)  # since vLLM 0.32
     sizes = layout.block_sizes  # groups share the blocks
     return stated or (kv_cache_config.num_blocks * min(sizes) // len(sizes) if sizes else 0)
-
-
-@contained("record")
-def record_sizes(recorder: Recorder, specs: Sequence[ChildSpec], layout: CacheLayout, ranks: int, copies: int) -> None:
-    """Record how many tokens each child stores, if its options state it; ``copies`` ranks have the same KV cache."""
-    for spec in specs if layout.bytes_per_token else ():
-        options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, STATED_BYTES)
-        is_unclear = name == "OffloadingConnector" and copies == ranks > 1  # with MLA it may store one copy
-        if name is None or is_unclear or any(map(options.get, STORES_MORE)):
-            continue
-        if key := next(filter(options.get, STATED_BYTES[name]), None):
-            size = int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) / layout.bytes_per_token
-            recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), int(size))
 
 
 class PromptReuse(Observer):

@@ -19,7 +19,7 @@ import pytest
 
 from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export import feed as module
-from kvobs.export.feed import Feed, described, exported
+from kvobs.export.feed import Feed, describe_engine, with_exporter
 from kvobs.probe.increments import Increments
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LOOKUPS, place, slot
@@ -210,7 +210,7 @@ def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape(monk
 
 ENGINE = """
 import os, time
-from kvobs.export.feed import Feed, exported
+from kvobs.export.feed import Feed, with_exporter
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.probe.recorder import Recorder
 from kvobs.probe.increments import Increments
@@ -387,11 +387,11 @@ def test_an_exporter_is_told_its_address_and_where_to_send(
     config = engine_config(transfer_config("kvobs", [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]))
     config.parallel_config.data_parallel_index, config.parallel_config.data_parallel_rank_local = 3, 1
     config.parallel_config.world_size = 2
-    info = described(config, (), Options(), os.getpid())
+    info = describe_engine(config, (), Options(), os.getpid())
     assert (info.index, info.ranks, info.pid, info.load_policy, info.connectors) == (3, 2, os.getpid(), "first", ())
     assert 0 <= time.time_ns() - info.began_ns < 60 * 10**9
     exporter = ExporterOptions(host="h", port=port, web_config="/w" if port else None, otlp_metrics=otlp_metrics)
-    info = exported(engine(), config, exporter, tracing)
+    info = with_exporter(engine(), config, exporter, tracing)
     assert (info.host, info.port, info.otlp_metrics) == ("h", None if port is None else port + 1, otlp_metrics)
     assert info.web_config == exporter.web_config
     assert (info.has_spans, info.endpoint) == ((True, "http://collector:4317") if tracing else (False, None))

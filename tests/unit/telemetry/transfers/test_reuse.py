@@ -15,7 +15,7 @@ from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.offers import NO_RESULT
-from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size, record_sizes
+from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.testing import BLOCK, Rig, Script
 
 FIRST, TAIL = signals.slot(REUSE_DISTANCE), signals.slot(signals.PROMPT_TAIL_TOKENS)
@@ -126,23 +126,3 @@ def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blo
         config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=stated))
         assert cache_tokens(config, SimpleNamespace(num_blocks=100), layout) == tokens
     assert cache_tokens(config, SimpleNamespace(num_blocks=100), CacheLayout(())) == 0
-
-
-OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}
-STATED: list[tuple[str, dict[str, Any], int, int]] = [
-    ("OffloadingConnector", OF_ALL, 2, 1000),
-    ("OffloadingConnector", OF_ALL, 4, 0),
-    ("OffloadingConnector", OF_ALL | {"secondary_tiers": [{"type": "fs"}]}, 1, 0),
-    ("SimpleCPUOffloadConnector", OF_ALL, 4, 1000),
-    ("SimpleCPUOffloadConnector", OF_ALL | OF_EACH, 1, 2000),
-    ("NixlConnector", OF_ALL, 1, 0),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "copies", "tokens"), STATED)
-def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, copies: int, tokens: int) -> None:
-    """Of four ranks, on which a token takes 8 bytes."""
-    recorder, transfer = Recorder(1), SimpleNamespace(kv_connector_extra_config=options)
-    spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
-    record_sizes(recorder, [spec], CacheLayout((16,), 8.0), 4, copies)
-    assert sum(recorder.take().gauges.values()) == tokens
