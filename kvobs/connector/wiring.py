@@ -9,12 +9,12 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs.children.block_copies import BlockCopies
+from kvobs.children.capacity import record_sizes
 from kvobs.children.child import Child
 from kvobs.children.configured import all_support_hma
 from kvobs.children.specs import load_ends_save
 from kvobs.children.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.children.validation import Validated
-from kvobs.connector.capacity import record_sizes
 from kvobs.export.feed import Feed, feed_of
 from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
@@ -70,7 +70,8 @@ def scheduler_side(
     names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
     reporting = reporting_ranks(vllm_config)
     layout = CacheLayout.of(groups, parallel.world_size, getattr(parallel, "decode_context_parallel_size", 1))
-    record_sizes(recorder, specs, layout, parallel.world_size, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    record_sizes(recorder, specs, layout.bytes_per_token, parallel.world_size, copies)
     isolates = any(child.gate is not None for child in children)
 
     ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.connector.capacity import record_sizes
+from kvobs.children.capacity import record_sizes
 from kvobs.probe.recorder import Recorder
-from kvobs.state.cache_layout import CacheLayout
 
 OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}
 STATED: list[tuple[str, dict[str, Any], int, int]] = [
@@ -25,5 +24,5 @@ def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, cop
     """Of four ranks, on which a token takes 8 bytes."""
     recorder, transfer = Recorder(1), SimpleNamespace(kv_connector_extra_config=options)
     spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
-    record_sizes(recorder, [spec], CacheLayout((16,), 8.0), 4, copies)
+    record_sizes(recorder, [spec], 8.0, 4, copies)
     assert sum(recorder.take().gauges.values()) == tokens
