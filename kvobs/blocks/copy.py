@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from kvobs.blocks.layout import WIDE, Ids, Layer, Run, copy_runs, find_runs, host_view, layout_of, without_duplicates
-from kvobs.schema.signals import DIRECTIONS
 
 Caches: TypeAlias = Mapping[str, torch.Tensor]  # layer name -> its cache
 BlockDim: TypeAlias = int | Mapping[str, int]  # of all layers, or layer name -> its own
@@ -53,8 +52,8 @@ def copy_kv_blocks(
     Raises:
         ValueError: names the difference and the layer.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}, allowed: {', '.join(map(repr, DIRECTIONS))}")
+    if direction not in _ROUTES:
+        raise ValueError(f"direction is {direction!r}, allowed: {', '.join(map(repr, _ROUTES))}")
     if len(src_block_ids) != len(dst_block_ids):
         raise ValueError(f"{len(src_block_ids)} source blocks can't go to {len(dst_block_ids)} destination blocks")
     if not len(src_block_ids):
