@@ -88,7 +88,8 @@ class LayerCalls:
         """Count the calls of the step that ends; return the time of each connector in it, in ns."""
         whole = self._zeros[:]
         short, sums, self._last = self._read()
-        if (calls := short - self._short) or self._long:
+        calls, fan_outs = short - self._short, short - self._short + len(self._long)
+        if fan_outs:
             for (i, tally), now, then in zip(self._tallies, sums, self._sums, strict=True):
                 whole[i] = ns = int((now - then) * 1e9 + 0.5)  # `round` would take twice as long
                 tally[0] += calls
@@ -97,6 +98,9 @@ class LayerCalls:
                 self._count_long(whole)
             if self._tracer is not None and self._every:
                 self._summarize(self._tracer)
+            end_ns = _ns(self._last)
+            for i, _ in self._tallies:
+                self._box.note(i, self.hook, end_ns - whole[i], whole[i], calls=fan_outs)
             self._short, self._sums = short, sums
         else:
             self._last = 0.0

@@ -262,6 +262,7 @@ EXPOSED = {
     "telemetry.requests.trace_context:activated": BINDING,
     "telemetry.requests.trace_context:activated.<locals>.active": "sets what a seam has made",
     "telemetry.timeline.black_box:BlackBox.pair": BINDING,
+    "telemetry.timeline.ring:pack": BINDING,
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
     "telemetry.recording.recorder:Recorder.tally": BINDING,
     "telemetry.recording.recorder:Recorder.histogram": BINDING,

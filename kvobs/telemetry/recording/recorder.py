@@ -25,6 +25,7 @@ from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.pauses import Pauses
+from kvobs.telemetry.timeline import ring
 from kvobs.telemetry.timeline.black_box import BlackBox
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -54,7 +55,7 @@ class Recorder:
 
     A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
     are exempt. ``journal`` holds the span records that are sent with the numbers; ``tracer`` receives slow and failed
-    calls, or all of them; ``box`` shows the call in progress.
+    calls, or all of them; ``box`` shows the call in progress and the last ones.
     """
 
     def __init__(
@@ -142,7 +143,9 @@ class Recorder:
         traces_all = self._tracer is not None and self._tracer.traces_all
         noticed_ns = -1 if traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
         words, begun = self.box.words, self.box.pair(child, hook)
-        ended = begun + 1
+        ended, what = begun + 1, ring.pack(begun)
+        memory, following = self.box.ring.memory, self.box.ring.next
+        put, size, last = ring.RECORD.pack_into, ring.SIZE, ring.LAST
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = words[begun] = perf_counter_ns()
@@ -152,9 +155,12 @@ class Recorder:
                 self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
                 words[ended] = start
                 raise
+            spent = perf_counter_ns() - start
+            at = following[0]
+            following[0] = at + size if at < last else 0
+            put(memory, at, start, spent, what)
             words[ended] = start
             try:
-                spent = perf_counter_ns() - start
                 if spent > noticed_ns:
                     spent = self.notice(child, hook, start, spent, *args[:1])
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
@@ -200,6 +206,7 @@ class Recorder:
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         self.box.raised(child, hook, error)
+        self.box.note(child, hook, start, spent, has_raised=True)
         self.add_call(child, hook, start, spent)
         self.count_error(child, hook, start, spent, error, *subject)
 
