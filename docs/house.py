@@ -33,7 +33,7 @@ TIERS: tuple[dict[str, str], ...] = (
         "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
     },
     {
-        "telemetry": "Counts calls, follows requests, shows the calls in progress, carries numbers to the API server.",
+        "telemetry": "Counts calls, follows requests, keeps the last calls, carries numbers to the API server.",
         "aggregation": "Combines the outputs of the workers rank by rank, in the place of vLLM's class.",
     },
     {

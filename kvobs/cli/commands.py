@@ -187,6 +187,31 @@ def top(
         raise typer.Exit(130 if once else 0) from None
 
 
+@app.command(
+    short_help="Show what an engine's processes are in, or died in.",
+    epilog=examples(
+        "kvobs timeline                          all engines, running or dead",
+        "kvobs timeline 21469                    a process by its pid, with all rows",
+        "kvobs timeline --chrome calls.json.gz   all calls, for a trace viewer",
+    ),
+)
+def timeline(
+    wanted: Annotated[
+        str | None, typer.Argument(metavar="ENGINE|PID", help="Only this engine, as printed, or this process.")
+    ] = None,
+    *,
+    chrome: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the calls for https://ui.perfetto.dev; .gz compresses."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the call that each process of an engine is in, or died in, its last exception, and its last minute."""
+    from kvobs.cli.timeline import timeline
+
+    timeline(wanted, chrome, as_json=as_json)
+
+
 app.command(short_help="Check a --kv-transfer-config before it starts.", epilog=CHECK_EXAMPLES)(check)
 
 

@@ -1,1 +1,1 @@
-"""Record what happens in EngineCore and in the workers: counts, span records and calls in progress."""
+"""Record what happens in EngineCore and in the workers: counts, span records, the last calls."""

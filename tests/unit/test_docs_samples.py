@@ -1,8 +1,11 @@
 """The outputs that pages show are printed by the code: headings, rows and words; numbers and widths may differ."""
 
 import ast
+import os
 import re
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -14,8 +17,10 @@ from kvobs.demo.collector import ReceivedSpan
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from kvobs.telemetry.payload.wire import Increments
+from kvobs.telemetry.timeline import black_box
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.top_engines import Engines, count, serving
+from tests.support.watched import config
 
 
 def printed(part: RenderableType, width: int = 80) -> list[str]:
@@ -129,6 +134,32 @@ def test_the_headings_of_top_are_what_it_prints() -> None:
     engines.send(lambda recorder: count(recorder, 0, signals.LOOKUPS, 3, "hit"))
     with serving(engines) as address:
         assert not_printed(shown, kvobs("top", address, "--once", "--interval", "0.2")) == []
+
+
+# --- kvobs timeline
+
+NS = {"ms": 10**6, "us": 10**3}
+
+
+def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    shown, names, now = sample("docs/timeline.md", "rank 1, pid"), ["cpu", "steered"], time.perf_counter_ns()
+    rows = [line.split() for line in shown if line.startswith(("  cpu ", "  steered "))]
+    others = [
+        ["cpu", hook, "1", "1", "us", "1", "us", "0"]
+        for hook in ("get_finished", "take_events", "shutdown", "reset_cache")
+    ]
+    if not os.fork():  # a process that dies in a call
+        box = black_box.begin(config("e"), names, 1, ())
+        for connector, hook, calls, total, unit, slowest, unit_of_slowest, _ in [*rows, *others]:
+            most, n = float(slowest) * NS[unit_of_slowest], int(calls)
+            for ns in [most, *[(float(total) * NS[unit] - most) / max(1, n - 1)] * (n - 1)]:
+                box.note(names.index(connector), hook, now - 40 * 10**9, round(ns))
+        box.words[box.pair(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
+        os._exit(0)
+    os.wait()
+    assert len(rows) == 8
+    assert not_printed(shown, kvobs("timeline")) == []
 
 
 # --- vLLM's log

@@ -309,6 +309,8 @@ class Page:
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
         self._names: list[str] = described["connectors"]
+        if len(memory) < _size(about, self._names):
+            raise ValueError(f"{path} is cut off")
         marks, self._ring = _parts(memory, about, self._names)
         self.words, self._floats = marks.cast("q"), marks.cast("d")
         self.halted_ns = 0  # when the reader last saw that its process did not run
