@@ -18,7 +18,6 @@ from kvobs.cli.output import clock, count, duration, fail, printable, warn
 from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.telemetry.timeline import black_box
 from kvobs.telemetry.timeline.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
-from kvobs.telemetry.timeline.ring import RECORDS
 from kvobs.vllm_api.proc import is_stopped
 
 MINUTE_NS = 60 * 10**9
@@ -70,7 +69,7 @@ class Process:
     @property
     def window_ns(self) -> int:
         """The time before the end of its last call, of at most a minute, whose calls are all in the ring."""
-        if len(self.records) < RECORDS - 1:
+        if len(self.records) < self.page.room - 1:  # one may be incomplete
             return MINUTE_NS
         return min(MINUTE_NS, self.last_ns - self.records[0].begin_ns)
 
@@ -137,7 +136,7 @@ def timeline(wanted: str | None, trace: Path | None, *, as_json: bool) -> None:
     for engine, group in groupby(processes, lambda process: process.engine):
         console.print(f"engine {engine}\n", style="bold")
         for process in group:
-            for part in _lay_out(process, ROWS_AT_MOST if wanted != str(process.page.pid) else RECORDS):
+            for part in _lay_out(process, ROWS_AT_MOST if wanted != str(process.page.pid) else None):
                 console.print(part, soft_wrap=isinstance(part, str))
             console.print()
 
@@ -152,7 +151,7 @@ def _read() -> list[Process]:
         except FileNotFoundError:
             continue  # it has just ended well
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            warn(f"a page is left out: {error}")
+            warn(f"{path} is left out: {getattr(error, 'strerror', None) or error}")
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 
@@ -173,7 +172,7 @@ def _write(processes: Sequence[Process], trace: Path) -> None:
 # --- what is printed
 
 
-def _lay_out(process: Process, rows_at_most: int) -> Iterator[str | Table]:
+def _lay_out(process: Process, rows_at_most: int | None) -> Iterator[str | Table]:
     """Yield lines and a table about a process."""
     at = "" if process.state in ("alive", "stopped") else f", last seen at {clock(process.until_ns + WALL_OFFSET)}"
     yield f"{process.name}: {process.state}{at}"
@@ -190,8 +189,8 @@ def _lay_out(process: Process, rows_at_most: int) -> Iterator[str | Table]:
         window, at = duration(process.window_ns / 1e9), clock(process.last_ns + WALL_OFFSET)
         yield f"  calls of the {window} until {at}:"
         yield _table(sums[:rows_at_most])
-    if len(sums) > rows_at_most:
-        yield f"  and {count(len(sums) - rows_at_most, 'row')} more: kvobs timeline {process.page.pid}"
+        if more := len(sums[rows_at_most:]) if rows_at_most else 0:
+            yield f"  and {count(more, 'row')} more: kvobs timeline {process.page.pid}"
 
 
 def _of(call: Call) -> str:

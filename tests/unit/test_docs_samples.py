@@ -17,7 +17,7 @@ from kvobs.demo.collector import ReceivedSpan
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from kvobs.telemetry.payload.wire import Increments
-from kvobs.telemetry.timeline import black_box
+from kvobs.telemetry.timeline import black_box, ring
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.top_engines import Engines, count, serving
 from tests.support.watched import config
@@ -159,6 +159,7 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
         os._exit(0)
     os.wait()
     assert len(rows) == 8
+    assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
     assert not_printed(shown, kvobs("timeline")) == []
 
 

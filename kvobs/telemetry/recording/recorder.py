@@ -145,7 +145,7 @@ class Recorder:
         words, begun = self.box.words, self.box.pair(child, hook)
         ended, what = begun + 1, ring.pack(begun)
         memory, following = self.box.ring.memory, self.box.ring.next
-        put, size, last = ring.RECORD.pack_into, ring.SIZE, ring.LAST
+        put, size, last = ring.RECORD.pack_into, ring.SIZE, self.box.ring.last
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = words[begun] = perf_counter_ns()

@@ -260,9 +260,12 @@ def _marks(names: Sequence[str]) -> int:
 
 
 def _parts(memory: mmap.mmap, about: bytes, names: Sequence[str]) -> tuple[memoryview, memoryview]:
-    """Return the marks and the ring of a page."""
-    words = memoryview(memory)[_first(about) : _size(about, names)]
-    return words[: _marks(names)], words[_marks(names) :]
+    """Return the marks and the ring of a page; ValueError if it does not end with a record."""
+    words = memoryview(memory)[_first(about) :]
+    marks, calls = words[: _marks(names)], words[_marks(names) :]
+    if not calls or len(calls) % ring.SIZE:
+        raise ValueError("it is cut off")
+    return marks, calls
 
 
 class Call(NamedTuple):
@@ -302,17 +305,16 @@ class Page:
             os.close(opened)
         magic, version, length = _HEAD.unpack_from(memory)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise ValueError(f"{path} is no page of this version of kvobs")
+            raise ValueError("it is no page of this version of kvobs")
         about = memory[_HEAD.size : _HEAD.size + length]
         described = json.loads(about)
         self.pid: int = described["pid"]
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
         self._names: list[str] = described["connectors"]
-        if len(memory) < _size(about, self._names):
-            raise ValueError(f"{path} is cut off")
         marks, self._ring = _parts(memory, about, self._names)
         self.words, self._floats = marks.cast("q"), marks.cast("d")
+        self.room = len(self._ring) // ring.SIZE  # of calls, before the oldest are overwritten
         self.halted_ns = 0  # when the reader last saw that its process did not run
 
     @property

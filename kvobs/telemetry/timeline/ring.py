@@ -10,24 +10,25 @@ RECORDS = 1 << 16
 RECORD = struct.Struct("3q")
 SIZE = RECORD.size
 BYTES = RECORDS * SIZE
-LAST = BYTES - SIZE
 
 
 class Ring:
     """Writes records into ``memory``, which is of zeros, and overwrites the oldest.
 
-    ``memory`` and ``next``, the position of the next record, are for callers that inline ``add``: calling it costs as
-    much again. No call may stand between reading and writing ``next``: there Python may change threads.
+    ``memory``, ``next``, the position of the next record, and ``last``, the highest one, are for callers that inline
+    ``add``: calling it costs as much again. No call may stand between reading and writing ``next``: there Python may
+    change threads.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
         self.next = [0]
+        self.last = len(memory) - SIZE
 
     def add(self, begin_ns: int, spent_ns: int, what: int) -> None:
         """Write a record; ``what`` is made by ``pack``."""
         at = self.next[0]
-        self.next[0] = at + SIZE if at < LAST else 0
+        self.next[0] = at + SIZE if at < self.last else 0
         RECORD.pack_into(self.memory, at, begin_ns, spent_ns, what)
 
 
