@@ -18,6 +18,7 @@ from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SL
 from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.call_spans import CallEvent, CallSpans
 from kvobs.telemetry.recording.recorder import SUM, Call, buckets
+from kvobs.telemetry.timeline import ring
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
@@ -40,6 +41,8 @@ class LayerCalls:
         self._tracer = telemetry.tracer
         self._box = telemetry.recorder.box
         self._tallies = [(child.index, self._recorder.tally(child.index, hook)) for child in self.children]
+        pairs = [(child.index, self._box.pair(child.index, hook)) for child in self.children]
+        self._records = [(child, pair, ring.pack(pair, 0)) for child, pair in pairs]
         self._long: list[tuple[int, Readings]] = []  # fan-outs of this step, each after so many short ones
         self._every: list[Readings] = []  # all fan-outs of this step, where somebody needs them
         self.fan_out, self._read = self._unrolled()
@@ -98,9 +101,9 @@ class LayerCalls:
                 self._count_long(whole)
             if self._tracer is not None and self._every:
                 self._summarize(self._tracer)
-            end_ns = _ns(self._last)
-            for i, _ in self._tallies:
-                self._box.note(i, self.hook, end_ns - whole[i], whole[i], calls=fan_outs)
+            end_ns, more, note = _ns(self._last), ring.pack(0, fan_outs), self._box.note
+            for i, pair, what in self._records:
+                note(pair, end_ns - whole[i], whole[i], more | what)
             self._short, self._sums = short, sums
         else:
             self._last = 0.0

@@ -18,7 +18,8 @@ from kvobs.log import log as log_
 from kvobs.telemetry.recorders import Telemetry
 from kvobs.telemetry.recording.journal import Journal
 from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.timeline import black_box
+from kvobs.telemetry.timeline import black_box, ring
+from kvobs.telemetry.timeline.black_box import BlackBox
 
 NAMES = ("cpu", "remote")
 REMOTE = 1
@@ -27,6 +28,14 @@ REMOTE = 1
 def config(engine: str) -> Any:
     """Return as much of vLLM's configuration as identifies an engine."""
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
+
+
+def note(
+    box: BlackBox, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
+) -> None:
+    """Write the record of a call, or of so many calls."""
+    pair = box.pair(child, hook)
+    box.note(pair, begin_ns, spent_ns, ring.pack(pair, calls, has_raised=raised))
 
 
 class _Slow:

@@ -20,7 +20,7 @@ from kvobs.telemetry.payload.wire import Increments
 from kvobs.telemetry.timeline import black_box, ring
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.top_engines import Engines, count, serving
-from tests.support.watched import config
+from tests.support.watched import config, note
 
 
 def printed(part: RenderableType, width: int = 80) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
         for connector, hook, calls, total, unit, slowest, unit_of_slowest, _ in [*rows, *others]:
             most, n = float(slowest) * NS[unit_of_slowest], int(calls)
             for ns in [most, *[(float(total) * NS[unit] - most) / max(1, n - 1)] * (n - 1)]:
-                box.note(names.index(connector), hook, now - 40 * 10**9, round(ns))
+                note(box, names.index(connector), hook, now - 40 * 10**9, round(ns))
         box.words[box.pair(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
         os._exit(0)
     os.wait()

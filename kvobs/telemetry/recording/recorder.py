@@ -206,7 +206,8 @@ class Recorder:
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         self.box.raised(child, hook, error)
-        self.box.note(child, hook, start, spent, has_raised=True)
+        pair = self.box.pair(child, hook)
+        self.box.note(pair, start, spent, ring.pack(pair, has_raised=True))
         self.add_call(child, hook, start, spent)
         self.count_error(child, hook, start, spent, error, *subject)
 

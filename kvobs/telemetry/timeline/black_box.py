@@ -130,14 +130,14 @@ class BlackBox:
         """Return the position of a call's two words: its begin, and the begin of the last one that ended."""
         return _PAIRS + 2 * (child * len(_HOOKS) + _HOOKS.index(hook))
 
-    def note(
-        self, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, has_raised: bool = False
-    ) -> None:
-        """Write the record of a call, or of a layer hook's calls of a step, which then counts as ended."""
-        at = self.pair(child, hook)
-        self.words[at] = begin_ns
-        self.ring.add(begin_ns, spent_ns, ring.pack(at, calls, has_raised=has_raised))
-        self.words[at + 1] = begin_ns
+    def note(self, pair: int, begin_ns: int, spent_ns: int, what: int) -> None:
+        """Write the record of a call with this pair of words; then it counts as ended."""
+        words, following = self.words, self.ring.next
+        words[pair] = begin_ns
+        at = following[0]
+        following[0] = at + ring.SIZE if at < self.ring.last else 0
+        ring.RECORD.pack_into(self.ring.memory, at, begin_ns, spent_ns, what)
+        words[pair + 1] = begin_ns
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
         """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""

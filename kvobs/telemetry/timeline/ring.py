@@ -13,23 +13,16 @@ BYTES = RECORDS * SIZE
 
 
 class Ring:
-    """Writes records into ``memory``, which is of zeros, and overwrites the oldest.
+    """The memory of the records, of zeros at first, in which the newest overwrites the oldest.
 
-    ``memory``, ``next``, the position of the next record, and ``last``, the highest one, are for callers that inline
-    ``add``: calling it costs as much again. No call may stand between reading and writing ``next``: there Python may
-    change threads.
+    Callers write them in place, since a call would cost as much again: into ``memory`` at ``next``, which goes on to
+    ``last``, the highest place. No call may stand between reading and writing ``next``: it may change threads.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
         self.next = [0]
         self.last = len(memory) - SIZE
-
-    def add(self, begin_ns: int, spent_ns: int, what: int) -> None:
-        """Write a record; ``what`` is made by ``pack``."""
-        at = self.next[0]
-        self.next[0] = at + SIZE if at < self.last else 0
-        RECORD.pack_into(self.memory, at, begin_ns, spent_ns, what)
 
 
 def pack(call: int, calls: int = 1, *, has_raised: bool = False) -> int:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvobs.cli import app
 from kvobs.telemetry.timeline import black_box, ring
 from kvobs.telemetry.timeline.black_box import BlackBox
-from tests.support.watched import NAMES, REMOTE, config, process
+from tests.support.watched import NAMES, REMOTE, config, note, process
 
 S = 10**9
 
@@ -88,10 +88,10 @@ def test_an_engine_that_died_is_shown_until_the_next_start(fault: str, monkeypat
 
 def test_the_last_minute_is_summed_by_connector_and_hook() -> None:
     box, now = begin(), time.perf_counter_ns()
-    box.note(0, "wait_for_save", now - 96 * S, 29 * S)  # before it
-    box.note(0, "wait_for_save", now - 70 * S, 20 * S)  # it ended within it
-    box.note(0, "wait_for_save", now - 8 * S, 1 * S, has_raised=True)
-    box.note(REMOTE, "save_kv_layer", now - 7 * S, 2 * S, calls=32)
+    note(box, 0, "wait_for_save", now - 96 * S, 29 * S)  # before it
+    note(box, 0, "wait_for_save", now - 70 * S, 20 * S)  # it ended within it
+    note(box, 0, "wait_for_save", now - 8 * S, 1 * S, raised=True)
+    note(box, REMOTE, "save_kv_layer", now - 7 * S, 2 * S, calls=32)
     (found,) = described()
     assert found["window_seconds"] == 60
     assert found["calls"] == [
@@ -110,9 +110,9 @@ def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_bef
     busy, now = begin(0), time.perf_counter_ns()
     room = busy.ring.last // ring.SIZE + 1
     for i in range(2 * room):
-        busy.ring.add(now - 39 * S + 19 * S * i // room, 1, ring.pack(busy.pair(0, "wait_for_save")))
+        note(busy, 0, "wait_for_save", now - 39 * S + 19 * S * i // room, 1)
     waiting = begin(1)
-    waiting.note(0, "wait_for_save", now - 300 * S, S)
+    note(waiting, 0, "wait_for_save", now - 300 * S, S)
     (busy_, waiting_), (_, output) = described(), run()
     assert (round(busy_["window_seconds"]), waiting_["window_seconds"]) == (19, 60)
     assert [process["calls"][0]["calls"] for process in (busy_, waiting_)] == [room, 1]
@@ -123,7 +123,7 @@ def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_bef
 def test_a_process_by_its_pid_has_all_rows_and_others_their_first() -> None:
     box = begin(1, names=tuple(f"\x1b[3{i}m{i}" for i in range(9)))
     for i in range(9):
-        box.note(i, "wait_for_save", time.perf_counter_ns(), i)
+        note(box, i, "wait_for_save", time.perf_counter_ns(), i)
     _, output = run()
     assert output.endswith(f"  and 1 row more: kvobs timeline {os.getpid()}\n\n")
     assert "\x1b" not in output
@@ -164,9 +164,9 @@ def test_one_that_ends_well_says_so_while_its_page_is_there() -> None:
 def test_the_trace_has_a_track_for_each_process_and_a_row_for_each_connector(name: str, tmp_path: Path) -> None:
     begin_ns = time.perf_counter_ns() - 9 * S
     boxes = [begin(None), begin(1)]
-    boxes[0].note(0, "build_connector_meta", begin_ns, 3000)
-    boxes[1].note(REMOTE, "save_kv_layer", begin_ns + 1500, 2500, calls=32)
-    boxes[1].note(REMOTE, "wait_for_save", begin_ns + 4000, 5, has_raised=True)
+    note(boxes[0], 0, "build_connector_meta", begin_ns, 3000)
+    note(boxes[1], REMOTE, "save_kv_layer", begin_ns + 1500, 2500, calls=32)
+    note(boxes[1], REMOTE, "wait_for_save", begin_ns + 4000, 5, raised=True)
     boxes[1].words[boxes[1].pair(0, "get_finished")] = begin_ns + S
     code, output = run("--chrome", tmp_path / name)
     events = events_of(tmp_path / name)

@@ -15,8 +15,8 @@ from hypothesis import given
 from kvobs.telemetry.recording.recorder import Recorder
 from kvobs.telemetry.timeline import black_box, ring
 from kvobs.telemetry.timeline.black_box import BlackBox, Identity, Page, Record, pages
-from kvobs.telemetry.timeline.ring import SIZE, Ring, pack, read, unpack
-from tests.support.watched import NAMES, REMOTE, config, process
+from kvobs.telemetry.timeline.ring import SIZE, pack, read, unpack
+from tests.support.watched import NAMES, REMOTE, config, note, process
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +37,12 @@ def test_what_a_record_is_about_fits_in_a_word(call: int, calls: int, has_raised
 
 
 @pytest.mark.parametrize("added", [0, 1, 7, 8, 11, 16, 17])
-def test_the_oldest_records_are_overwritten(added: int) -> None:
-    mine = Ring(memoryview(bytearray(8 * SIZE)))
+def test_the_oldest_records_are_overwritten(added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "BYTES", 8 * SIZE)
+    box = BlackBox(NAMES)
     for i in range(1, added + 1):
-        mine.add(i, 2 * i, i)
-    assert read(mine.memory) == [(i, 2 * i, i) for i in range(max(0, added - 8) + 1, added + 1)]
+        box.note(0, i, 2 * i, i)
+    assert read(box.ring.memory) == [(i, 2 * i, i) for i in range(max(0, added - 8) + 1, added + 1)]
 
 
 def test_each_call_has_one_record_and_one_that_raised_says_so() -> None:
@@ -63,13 +64,13 @@ def test_each_call_has_one_record_and_one_that_raised_says_so() -> None:
 
 def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
     box = black_box.begin(config("e"), NAMES, 1, ())
-    box.note(0, "wait_for_save", 5, 7)
+    note(box, 0, "wait_for_save", 5, 7)
     box.ring.next[0] = 0  # as after a whole round
     at = box.pair(REMOTE, "start_load_kv")
     box.words[at] = 11
     box.ring.memory[:8] = struct.pack("q", 11)  # the begin is written first
     assert page_of().records() == []
-    box.note(REMOTE, "start_load_kv", 11, 2, calls=3)
+    note(box, REMOTE, "start_load_kv", 11, 2, calls=3)
     assert page_of().records() == [Record("remote", "start_load_kv", 11, 2, 3, False)]
 
 
