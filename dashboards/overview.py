@@ -130,7 +130,7 @@ def _verdicts() -> list[Panel]:
                 "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
                 "resume (loaded, not scheduled, and nothing is computed), and its age.",
                 "'Nothing hangs' is the normal state. Amber from 10 s, red from 60 s.",
-                "See KvobsCallHangs in the runbook.",
+                "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
                 "Calls below a second are not shown, and ranks on other machines are not seen.",
             ),
             Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),

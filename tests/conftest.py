@@ -24,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from kvobs import faults, log
+from kvobs.telemetry.timeline import ring
 
 # With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings", "tests.support.rig")
 settings.register_profile("kvobs", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvobs")
+
+
+# Rigs live until Python collects them: their pages would fill the shared memory of a container.
+ring.BYTES = 1024 * ring.SIZE
 
 
 @pytest.fixture(autouse=True)

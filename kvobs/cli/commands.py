@@ -16,7 +16,7 @@ COMMANDS = {
     "topology": ("kvobs.cli.topology:topology", "Print which ranks read from which."),
     "top": ("kvobs.cli.top.command:top", "Show the connectors of running servers, live."),
     "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
-    "timeline": ("kvobs.cli.timeline.command:timeline", "Write recorded calls as a trace for Perfetto."),
+    "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),
     "dashboards": ("kvobs.cli.dashboards:app", "Export dashboards, alerts and runbook."),
 }
 """Name -> module and function, or group of commands, and the line in the list of commands.

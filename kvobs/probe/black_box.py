@@ -1,11 +1,11 @@
-"""Show from outside a process which call into a connector it is in, and the exception that ended it.
+"""Show from outside a process which call into a connector it is in, its last calls, and the exception that ended it.
 
 Each process of an engine writes one page of shared memory with plain stores, always: others can read it while the GIL
 is held, and after the process is gone. A call has two words, its begin and the begin of the last one that ended: while
 they differ it is in progress. Times are ns of the monotonic clock, which all processes of a machine share.
 
 The layer hooks, called hundreds of times per step, write their begin only. Which connector such a call is in, and
-whether it has ended, is read from the stack by a thread that looks once a second.
+whether it has ended, is read from the stack by a thread that looks once a second. The last calls follow in a ring.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from kvobs import faults
 from kvobs.log import once
-from kvobs.probe import ring_files
+from kvobs.probe import ring, ring_files
 from kvobs.probe.pauses import LOOK_NS, OF_PROCESS
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from kvobs.vllm_api.proc import start_time
@@ -44,7 +44,7 @@ SUFFIX = ".page"
 SURVIVED = frozenset({"reset_cache", "shutdown", "unregister_kv_caches", "restore_kv_caches"})
 """Hooks after whose exceptions the engine goes on, since vLLM returns them to its caller, or was ending anyway."""
 
-_MAGIC, _VERSION = b"KVOBSBOX", 2
+_MAGIC, _VERSION = b"KVOBSBOX", 3
 _HEAD = struct.Struct("<8sII")  # magic, version, length of the description as JSON
 _WORD = 8
 _HOOKS = tuple(HOOKS)
@@ -104,7 +104,7 @@ class BlackBox:
     The exceptions of the connectors at the positions ``contained`` are contained. ``memory`` is of zeros; None: memory
     that nobody else sees. ``remove`` removes the page.
 
-    ``words`` and ``floats`` are the page, for callers that inline the stores: a call would cost more.
+    ``words`` and ``floats`` are its marks, for callers that inline the stores: a call would cost more.
     """
 
     def __init__(
@@ -120,14 +120,24 @@ class BlackBox:
         self._names, self.rank, self._contained = names, rank, contained
         self._codes: dict[CodeType, tuple[int, Mapping[int, int]]] = {}
         self._remove = weakref.finalize(self, remove) if remove is not None else None
-        self.words = memoryview(memory)[_first(about) :].cast("q")
-        self.floats = memoryview(memory)[_first(about) :].cast("d")
+        marks, calls = _parts(memory, about, names)
+        self.words, self.floats = marks.cast("q"), marks.cast("d")
+        self.ring = ring.Ring(calls)
         memory[_HEAD.size : _HEAD.size + len(about)] = about
         memory[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(about))
 
     def pair(self, child: int, hook: str) -> int:
         """Return the position of a call's two words: its begin, and the begin of the last one that ended."""
         return _PAIRS + 2 * (child * len(_HOOKS) + _HOOKS.index(hook))
+
+    def note(self, pair: int, begin_ns: int, spent_ns: int, what: int) -> None:
+        """Write the record of a call with this pair of words; then it counts as ended."""
+        words, following = self.words, self.ring.next
+        words[pair] = begin_ns
+        at = following[0]
+        following[0] = at + ring.SIZE if at < self.ring.last else 0
+        ring.RECORD.pack_into(self.ring.memory, at, begin_ns, spent_ns, what)
+        words[pair + 1] = begin_ns
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
         """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""
@@ -242,7 +252,20 @@ def _first(about: bytes) -> int:
 
 
 def _size(about: bytes, names: Sequence[str]) -> int:
-    return _first(about) + (_PAIRS + 2 * len(names) * len(_HOOKS)) * _WORD
+    return _first(about) + _marks(names) + ring.BYTES
+
+
+def _marks(names: Sequence[str]) -> int:
+    return (_PAIRS + 2 * len(names) * len(_HOOKS)) * _WORD
+
+
+def _parts(memory: mmap.mmap, about: bytes, names: Sequence[str]) -> tuple[memoryview, memoryview]:
+    """Return the marks and the ring of a page; ValueError if it does not end with a record."""
+    words = memoryview(memory)[_first(about) :]
+    marks, calls = words[: _marks(names)], words[_marks(names) :]
+    if not calls or len(calls) % ring.SIZE:
+        raise ValueError("it is cut off")
+    return marks, calls
 
 
 class Call(NamedTuple):
@@ -253,6 +276,17 @@ class Call(NamedTuple):
     rank: int | None
     since_ns: int
     error: str = ""
+
+
+class Record(NamedTuple):
+    """A call that has ended, or the calls of a layer hook in a step as if they had followed each other."""
+
+    connector: str
+    hook: str
+    begin_ns: int
+    spent_ns: int
+    calls: int
+    has_raised: bool
 
 
 class Page:
@@ -271,15 +305,16 @@ class Page:
             os.close(opened)
         magic, version, length = _HEAD.unpack_from(memory)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise ValueError(f"{path} is no page of this version of kvobs")
+            raise ValueError("it is no page of this version of kvobs")
         about = memory[_HEAD.size : _HEAD.size + length]
         described = json.loads(about)
         self.pid: int = described["pid"]
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
         self._names: list[str] = described["connectors"]
-        self.words = memoryview(memory)[_first(about) :].cast("q")
-        self._floats = memoryview(memory)[_first(about) :].cast("d")
+        marks, self._ring = _parts(memory, about, self._names)
+        self.words, self._floats = marks.cast("q"), marks.cast("d")
+        self.room = len(self._ring) // ring.SIZE  # of calls, before the oldest are overwritten
         self.halted_ns = 0  # when the reader last saw that its process did not run
 
     @property
@@ -296,6 +331,16 @@ class Page:
         begun = range(_PAIRS, len(words) - 1, 2)
         calls = [Call(*self._call(at), self.rank, words[at]) for at in begun if words[at] != words[at + 1]]
         return calls or list(self._layer_call(max([words[at] for at in begun], default=0)))
+
+    def records(self) -> list[Record]:
+        """Return the last calls that have ended, in the order of their begin."""
+        in_progress = {call.since_ns for call in self.calls()}
+        found = []
+        for begin_ns, spent_ns, what in ring.read(self._ring):
+            if begin_ns not in in_progress:
+                at, calls, has_raised = ring.unpack(what)
+                found.append(Record(*self._call(at), begin_ns, spent_ns, calls, has_raised))
+        return found
 
     def _call(self, at: int) -> tuple[str, str]:
         child, hook = divmod((at - _PAIRS) // 2, len(_HOOKS))

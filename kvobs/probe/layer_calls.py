@@ -14,6 +14,7 @@ from kvobs.clock import WALL_OFFSET
 from kvobs.probe.recorder import SUM, Call, CallEvent, Recorder, buckets
 from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
+from kvobs.probe import ring
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}
@@ -46,6 +47,8 @@ class LayerCalls:
         self._last = 0.0  # reading of the ended step
         self._recorder = recorder
         self._tallies = [(target.child, recorder.tally(target.child, hook)) for target in targets]
+        pairs = [(target.child, recorder.box.pair(target.child, hook)) for target in targets]
+        self._records = [(child, pair, ring.pack(pair, 0)) for child, pair in pairs]
         self._long: list[tuple[int, Readings]] = []  # fan-outs of this step, each after so many short ones
         self._every: list[Readings] = []  # all fan-outs of this step, where the listener needs them
         self.fan_out, self._read = self._unrolled()
@@ -102,7 +105,8 @@ class LayerCalls:
         """
         whole = self._zeros[:]
         short, sums, self._last = self._read()
-        if (calls := short - self._short) or self._long:
+        calls, fan_outs = short - self._short, short - self._short + len(self._long)
+        if fan_outs:
             for (i, tally), now, then in zip(self._tallies, sums, self._sums, strict=True):
                 whole[i] = ns = int((now - then) * 1e9 + 0.5)  # `round` would take twice as long
                 tally[0] += calls
@@ -111,6 +115,9 @@ class LayerCalls:
                 self._count_long(whole)
             if self._every:
                 self._note_all()
+            end_ns, more, note = _ns(self._last), ring.pack(0, fan_outs), self._recorder.box.note
+            for i, pair, what in self._records:
+                note(pair, end_ns - whole[i], whole[i], more | what)
             self._short, self._sums = short, sums
         else:
             self._last = 0.0

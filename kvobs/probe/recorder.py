@@ -25,6 +25,7 @@ from kvobs.probe.increments import Increments
 from kvobs.probe.pauses import Pauses
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, Signal, place
+from kvobs.probe import ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 Call = Callable[..., Any]
@@ -80,7 +81,7 @@ class Recorder:
     """The numbers of one process.
 
     A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
-    are exempt. ``box`` shows the call in progress.
+    are exempt. ``box`` shows the call in progress and the last ones.
     """
 
     def __init__(
@@ -169,7 +170,9 @@ class Recorder:
         tally = self.tally(child, hook)
         noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
         words, begun = self.box.words, self.box.pair(child, hook)
-        ended = begun + 1
+        ended, what = begun + 1, ring.pack(begun)
+        memory, following = self.box.ring.memory, self.box.ring.next
+        put, size, last = ring.RECORD.pack_into, ring.SIZE, self.box.ring.last
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start = words[begun] = perf_counter_ns()
@@ -179,9 +182,12 @@ class Recorder:
                 self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
                 words[ended] = start
                 raise
+            spent = perf_counter_ns() - start
+            at = following[0]
+            following[0] = at + size if at < last else 0
+            put(memory, at, start, spent, what)
             words[ended] = start
             try:
-                spent = perf_counter_ns() - start
                 if spent > noticed_ns:
                     spent = self.notice(child, hook, start, spent, *args[:1])
                 tally[BUCKET[(spent - 1).bit_length()]] += 1
@@ -227,6 +233,8 @@ class Recorder:
     def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count a call that ended with an exception."""
         self.box.raised(child, hook, error)
+        pair = self.box.pair(child, hook)
+        self.box.note(pair, start, spent, ring.pack(pair, has_raised=True))
         self.add_call(child, hook, start, spent)
         self.count_error(child, hook, start, spent, error, *subject)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from kvobs.children.child import Child
 from kvobs.log import log as log_
-from kvobs.probe import black_box
+from kvobs.probe import black_box, ring
+from kvobs.probe.black_box import BlackBox
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls
 from kvobs.probe.recorder import Recorder
 
@@ -25,6 +26,14 @@ REMOTE = 1
 def config(engine: str) -> Any:
     """Return as much of vLLM's configuration as identifies an engine."""
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
+
+
+def note(
+    box: BlackBox, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
+) -> None:
+    """Write the record of a call, or of so many calls."""
+    pair = box.pair(child, hook)
+    box.note(pair, begin_ns, spent_ns, ring.pack(pair, calls, has_raised=raised))
 
 
 class _Slow:

@@ -1,8 +1,11 @@
 """The outputs that pages show are printed by the code: headings, rows and words; numbers and widths may differ."""
 
 import ast
+import os
 import re
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -15,8 +18,10 @@ from kvobs.demo.collector import ReceivedSpan
 from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
+from kvobs.probe import black_box, ring
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.top_rows import SERVER
+from tests.support.watched import config, note
 
 
 def printed(part: RenderableType, width: int = 80) -> list[str]:
@@ -125,6 +130,33 @@ def test_who_reads_from_whom_is_what_the_command_prints() -> None:
 def test_the_screen_of_top_is_what_it_prints() -> None:
     shown = sample("docs/top.md", "kvobs top   the last")
     assert [line for line in printed(Picture([SERVER], 5)) if line] == shown
+
+
+# --- kvobs timeline
+
+NS = {"ms": 10**6, "us": 10**3}
+
+
+def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    shown, names, now = sample("docs/timeline.md", "rank 1, pid"), ["cpu", "steered"], time.perf_counter_ns()
+    rows = [line.split() for line in shown if line.startswith(("  cpu ", "  steered "))]
+    others = [
+        ["cpu", hook, "1", "1", "us", "1", "us", "0"]
+        for hook in ("get_finished", "take_events", "shutdown", "reset_cache")
+    ]
+    if not os.fork():  # a process that dies in a call
+        box = black_box.begin(config("e"), names, 1, ())
+        for connector, hook, calls, total, unit, slowest, unit_of_slowest, _ in [*rows, *others]:
+            most, n = float(slowest) * NS[unit_of_slowest], int(calls)
+            for ns in [most, *[(float(total) * NS[unit] - most) / max(1, n - 1)] * (n - 1)]:
+                note(box, names.index(connector), hook, now - 40 * 10**9, round(ns))
+        box.words[box.pair(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
+        os._exit(0)
+    os.wait()
+    assert len(rows) == 8
+    assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
+    assert not_printed(shown, kvobs("timeline")) == []
 
 
 # --- vLLM's log

@@ -18,6 +18,7 @@ from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls
 from kvobs.probe.recorder import SUM, CallEvent, Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
+from kvobs.probe import ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
 
@@ -107,6 +108,19 @@ def test_time_is_cut_by_child_and_step_exactly(hook: str, plan: list[list[list[i
         took = [takes[child] for takes in every]
         buckets = [sum(CALL_DURATION.bucket(ns) == i for ns in took) for i in range(SUM)]
         assert fan.recorder.tally(child, hook) == [*buckets, sum(took)]
+
+
+@each_hook
+def test_a_step_leaves_one_record_of_each_child_in_the_ring(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fan = Fan(monkeypatch, hook, 2)
+    fan(3, 4)
+    fan(10**9, 5)  # a long one
+    fan.layers.close_step()
+    fan.layers.close_step()
+    box = fan.recorder.box
+    expected = [(fan.now - ns, ns, ring.pack(box.pair(i, hook), 2)) for i, ns in enumerate((10**9 + 3, 9))]
+    assert ring.read(box.ring.memory) == expected
+    assert [box.words[box.pair(i, hook) + 1] for i in range(2)] == [begin for begin, *_ in expected]
 
 
 def test_two_threads_lose_nothing_and_mix_nothing_up() -> None:

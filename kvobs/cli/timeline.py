@@ -1,0 +1,227 @@
+"""The command ``kvobs timeline``: what the processes of an engine, running or dead, are in, and their last minute."""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvobs.cli.chrome_trace import write
+from kvobs.cli.output import clock, count, duration, fail, printable, warn
+from kvobs.clock import WALL_OFFSET, wall_ns
+from kvobs.telemetry.timeline import black_box
+from kvobs.telemetry.timeline.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
+from kvobs.vllm_api.proc import is_stopped
+
+MINUTE_NS = 60 * 10**9
+ROWS_AT_MOST = 8
+_DIGITS = 8  # of an engine's hash
+
+
+class Sums(NamedTuple):
+    """The calls of a hook of a connector."""
+
+    connector: str
+    hook: str
+    calls: int
+    spent_ns: int
+    slowest_ns: int
+    failed: int
+
+
+@dataclass
+class Process:
+    """A process of an engine, as it was when its page was read; times are of the monotonic clock."""
+
+    engine: str
+    page: Page
+    state: str = field(init=False)
+    calls: list[Call] = field(init=False)
+    raised: Call | None = field(init=False)
+    records: list[Record] = field(init=False)
+    last_ns: int = field(init=False)
+    """When the last call ended; 0 if none has."""
+    until_ns: int = field(init=False)
+    """Now, or when a dead process was last seen to run."""
+
+    def __post_init__(self) -> None:
+        page = self.page
+        self.calls, self.raised, self.records = page.calls(), page.raised(), page.records()
+        self.last_ns = max((record.begin_ns + record.spent_ns for record in self.records), default=0)
+        begins = [call.since_ns for call in (*self.calls, self.raised) if call is not None]
+        self.state, self.until_ns = "died", max([page.words[LOOKED], self.last_ns, *begins])
+        if page.has_ended_well:
+            self.state = "ended well"
+        elif page.is_alive:
+            self.state, self.until_ns = "stopped" if is_stopped(page.pid) else "alive", wall_ns() - WALL_OFFSET
+
+    @property
+    def name(self) -> str:
+        return f"{place_of(self.page.rank)}, pid {self.page.pid}"
+
+    @property
+    def window_ns(self) -> int:
+        """The time before the end of its last call, of at most a minute, whose calls are all in the ring."""
+        if len(self.records) < self.page.room - 1:  # one may be incomplete
+            return MINUTE_NS
+        return min(MINUTE_NS, self.last_ns - self.records[0].begin_ns)
+
+    def sums(self) -> list[Sums]:
+        """Return the calls of this time, those that took longest in all first."""
+        since_ns = self.last_ns - self.window_ns
+        recent = [record for record in self.records if record.begin_ns + record.spent_ns >= since_ns]
+        found = []
+        for (connector, hook), group in groupby(sorted(recent), lambda record: record[:2]):
+            same = list(group)
+            spent = [record.spent_ns for record in same]
+            calls, failed = sum(record.calls for record in same), sum(record.has_raised for record in same)
+            found.append(Sums(connector, hook, calls, sum(spent), max(spent), failed))
+        return sorted(found, key=lambda sums: -sums.spent_ns)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "pid": self.page.pid,
+            "rank": self.page.rank,
+            "state": self.state,
+            "until": _wall_s(self.until_ns),
+            "in_progress": [
+                {"connector": call.connector, "hook": call.hook, "since": _wall_s(call.since_ns),
+                 "seconds": (self.until_ns - call.since_ns) / 1e9}
+                for call in self.calls
+            ],
+            "raised": None if self.raised is None else {
+                "connector": self.raised.connector, "hook": self.raised.hook, "error": self.raised.error,
+                "at": _wall_s(self.raised.since_ns),
+            },
+            "last": _wall_s(self.last_ns) if self.last_ns else None,
+            "window_seconds": self.window_ns / 1e9,
+            "calls": [
+                {"connector": sums.connector, "hook": sums.hook, "calls": sums.calls, "failed": sums.failed,
+                 "seconds": sums.spent_ns / 1e9, "slowest_seconds": sums.slowest_ns / 1e9}
+                for sums in self.sums()
+            ],
+        }  # fmt: skip
+
+
+def _wall_s(ns: int) -> float:
+    return (ns + WALL_OFFSET) / 1e9
+
+
+EXAMPLES = examples(
+    "kvobs timeline                          all engines, running or dead",
+    "kvobs timeline 21469                    a process by its pid, with all rows",
+    "kvobs timeline --chrome calls.json.gz   all calls, for a trace viewer",
+)
+
+
+def timeline(
+    wanted: Annotated[
+        str | None, typer.Argument(metavar="ENGINE|PID", help="Only this engine, as printed, or this process.")
+    ] = None,
+    *,
+    chrome: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the calls for https://ui.perfetto.dev; .gz compresses."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the call that each process of an engine is in, or died in, its last exception, and its last minute."""
+    found = _read()
+    if not found:
+        raise fail(
+            f"found no page of an engine's process in {black_box.folder()}: run this as the engine's user, on its "
+            "machine, and in its container; the pages of an engine that ended well are gone"
+        )
+    processes = [one for one in found if wanted is None or wanted == str(one.page.pid) or one.engine.startswith(wanted)]
+    if not processes:
+        names = ", ".join(f"{process.name} of engine {process.engine}" for process in found)
+        raise fail(f"found no engine and no pid {wanted!r}; there are: {names}")
+    if chrome is not None:
+        _write(processes, chrome)
+    if as_json:
+        typer.echo(json.dumps([process.as_dict() for process in processes]))
+        return
+    console = Console(highlight=False, markup=False)
+    for engine, group in groupby(processes, lambda process: process.engine):
+        console.print(f"engine {engine}\n", style="bold")
+        for process in group:
+            for part in _lay_out(process, ROWS_AT_MOST if wanted != str(process.page.pid) else None):
+                console.print(part, soft_wrap=isinstance(part, str))
+            console.print()
+
+
+def _read() -> list[Process]:
+    """Return the processes that have a page, by engine, the scheduler first; warn of a page that can't be read."""
+    found = []
+    for path in black_box.folder().glob(f"*{SUFFIX}"):
+        try:
+            engine, number = path.name.split("-")[:2]
+            found.append(Process(f"{engine[:_DIGITS]}-{number}", Page(path)))
+        except FileNotFoundError:
+            continue  # it has just ended well
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            warn(f"{path} is left out: {getattr(error, 'strerror', None) or error}")
+    return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
+
+
+def _order(rank: int | None) -> int:
+    return -1 if rank is None else rank
+
+
+def _write(processes: Sequence[Process], trace: Path) -> None:
+    try:
+        events = write(trace, [(f"{process.name}, engine {process.engine}", process) for process in processes])
+    except FileExistsError:
+        raise fail(f"{trace} exists: name another file") from None
+    except OSError as error:
+        raise fail(f"{trace} can't be written: {error.strerror}") from None
+    typer.echo(f"{trace}: {count(events, 'event')}; open it at https://ui.perfetto.dev", err=True)
+
+
+# --- what is printed
+
+
+def _lay_out(process: Process, rows_at_most: int | None) -> Iterator[str | Table]:
+    """Yield lines and a table about a process."""
+    at = "" if process.state in ("alive", "stopped") else f", last seen at {clock(process.until_ns + WALL_OFFSET)}"
+    yield f"{process.name}: {process.state}{at}"
+    verb, for_ = ("is", "for") if not at else ("was", "for at least")
+    for call in process.calls:
+        age = duration((process.until_ns - call.since_ns) / 1e9)
+        yield f"  {verb} in {_of(call)} {for_} {age}, since {clock(call.since_ns + WALL_OFFSET)}"
+    if not process.calls:
+        yield f"  {verb} in no call"
+    if process.raised is not None:
+        at = clock(process.raised.since_ns + WALL_OFFSET)
+        yield f"  raised {printable(process.raised.error)} in {_of(process.raised)} at {at}"
+    if sums := process.sums():
+        window, at = duration(process.window_ns / 1e9), clock(process.last_ns + WALL_OFFSET)
+        yield f"  calls of the {window} until {at}:"
+        yield _table(sums[:rows_at_most])
+        if more := len(sums[rows_at_most:]) if rows_at_most else 0:
+            yield f"  and {count(more, 'row')} more: kvobs timeline {process.page.pid}"
+
+
+def _of(call: Call) -> str:
+    return f"{call.hook} of connector '{printable(call.connector)}'"
+
+
+def _table(rows: Iterable[Sums]) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2), header_style="bold")
+    table.add_column("connector", overflow="fold")
+    table.add_column("hook", overflow="fold")
+    for head in ("calls", "in all", "slowest", "failed"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        times = duration(row.spent_ns / 1e9), duration(row.slowest_ns / 1e9)
+        cells = printable(row.connector), row.hook, f"{row.calls:,}", *times, f"{row.failed:,}"
+        table.add_row(*map(Text, cells), style="bold red" if row.failed else None)
+    return table

@@ -1,0 +1,98 @@
+"""The last calls of a process are in the ring of its page, in their order, also if it is killed within a record."""
+
+import os
+import struct
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import Mock
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.telemetry.recording.recorder import Recorder
+from kvobs.telemetry.timeline import black_box, ring
+from kvobs.telemetry.timeline.black_box import BlackBox, Identity, Page, Record, pages
+from kvobs.telemetry.timeline.ring import SIZE, pack, read, unpack
+from tests.support.watched import NAMES, REMOTE, config, note, process
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    return tmp_path / "pages"
+
+
+def page_of(engine: str = "e") -> Page:
+    ((_, page),) = pages(Identity.of(config(engine)).pages())
+    return page
+
+
+@given(st.integers(0, 2**30), st.integers(0, 2**30), st.booleans())
+def test_what_a_record_is_about_fits_in_a_word(call: int, calls: int, has_raised: bool) -> None:
+    word = pack(call, calls, has_raised=has_raised)
+    assert unpack(struct.unpack("q", struct.pack("q", word))[0]) == (call, calls, has_raised)
+
+
+@pytest.mark.parametrize("added", [0, 1, 7, 8, 11, 16, 17])
+def test_the_oldest_records_are_overwritten(added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "BYTES", 8 * SIZE)
+    box = BlackBox(NAMES)
+    for i in range(1, added + 1):
+        box.note(0, i, 2 * i, i)
+    assert read(box.ring.memory) == [(i, 2 * i, i) for i in range(max(0, added - 8) + 1, added + 1)]
+
+
+def test_each_call_has_one_record_and_one_that_raised_says_so() -> None:
+    box = black_box.begin(config("e"), NAMES, 1, ())
+    recorder = Recorder(len(NAMES), names=NAMES, box=box)
+    box.ring.next[0] = box.ring.last - SIZE  # its end is near
+    begin_ns = time.perf_counter_ns()
+    recorder.timed(0, "start_load_kv", Mock())()
+    with suppress(OSError):
+        recorder.timed(REMOTE, "wait_for_save", Mock(side_effect=OSError))()
+    recorder.timed(0, "get_finished", Mock())()
+    records = page_of().records()
+    assert [(r.connector, r.hook, r.calls, r.has_raised) for r in records] == [
+        ("cpu", "start_load_kv", 1, False), ("remote", "wait_for_save", 1, True), ("cpu", "get_finished", 1, False)
+    ]  # fmt: skip
+    assert begin_ns < records[0].begin_ns < records[-1].begin_ns < time.perf_counter_ns() - records[-1].spent_ns
+    assert box.ring.next == [SIZE]
+
+
+def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
+    box = black_box.begin(config("e"), NAMES, 1, ())
+    note(box, 0, "wait_for_save", 5, 7)
+    box.ring.next[0] = 0  # as after a whole round
+    at = box.pair(REMOTE, "start_load_kv")
+    box.words[at] = 11
+    box.ring.memory[:8] = struct.pack("q", 11)  # the begin is written first
+    assert page_of().records() == []
+    note(box, REMOTE, "start_load_kv", 11, 2, calls=3)
+    assert page_of().records() == [Record("remote", "start_load_kv", 11, 2, 3, False)]
+
+
+def test_the_calls_of_a_process_that_was_killed_stay(folder: Path) -> None:
+    with process("e", 1, "is killed") as forked:
+        os.waitpid(forked.pid, 0)
+    page = page_of()
+    assert (page.is_alive, page.has_ended_well) == (False, False)
+    assert [record[:2] for record in page.records()] == [("cpu", "start_load_kv")]
+    assert [call[:2] for call in page.calls()] == [("remote", "start_load_kv")]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_threads_lose_no_place_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "BYTES", 10_001 * SIZE)
+    box = BlackBox(NAMES)
+    recorder = Recorder(len(NAMES), names=NAMES, box=box)
+    calls = [recorder.timed(i, "wait_for_save", Mock(return_value=None)) for i in range(2)]
+    threads = [threading.Thread(target=lambda call=call: [call() for _ in range(5000)]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert box.ring.next == [10_000 * SIZE]
+    assert len(read(box.ring.memory)) == 10_000
