@@ -22,11 +22,11 @@ TIERS: tuple[dict[str, str], ...] = (
         "clock": "Reads the wall clock without its jumps.",
         "log": "Logs through vLLM's logger, repeated messages once.",
         "vllm_api": "Lists vLLM's hooks and the differences between its versions.",
-        "prediction": "Predicts the time of computing and of loading: pure, without vLLM.",
+        "state": "Holds one request's truth, offers to transfers, and the events of the router: pure, without vLLM.",
     },
     {
         "schema": "Lists options, metrics and spans; checks the options: declared once, read by all.",
-        "state": "Holds the ledger, transfers, quarantine and cache layout: pure, without vLLM.",
+        "prediction": "Predicts the time of computing and of loading: pure, without vLLM.",
         "topology": "Maps decode ranks to the prefill ranks and KV heads that they read; vLLM's class of that name.",
     },
     {
@@ -34,11 +34,12 @@ TIERS: tuple[dict[str, str], ...] = (
         "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
     },
     {
-        "telemetry": "Counts calls, follows requests, shows the calls in progress, carries numbers to the API server.",
+        "probe": "Times and counts each call into a connector, and writes the page with the calls of a process.",
         "aggregation": "Combines the outputs of the workers rank by rank, instead of vLLM's class.",
     },
     {
-        "children": "Builds, names and calls the configured connectors, and records each call.",
+        "children": "Builds, names and calls the configured connectors; makes all hooks of vLLM as one dict.",
+        "telemetry": "Observes the router: counts of transfers, spans, reports; carries numbers to the API server.",
         "demo": "Runs a real engine on a CPU.",
     },
     {
@@ -46,7 +47,7 @@ TIERS: tuple[dict[str, str], ...] = (
         "export": "Makes metrics and spans of the numbers: in the API server, or in a process without vLLM.",
         "testing": "Puts vLLM's scheduler around a connector, for tests of connectors.",
     },
-    {"connector": "Defines `MultiConnector`, the class that vLLM loads."},
+    {"connector": "Defines `MultiConnector`, the class that vLLM loads, and wires router and telemetry together."},
     {"plugin": "Enables kvobs by an environment variable: vLLM's entry point."},
     {"cli": "Implements the command `kvobs`."},
 )

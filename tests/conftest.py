@@ -24,7 +24,7 @@ import pytest
 from hypothesis import settings
 
 from kvobs import faults, log
-from kvobs.telemetry.timeline import ring
+from kvobs.probe import ring
 
 # With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
 if TYPE_CHECKING:

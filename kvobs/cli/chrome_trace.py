@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvobs.clock import WALL_OFFSET
-from kvobs.telemetry.timeline.black_box import Call, Page, Record
+from kvobs.probe.black_box import Call, Page, Record
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvobs.cli.chrome_trace import write
-from kvobs.cli.output import clock, count, duration, fail, printable, warn
+from kvobs.cli.output import clock, count, duration, examples, fail, printable, warn
 from kvobs.clock import WALL_OFFSET, wall_ns
-from kvobs.telemetry.timeline import black_box
-from kvobs.telemetry.timeline.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
+from kvobs.probe import black_box
+from kvobs.probe.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
 from kvobs.vllm_api.proc import is_stopped
 
 MINUTE_NS = 60 * 10**9

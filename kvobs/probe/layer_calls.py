@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvobs import faults
 from kvobs.clock import WALL_OFFSET
+from kvobs.probe import ring
 from kvobs.probe.recorder import SUM, Call, CallEvent, Recorder, buckets
 from kvobs.schema import signals
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
-from kvobs.probe import ring
 
 # The hooks as vLLM declares them.
 ARGUMENTS = {"wait_for_layer_load": "layer_name", "save_kv_layer": "layer_name, kv_layer, attn_metadata"}

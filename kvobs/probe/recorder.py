@@ -20,12 +20,12 @@ from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.log import once
+from kvobs.probe import ring
 from kvobs.probe.black_box import BlackBox
 from kvobs.probe.increments import Increments
 from kvobs.probe.pauses import Pauses
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, Signal, place
-from kvobs.probe import ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 Call = Callable[..., Any]

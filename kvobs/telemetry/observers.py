@@ -7,7 +7,6 @@ from typing import Any
 
 from kvobs.faults import contain
 from kvobs.probe.recorder import Call
-from kvobs.schema.signals import Where
 from kvobs.state.events import EVENTS, Observer
 from kvobs.telemetry.tracing.request_traces import Traces
 
@@ -18,22 +17,27 @@ class Composed(Observer):
     def __init__(self, observers: Iterable[Observer | None]) -> None:
         self.observers = tuple([each for each in observers if each is not None])
         for event in EVENTS:
-            nothing, calls = vars(Observer)[event], list[tuple[Call, Where]]()
+            nothing, calls = vars(Observer)[event], list[tuple[Call, bool]]()
             for each in self.observers:
                 method = getattr(each, event)
                 if getattr(method, "__func__", None) is not nothing:
-                    calls.append((method, "trace" if isinstance(each, Traces) else "record"))
+                    calls.append((method, isinstance(each, Traces)))
             if calls:
                 setattr(self, event, _announcement(calls))
         self.wants_lookups = "looked_up" in vars(self)
 
 
-def _announcement(calls: Sequence[tuple[Call, Where]]) -> Call:
+def _announcement(calls: Sequence[tuple[Call, bool]]) -> Call:
+    """Return an event's calls as one; of each it is known whether it traces."""
+
     def announce(*args: Any, **kwargs: Any) -> None:
-        for call, where in calls:
+        for call, traces in calls:
             try:
                 call(*args, **kwargs)
             except Exception:
-                contain(where)
+                if traces:
+                    contain("trace")
+                else:
+                    contain("record")
 
     return announce

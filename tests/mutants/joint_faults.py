@@ -40,7 +40,9 @@ class JointFault(NamedTuple):
 
 
 UNIT, ROUTING, EXPORT = "tests/unit", "kvobs/routing", "kvobs/export"
-REQUESTS, RECORDING, PAYLOAD = (f"kvobs/telemetry/{name}" for name in ("requests", "recording", "payload"))
+REQUESTS, TRACING, TRANSFERS, PAYLOAD = (
+    f"kvobs/telemetry/{name}" for name in ("requests", "tracing", "transfers", "payload")
+)
 
 JOINT_FAULTS = (
     # survivors of a review
@@ -53,17 +55,17 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "each trace links to the first prefill",
-        f"{REQUESTS}/request_traces.py",
+        f"{TRACING}/request_traces.py",
         "            link=link,\n",
         '            link=link and self.__dict__.setdefault("_first_link", link),\n',
-        f"{UNIT}/telemetry/requests/test_request_traces.py",
+        f"{UNIT}/telemetry/tracing/test_request_traces.py",
     ),
     JointFault(
         "a call that raised stays in progress in the black box",
-        f"{RECORDING}/recorder.py",
+        "kvobs/probe/recorder.py",
         "                words[ended] = start\n                raise\n",
         "                raise\n",
-        f"{UNIT}/telemetry/recording/test_recorder.py",
+        f"{UNIT}/probe/test_recorder.py",
     ),
     JointFault(
         "saves promised during a quarantine are never given up",
@@ -98,9 +100,9 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a slow connector in quarantine is polled for open lookups",
-        f"{ROUTING}/scheduler.py",
-        "self.open_lookups.poll(self.isolation.is_slow)",
-        "self.open_lookups.poll(lambda _: False)",
+        f"{ROUTING}/audience.py",
+        "self._open_lookups.poll(self.isolation.is_slow)",
+        "self._open_lookups.poll(lambda _: False)",
         f"{UNIT}/routing/test_isolation_quarantine.py",
     ),
     JointFault(
@@ -135,8 +137,8 @@ JOINT_FAULTS = (
     JointFault(
         "the lookups of a request that ends during its load are never forgotten",
         f"{ROUTING}/scheduler.py",
-        "        self.offers.forget(request_id)\n        if finished.aborted is not None:\n",
-        "        if finished.aborted is None:\n            self.offers.forget(request_id)\n        else:\n",
+        "        self.offers.forget(request_id)\n",
+        "        if finished.aborted is None:\n            self.offers.forget(request_id)\n",
         f"{UNIT}/routing/test_scheduler.py::test_whatever_is_reported_and_aborted",
     ),
     # scheduler's and workers' orders
@@ -178,11 +180,11 @@ JOINT_FAULTS = (
     # visibility and isolation
     JointFault(
         "ended requests are forgotten before the workers get the hidden ones",
-        f"{ROUTING}/scheduler.py",
+        f"{ROUTING}/audience.py",
         "                if ends := visibility.ends_hidden(finished):\n"
         "                    hidden[index] = ends\n"
-        "                visibility.forget(finished, self.ledger)\n",
-        "                visibility.forget(finished, self.ledger)\n"
+        "                visibility.forget(finished, self._ledger)\n",
+        "                visibility.forget(finished, self._ledger)\n"
         "                if ends := visibility.ends_hidden(finished):\n"
         "                    hidden[index] = ends\n",
         f"{UNIT}/routing/test_isolation.py",
@@ -196,40 +198,40 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a request that was withheld or dropped is never forgotten",
-        f"{ROUTING}/scheduler.py",
-        "            if visibility:\n                visibility.end(request_id)\n",
-        "            if visibility.hidden:\n                visibility.end(request_id)\n",
+        f"{ROUTING}/audience.py",
+        "                visibility.end(request_id)\n",
+        "                if visibility.hidden:\n                    visibility.end(request_id)\n",
         f"{UNIT}/routing/test_isolation.py",
     ),
     JointFault(
         "the receipts hidden from the first connector are hidden from all",
         f"{ROUTING}/completions.py",
-        "            hidden = self._visibility[child.index].hidden\n",
-        "            hidden = self._visibility[0].hidden\n",
+        "        hidden = self._visibility[child.index].hidden\n",
+        "        hidden = self._visibility[0].hidden\n",
         f"{UNIT}/routing/test_completions.py::test_hidden_requests_are_not_shown_and_end_all_the_same",
     ),
     # lookups, open ones, and the choice
     JointFault(
         "connectors get the allocation before their lookup is left open",
-        f"{ROUTING}/scheduler.py",
-        "        self.open_lookups.leave_open(request, blocks, local, left_open)\n"
-        "        for child in self.children:\n"
-        "            is_shown = self.visibility[child.index].allocates(request_id)\n"
-        "            if is_shown and not self.open_lookups.has(child.index, request_id):\n"
+        f"{ROUTING}/audience.py",
+        "        self._open_lookups.leave_open(request, blocks, computed, left_open)\n"
+        "        for child in self._children:\n"
+        "            is_shown = self._visibility[child.index].allocates(request_id)\n"
+        "            if is_shown and not self._open_lookups.has(child.index, request_id):\n"
         "                self.isolation.allocated(child.index, request_id)\n"
-        "                child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)\n",
-        "        for child in self.children:\n"
-        "            is_shown = self.visibility[child.index].allocates(request_id)\n"
-        "            if is_shown and not self.open_lookups.has(child.index, request_id):\n"
+        "                yield child\n",
+        "        for child in self._children:\n"
+        "            is_shown = self._visibility[child.index].allocates(request_id)\n"
+        "            if is_shown and not self._open_lookups.has(child.index, request_id):\n"
         "                self.isolation.allocated(child.index, request_id)\n"
-        "                child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)\n"
-        "        self.open_lookups.leave_open(request, blocks, local, left_open)\n",
+        "                yield child\n"
+        "        self._open_lookups.leave_open(request, blocks, computed, left_open)\n",
         f"{UNIT}/routing/test_lookups.py",
     ),
     JointFault(
         "the second allocation of a load settles its decision and open lookups again",
         f"{ROUTING}/lookups.py",
-        "asked.last, Settled(local=asked.last.local)",
+        "asked.last, LookupResult(local=asked.last.local)",
         "asked.last, asked.last._replace(offers=())",
         f"{UNIT}/routing/test_lookups.py",
     ),
@@ -251,10 +253,10 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "the aggregator's stuck failures are counted while ranks are still to report",
-        f"{ROUTING}/outcomes.py",
+        f"{TRANSFERS}/open_transfers.py",
         "        if load is not None and load.is_in:\n",
         "        if load is not None:\n",
-        f"{UNIT}/routing/test_outcomes.py",
+        f"{UNIT}/telemetry/transfers/test_open_transfers.py",
     ),
     # the payload and the totals
     JointFault(
@@ -304,25 +306,25 @@ JOINT_FAULTS = (
     # traces, reports and gains
     JointFault(
         "the load's span is lost when its request ends",
-        f"{REQUESTS}/request_traces.py",
-        "        self._write_load(request_id)\n        trace = self._traces.pop(request_id, None)\n",
+        f"{TRACING}/request_traces.py",
+        "        self._write_load(request.request_id)\n        trace = self._traces.pop(request.request_id, None)\n",
         "        self._write_load(request_id)\n        self._loads.pop(request_id, None)\n"
         "        trace = self._traces.pop(request_id, None)\n",
-        f"{UNIT}/telemetry/requests/test_request_traces.py",
+        f"{UNIT}/telemetry/tracing/test_request_traces.py",
     ),
     JointFault(
         "a client gets the report without the trace",
-        f"{ROUTING}/scheduler.py",
-        "            params = self.reports.finished(request, params) or params\n        self.listener.request_ended(request_id)\n",
-        "            params = self.reports.finished(request, None) or params\n        self.listener.request_ended(request_id)\n",
+        "kvobs/telemetry/sides.py",
+        "            params = reports.finished(request, params) or params\n",
+        "            params = reports.finished(request, None) or params\n",
         f"{UNIT}/telemetry/requests/test_request_reports.py",
     ),
     JointFault(
         "a request that has ended waits for its resume",
-        f"{ROUTING}/gains.py",
-        "    def request_ended(self, request_id: str) -> None:\n        self._resuming.pop(request_id, None)\n",
-        "    def request_ended(self, request_id: str) -> None:\n        return\n",
-        f"{UNIT}/routing/test_gains.py",
+        f"{TRANSFERS}/gains.py",
+        "        self._resuming.pop(request.request_id, None)\n",
+        "        return\n",
+        f"{UNIT}/telemetry/transfers/test_gains.py",
     ),
     # pauses, waits and block copies
     JointFault(
@@ -338,7 +340,7 @@ JOINT_FAULTS = (
         "            self._before[child] = total = tally[SUM]\n            whole[child] += total - before\n",
         "            total = tally[SUM]\n            if waits:\n                self._before[child] = total\n"
         "            whole[child] += total - before\n",
-        f"{UNIT}/children/test_layer_calls.py",
+        f"{UNIT}/probe/test_layer_calls.py",
     ),
     JointFault(
         "a copy counts the first layer's bytes for each layer",

@@ -15,10 +15,10 @@ from kvobs.cli import app
 from kvobs.cli.top.screen import Picture
 from kvobs.demo import report, tree
 from kvobs.demo.collector import ReceivedSpan
+from kvobs.probe import black_box, ring
 from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
-from kvobs.probe import black_box, ring
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.top_rows import SERVER
 from tests.support.watched import config, note

@@ -95,7 +95,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
 
 def test_nothing_is_run_but_the_fan_out_of_the_layer_hooks() -> None:
     found = [(name, called(node)) for name, node in in_production()]
-    assert [one for one in found if one[1] in RUNS] == [("layer_calls.py", "exec")]
+    assert [one for one in found if one[1] in RUNS] == [("layer_calls.py", "exec"), ("commands.py", "import_module")]
 
 
 def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:

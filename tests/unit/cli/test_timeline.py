@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from kvobs.telemetry.timeline import black_box, ring
-from kvobs.telemetry.timeline.black_box import BlackBox
+from kvobs.probe import black_box, ring
+from kvobs.probe.black_box import BlackBox
 from tests.support.watched import NAMES, REMOTE, config, note, process
 
 S = 10**9
@@ -80,7 +80,7 @@ def test_an_engine_that_died_is_shown_until_the_next_start(fault: str, monkeypat
     else:
         assert "  was in start_load_kv of connector 'remote' for at least " in output
         assert found["in_progress"][0]["seconds"] < 60
-    monkeypatch.setattr("kvobs.telemetry.timeline.ring_files.NEW_NS", 0)
+    monkeypatch.setattr("kvobs.probe.ring_files.NEW_NS", 0)
     box = begin(0)
     assert [process["rank"] for process in described()] == [0]
     box.close()

@@ -8,8 +8,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs import connector as connector_module
 from kvobs.cli.check.destinations import losses, metrics_go_to, spans_go_to
+from kvobs.export import feed as feed_module
 from kvobs.export.destinations import CASES, Case, Setup, findings
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
@@ -120,7 +120,7 @@ class Scheduler:
 
     def __init__(self, patch: pytest.MonkeyPatch, log_stats: bool, kvobs_options: dict[str, Any] | None = None) -> None:
         self.fed: list[EngineInfo] = []
-        patch.setattr(connector_module, "Feed", self.fed.append)  # no process of its own
+        patch.setattr(feed_module, "Feed", self.fed.append)  # no process of its own
         config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], kvobs_options))
         config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = 3
         self.connector = kvobs.MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())

@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs import faults
 from kvobs.children.child import Child
 from kvobs.clock import WALL_OFFSET
+from kvobs.probe import ring
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls
 from kvobs.probe.recorder import SUM, CallEvent, Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
-from kvobs.probe import ring
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
 

@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.telemetry.recording.recorder import Recorder
-from kvobs.telemetry.timeline import black_box, ring
-from kvobs.telemetry.timeline.black_box import BlackBox, Identity, Page, Record, pages
-from kvobs.telemetry.timeline.ring import SIZE, pack, read, unpack
+from kvobs.probe import black_box, ring
+from kvobs.probe.black_box import BlackBox, Identity, Page, Record, pages
+from kvobs.probe.recorder import Recorder
+from kvobs.probe.ring import SIZE, pack, read, unpack
 from tests.support.watched import NAMES, REMOTE, config, note, process
 
 
