@@ -150,6 +150,7 @@ class WorkerTelemetry(WorkerObserver):
             self._recorders.tracer.join_step(self._note.trace, traces)
 
     def step_ended(self) -> None:
+        self._note = NO_NOTE
         self._words[SINCE] = 0
         self._words[STEPS] += 1
 

@@ -13,10 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvobs
 from kvobs.probe.black_box import BlackBox
+from kvobs.schema.signals import TIMED
 from kvobs.telemetry.collector import Collector
 from kvobs.telemetry.requests.request_log import RequestLog
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
-from kvobs.vllm_api.hooks import HOOKS
+from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.support.rig import child_config
 
 
@@ -168,3 +170,15 @@ def test_recording_ends_after_the_connectors(
         end()
     assert a.called("shutdown")
     assert ended == [RequestLog, Collector, {"is_well": is_well}, *([BlackBox] if is_well else [])]
+
+
+@pytest.mark.parametrize("side", [Side.SCHEDULER, Side.WORKER])
+def test_each_hook_of_a_side_is_one_callable_of_kvobs(side: Side, a: Script, b: Script) -> None:
+    """A hook that is missing here would reach the connectors by vLLM's own routing."""
+    rig = Rig("kvobs", a, b)
+    connector = rig.connector if side is Side.SCHEDULER else rig.workers[0]
+    hooks = {name for name, hook in TIMED.items() if hook.side in (side, Side.BOTH) and versions.has_hook(name)}
+    bound = {name for name in hooks if name in vars(connector) or name in vars(type(connector))}
+    assert bound == hooks
+    others = {name for name, hook in TIMED.items() if hook.side not in (side, Side.BOTH)}
+    assert not others & vars(connector).keys()
