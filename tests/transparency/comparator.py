@@ -63,7 +63,7 @@ def _without_field(entry: Entry, field: str) -> Entry:
 
 def _empty_outputs(entry: Entry, life: Life) -> Entry | None:
     """Leave out that a child was shown an output in which nothing is."""
-    if entry.hook != "update_connector_output" or life.executor != "uni":
+    if entry.hook != "update_connector_output" or not life.running.is_uni:
         return entry
     _, *fields = entry.arguments[0]
     return entry if any(value not in EMPTY for _, value in fields) else None
@@ -158,7 +158,7 @@ def _is_vllms_own(life: Life, stock: Run) -> bool:
 
     One step ahead, it forgets the token that is under way for a request whose synchronous load turns out bad.
     """
-    return life.is_async and stock.seen["bad blocks of a sync load"] > 0 and not stock.causes
+    return life.running.is_async and stock.seen["bad blocks of a sync load"] > 0 and not stock.causes
 
 
 def _tell(entries: list[Entry], at: int, expected: Entry | None, found: Entry | None) -> str:
