@@ -186,6 +186,8 @@ class Overlapping(Rig):
     ``seen`` counts what a life must have to say anything about the model runners.
     """
 
+    steps_idle = False  # steps without a request, too: what is to be passed on is
+
     def __init__(
         self, router: str, *scripts: Any, running: Running, at_once: Callable[[], bool] = lambda: False, **more: Any
     ) -> None:
@@ -220,7 +222,7 @@ class Overlapping(Rig):
     def step(self) -> KVConnectorOutput:
         """Schedule a step, unless there is nothing to do, and read the oldest one if no more may be in flight."""
         self.scheduled, self.output, self.request_outputs = None, None, []
-        if self.scheduler.has_requests():
+        if self.scheduler.has_requests() or self.steps_idle:
             self.scheduled = scheduled = self._schedule()
             sent = b"" if self.running.is_uni else pickle.dumps(scheduled)
             self._steps.append(InFlight(scheduled, sent, self._samples(scheduled)))

@@ -141,7 +141,7 @@ def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     """Look at how the lives ended: kvobs must come through all of them, and what ends stock must have a name."""
     if stock.raised != kvobs.raised and not stock.causes:
         return f"a child's exception reaches vLLM with one router: {stock.raised} - {kvobs.raised}"
-    is_vllms_own = _is_vllms_own(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
+    is_vllms_own = hangs_in_vllm(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
     if kvobs.raised or is_vllms_own:
         return None
     if kvobs.error:
@@ -153,7 +153,7 @@ def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     return None
 
 
-def _is_vllms_own(life: Life, stock: Run) -> bool:
+def hangs_in_vllm(life: Life, stock: Run) -> bool:
     """Return whether a life ends badly whatever the router: it was the same to its end, and vLLM's scheduler hangs.
 
     One step ahead, it forgets the token that is under way for a request whose synchronous load turns out bad.
