@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from tests.engine.children_steered import SteeredChild
 from tests.soak.ledger import Ledger
-from tests.transparency.behaviour import SchedulerHalf, WorkerHalf
+from tests.transparency.behaviour import Half, SchedulerHalf, WorkerHalf
 from tests.transparency.messages import Load
 
 FOREVER = 10**9
@@ -31,13 +31,17 @@ class OddStats(KVConnectorStats):
         return not self.data
 
 
-class SoakScheduler(SchedulerHalf):
-    """A child in the scheduler's process."""
+class Counted(Half):
+    """A child of an engine that has a ledger."""
 
     @property
     def ledger(self) -> Ledger:
         assert isinstance(self.books.run, Ledger)
         return self.books.run
+
+
+class SoakScheduler(Counted, SchedulerHalf):
+    """A child in the scheduler's process."""
 
     def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens, is_async = super().on_get_num_new_matched_tokens(request, num_computed_tokens)
@@ -54,7 +58,8 @@ class SoakScheduler(SchedulerHalf):
     def on_request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         promises, params = super().on_request_finished_all_groups(request, block_ids)
         self.ledger.finished(request.request_id, self.index, promises=promises)
-        if promises and self.ledger.asked[request.request_id].savers == [self.index]:
+        asked = self.ledger.asked.get(request.request_id)
+        if promises and asked is not None and asked.savers == [self.index] and asked.load is None:
             self._silence(request.request_id)
         return promises, params
 
@@ -67,10 +72,8 @@ class SoakScheduler(SchedulerHalf):
             ledger.seen["never reported"] += 1
 
 
-class SoakWorker(WorkerHalf):
+class SoakWorker(Counted, WorkerHalf):
     """A child in one worker."""
-
-    ledger = SoakScheduler.ledger
 
     def __init__(self, *args: Any, rank: int) -> None:
         super().__init__(*args, rank=rank)
@@ -109,7 +112,8 @@ class SoakWorker(WorkerHalf):
         saved, received, failed = super()._results(can_fail)
         promised, often = self.books.promised, self.character.promises
         early = {name for name in saved if self.index not in promised.get(name, ()) and name in self.ledger.asked}
-        saved -= {name for name in early if self.happens(often, "promises", name)}  # it would count as the promised one
+        # It would count as the promised one; a silent one's promise is drawn later.
+        saved -= {name for name in early if name in self.ledger.silent or self.happens(often, "promises", name)}
         own = [loads[name][1] for name in received & loads.keys()]
         self._again += [(self.step + 3, load) for load in own if self.happens(0.1, "again", load.request)]
         for due, load in [*self._again]:

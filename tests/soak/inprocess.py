@@ -1,6 +1,6 @@
 """The soak in one process: lives of engines of several shapes, one after the other, checked while they run."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -40,7 +40,7 @@ IDLE_STEPS = STUCK_AFTER + 12  # in which the last numbers reach the metrics
 
 LOADING = Character(
     hits=0.5, asynchronous=0.75, pending=0.1, fails=0.1, offers_again=0.3, promises=0.3, promises_aborted=True,
-    slow=0.3, chats=0.1, strays=0.02,
+    slow=0.6, chats=0.1, strays=0.02,
 )  # fmt: skip
 CHILDREN = (
     LOADING,
@@ -116,6 +116,7 @@ class SoakEngine(engine.Engine):
                 self.ledger.ended(name, "abort by the client")
 
     def step(self) -> Any:
+        self.keep_no_room()
         output = super().step()
         for each in self.request_outputs:
             if each.finish_reason is not None:
@@ -136,7 +137,7 @@ class Soak(Traced):
     def __init__(self, name: str, shape: Shape, seed: int, patch: pytest.MonkeyPatch) -> None:
         self.seed, self.shape, self.random = seed, shape, Random(seed)
         self.ledger = ledger = Ledger(tuple(1 if child.one_reports else RANKS for child in CHILDREN))
-        life = Life(
+        self.life = life = Life(
             CHILDREN, (), running=shape.running, seed=seed, policy=shape.failure_policy, blocks=112, most_running=32
         )
         STAGES[name] = stage = Stage(life, ledger, (SoakScheduler, SoakWorker))
@@ -154,8 +155,12 @@ class Soak(Traced):
         plans = []
         for i, name in enumerate(free):
             plan, arrives = draw_plan(self.random, i), now + i // 12
-            aborted = arrives + self.random.randint(0, 120) if self.random.random() < 0.08 else None
+            aborted = arrives + self.random.randint(0, 120) if self.random.random() < 0.15 else None
             plans.append(replace(plan, name=name, arrives=arrives, aborted=aborted, inputs=(), reads=True))
+        life = replace(self.life, seed=self.random.getrandbits(32))  # or an id would mean the same each time
+        for router in (self.rig.connector, *self.rig.workers):
+            for child in router._connectors:
+                child.half.life = life
         self.rig.plan(plans)
         self.added += requests
         self.drain(now + STALLED_AFTER + 10 * requests)
@@ -191,7 +196,7 @@ class Soak(Traced):
 
     def differences(self) -> list[str]:
         """Compare the metrics with the ledger; the engine must be idle."""
-        found: Counter[Any] = Counter()
+        found: defaultdict[Any, float] = defaultdict(float)
         faults = []
         for sample in (sample for family in self.front.registry.collect() for sample in family.samples):
             labels = {k: v for k, v in sorted(sample.labels.items()) if k not in ("model_name", "engine", "connector")}

@@ -244,10 +244,6 @@ class Overlapping(Rig):
         return self._read(oldest.scheduled, [oldest.outputs[rank] for rank in range(len(self.workers))])
 
     def _schedule(self) -> Any:
-        # vLLM keeps room for a request whose load has failed, and may admit no further load, its own included.
-        prefills = getattr(self.scheduler, "_inflight_prefills", None)
-        if prefills:
-            self.scheduler._inflight_prefills = {request for request in prefills if request.num_computed_tokens}
         scheduled = self.scheduler.schedule()
         requests = self.scheduler.requests
         loads = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in requests.values())
@@ -260,6 +256,11 @@ class Overlapping(Rig):
             }
         )
         return scheduled
+
+    def keep_no_room(self) -> None:
+        """Drop the room that vLLM keeps for a request whose load has failed: it may admit no load any more."""
+        prefills = self.scheduler._inflight_prefills
+        self.scheduler._inflight_prefills = {request for request in prefills if request.num_computed_tokens}
 
     def _work_on(self, step: InFlight, rank: int) -> None:
         if rank in step.outputs:

@@ -171,17 +171,10 @@ def draw(random: Random, seed: int | None = None) -> Life:
         for step in (random.randint(1, 20),)
         if random.random() < 0.15
     )
+    is_async, is_v2 = random.random() < 0.5, random.choice((False, True))
+    is_pipeline = ranks > 1 and dcp == 1 and random.random() < 0.4
     return Life(
         seed=random.getrandbits(32) if seed is None else seed,
-        running=Running(
-            is_async=random.random() < 0.5,
-            is_v2=random.random() < 0.5,
-            is_uni=executor == "uni",
-            ranks=ranks,
-            is_pipeline=ranks > 1 and dcp == 1 and random.random() < 0.4,
-            drafts=random.random() < 0.15,
-            is_graph=random.random() < 0.3,
-        ),
         groups=groups,
         slides=groups > 1 and dcp == 1 and (random.random() < 0.5 or not TAKES_EQUAL_GROUPS),
         dcp=dcp,
@@ -190,6 +183,15 @@ def draw(random: Random, seed: int | None = None) -> Life:
         budget=random.choice((24, 48, 64, 512)),
         by_priority=random.random() < 0.3,
         drafts=2 if random.random() < 0.25 else 0,
+        running=Running(
+            is_v2=is_v2,
+            is_async=is_async,
+            is_pipeline=is_pipeline,
+            ranks=ranks,
+            is_uni=executor == "uni",
+            drafts=random.random() < 0.15,
+            is_graph=random.random() < 0.3,
+        ),
         one_reports=random.random() < 0.2 and STOCK_ASKS and all(child.shape != LEAN for child in children),
         children=tuple(children),
         plans=plans,

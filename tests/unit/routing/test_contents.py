@@ -200,6 +200,7 @@ class Filling(Overlapping):
 
     def step(self) -> Any:
         self.doubtful: list[tuple[Any, int, str]] = []
+        self.keep_no_room()
         output = super().step()
         for request, computed, where in self.doubtful:  # vLLM lowers the number of computed tokens when a load fails
             if request.num_computed_tokens >= computed and "ABORTED" not in request.status.name:
