@@ -15,6 +15,7 @@ from tests.soak import memory
 from tests.soak.children import SILENT_AT_MOST, SoakScheduler, SoakWorker
 from tests.soak.ledger import Ledger
 from tests.soak.report import Result
+from tests.support.observed import BYTES_PER_TOKEN
 from tests.support.rig import assert_nothing_is_left
 from tests.support.runners import Running
 from tests.support.traced import NOT_SAMPLED, SAMPLED, Traced
@@ -136,7 +137,9 @@ class Soak(Traced):
 
     def __init__(self, name: str, shape: Shape, seed: int, patch: pytest.MonkeyPatch) -> None:
         self.seed, self.shape, self.random = seed, shape, Random(seed)
-        self.ledger = ledger = Ledger(tuple(1 if child.one_reports else RANKS for child in CHILDREN))
+        self.ledger = ledger = Ledger(
+            tuple(1 if child.one_reports else RANKS for child in CHILDREN), BYTES_PER_TOKEN * RANKS
+        )
         self.life = life = Life(
             CHILDREN, (), running=shape.running, seed=seed, policy=shape.failure_policy, blocks=112, most_running=32
         )

@@ -41,13 +41,14 @@ class Ledger(Run):
 
     Args:
         reporters: on how many ranks each child reports.
+        bytes_per_token: over all ranks.
     """
 
-    def __init__(self, reporters: tuple[int, ...]) -> None:
+    def __init__(self, reporters: tuple[int, ...], bytes_per_token: int) -> None:
         super().__init__("kvobs")
-        self.reporters = reporters
+        self.reporters, self.bytes_per_token = reporters, bytes_per_token
         self.expected: Counter[Series] = Counter()
-        self.strays: Counter[tuple[int, str]] = Counter()  # by child and kind, at least so many
+        self.strays: Counter[Series] = Counter()  # at least so many
         self.ends: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.running: set[str] = set()  # that vLLM has not ended
@@ -65,7 +66,7 @@ class Ledger(Run):
     def mark(self, cause: Cause, *arguments: Any) -> None:
         self.seen[cause.name.lower().replace("_", " ")] += 1
         if cause in STRAYS:
-            self.strays[arguments[0], STRAYS[cause]] += 1
+            self.strays["kvobs_stray_reports_total", arguments[0], (STRAYS[cause],)] += 1
 
     def _count(self, metric: str, child: int, *labels: str, n: int = 1) -> None:
         self.expected[metric, child, labels] += n
@@ -165,8 +166,11 @@ class Ledger(Run):
         (child, load, tokens), asked.load = asked.load, None
         mode, is_bad = "async" if load.is_async else "sync", (child, load.request, load.number) in self.bad
         self.bad.discard((child, load.request, load.number))
-        if not is_bad:
+        if is_bad:
+            self._count("tokens of bad loads", child, n=tokens)
+        else:
             self._count("kvobs_load_tokens_total", child, n=tokens)
+            self._count("kvobs_load_bytes_total", child, n=tokens * self.bytes_per_token)
         if is_bad or is_aborted:
             self._count("loads that brought nothing", child, mode)
         else:
@@ -197,6 +201,16 @@ class Ledger(Run):
             found.update(("kvobs_in_flight", child, ("save",)) for child in asked.savers)
         return found
 
+    def at_least(self) -> Counter[Series]:
+        """Return what the metrics must have counted, or more of it."""
+        found = Counter(self.strays)
+        for request, ranks in self.silent.items():
+            asked = self.asked[request]
+            if len(ranks) == 1:  # the others have reported
+                child = asked.load[0] if asked.load is not None else asked.savers[0]
+                found["kvobs_stuck_transfers_total", child, (str(*ranks),)] += 1
+        return found
+
     def differences(self, value: Callable[..., float]) -> list[str]:
         """Compare an idle engine's metrics, which ``value`` returns by name, child and labels, with what was noted."""
         wrong = []
@@ -208,8 +222,8 @@ class Ledger(Run):
         for (metric, child, labels), expected in (self.expected + self.open_transfers()).items():
             if metric.startswith("kvobs"):
                 check(f"{metric} {labels}", child, value(metric, child, *labels), expected)
-        for (child, kind), least in self.strays.items():
-            check(f"stray {kind}s", child, min(least, value("kvobs_stray_reports_total", child, kind)), least)
+        for (metric, child, labels), least in self.at_least().items():
+            check(f"{metric} {labels}", child, min(least, value(metric, child, *labels)), least)
         for child, reporters in enumerate(self.reporters):
             loads = {
                 (mode, outcome): value("kvobs_loads_total", child, mode, outcome)
@@ -226,6 +240,8 @@ class Ledger(Run):
             several = reporters > 1
             for kind, n in (("load", loads["sync", "ok"] + several * loads["async", "ok"]), ("save", several * saves)):
                 check(f"skews of a {kind}", child, value("kvobs_rank_skew_seconds_count", child, kind), n)
+            most = self.expected["tokens of bad loads", child, ()]
+            check("recomputed tokens", child, max(most, value("kvobs_recomputed_tokens_total", child)), most)
             check("saves timed", child, value("kvobs_save_hold_seconds_count", child), saves)
             check("sync loads failed", child, value("kvobs_failed_sync_loads_total", child), loads["sync", "failed"])
         return wrong

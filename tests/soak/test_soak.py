@@ -76,7 +76,7 @@ def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.Monke
 
 
 def test_completions_are_reported_once() -> None:
-    ledger = Ledger((1,))
+    ledger = Ledger((1,), 1)
     ledger.arrived("r")
     ledger.finished("r", 0, promises=True)
     assert (ledger.awaited, ledger.doubled) == ({"r": "sent"}, 0)
