@@ -174,7 +174,7 @@ class Rig:
 
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(block, sha256)
-        self.lag = lag
+        self.lag, self._output_rank = lag, 0
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self.scheduled: Any = None
         self.output: KVConnectorOutput | None = None
@@ -242,15 +242,14 @@ class Rig:
 
     def _read(self, scheduled: Any, outputs: list[ModelRunnerOutput]) -> KVConnectorOutput:
         """Let the scheduler read the workers' outputs of a step."""
-        combined = self.aggregator.aggregate(outputs, 0)
+        combined = self.aggregator.aggregate(outputs, self._output_rank)
         assert combined is not None
         self.output = combined.kv_connector_output
-        for engine_output in self.scheduler.update_from_output(scheduled, combined).values():
+        for engine_output in self._update(scheduled, combined).values():
             self.request_outputs += engine_output.outputs
             if engine_output.scheduler_stats is not None and engine_output.scheduler_stats.kv_connector_stats:
                 self.stats.append(engine_output.scheduler_stats.kv_connector_stats)
-        assert self.output is not None
-        return self.output
+        return self.output or KVConnectorOutput()
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -324,6 +323,11 @@ class Rig:
             sampled_token_ids=list(samples.values()),
             kv_connector_output=pickle.loads(pickle.dumps(output)),
         )
+
+    def _update(self, scheduled: Any, combined: ModelRunnerOutput) -> dict[int, Any]:
+        """Let the scheduler read a step's output; return vLLM's ``EngineCoreOutputs`` by client."""
+        outputs: dict[int, Any] = self.scheduler.update_from_output(scheduled, combined)
+        return outputs
 
     def status(self, request_id: str) -> str:
         """Return vLLM's status of a request, or "gone"."""

@@ -139,7 +139,7 @@ JOINT_FAULTS = (
         f"{ROUTING}/scheduler.py",
         "        self.offers.forget(request_id)\n",
         "        if finished.aborted is None:\n            self.offers.forget(request_id)\n",
-        f"{UNIT}/routing/test_scheduler.py::test_whatever_is_reported_and_aborted",
+        "tests/transparency/test_lives.py::test_nothing_is_left_with_other_options",
     ),
     # scheduler's and workers' orders
     JointFault(

@@ -1,53 +1,22 @@
-"""The connectors of a soak: each does what a request's plan says, and remembers live requests only."""
+"""The connectors of a soak: they say what they did, report twice, or never, and have stats that nobody can merge.
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+A server's soak has one that is steered by its requests, and remembers nothing.
+"""
+
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvobs.testing import BLOCK, Script
 from tests.engine.children_steered import SteeredChild
-from tests.engine.steering import Agenda, Due
-from tests.soak.ledger import Ledger, Report
-from tests.soak.plans import Plan
-from tests.support.scripted import MeteredConnector, Stats
+from tests.soak.ledger import Ledger
+from tests.transparency.behaviour import Half, SchedulerHalf, WorkerHalf
+from tests.transparency.messages import Load
 
-STATS_EVERY = 8
-"""Steps in which a worker has stats of its own once."""
-
-
-@dataclass
-class Part(Script):
-    """Which of its life's children a connector is, the books of the life, and what each rank reports at which step."""
-
-    ledger: Ledger = field(kw_only=True)
-    index: int = field(kw_only=True)
-    agendas: defaultdict[int, Agenda] = field(default_factory=lambda: defaultdict(Agenda))
-
-
-@dataclass
-class SoakMetadata(KVConnectorMetadata):
-    """The number of a step: a worker reports what is due in those that it has been told of."""
-
-    step: int
-
-
-@dataclass
-class Tracked:
-    """What the scheduler's side knows of a live request."""
-
-    plan: Plan
-    lookups: int = 0
-    loads: int = 0
-    local: int = 0
+FOREVER = 10**9
+"""Steps after which a silent rank reports: when the soak is over, and the records must close."""
+LATE = range(20, 40)
+"""Steps that few reports take."""
+SILENT_AT_MOST = 6
 
 
 class OddStats(KVConnectorStats):
@@ -62,120 +31,104 @@ class OddStats(KVConnectorStats):
         return not self.data
 
 
-class SoakChild(MeteredConnector):
-    """Follows the plans of its life's requests."""
+class Counted(Half):
+    """A child of an engine that has a ledger."""
 
-    script: Part
+    @property
+    def ledger(self) -> Ledger:
+        assert isinstance(self.books.run, Ledger)
+        return self.books.run
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._ledger, self._index = self.script.ledger, self.script.index
-        self._live: dict[str, Tracked] = {}
-        self._step = 0
-        self._holes: dict[str, frozenset[int]] = {}
 
-    def _note(self, hook: str, detail: Any = None) -> Any:
-        """Keep no calls: memory must stay flat."""
+class SoakScheduler(Counted, SchedulerHalf):
+    """A child in the scheduler's process."""
 
-    # Scheduler
+    def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, is_async = super().on_get_num_new_matched_tokens(request, num_computed_tokens)
+        self.ledger.answered(request.request_id, self.index, tokens)
+        return tokens, is_async
 
-    def on_new_request(self, request: Any) -> None:
-        self._ledger.called(self._index, "on_new_request")
-        self._live[request.request_id] = Tracked(Plan(*request.kv_transfer_params["soak"][self._index]))
+    def on_update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().on_update_state_after_alloc(request, blocks, num_external_tokens)
+        load = self._loads[-1] if num_external_tokens else None
+        self.ledger.allocated(request.request_id, self.index, num_external_tokens, load)
+        if load is not None and load.is_async:
+            self._silence(request.request_id)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tracked = self._live[request.request_id]
-        tracked.lookups += 1
-        tracked.local = num_computed_tokens
-        tokens: int | None = None
-        if tracked.lookups > tracked.plan.not_yet:
-            room = (request.num_tokens - 1) // BLOCK * BLOCK - num_computed_tokens
-            tokens = max(0, min(tracked.plan.blocks * BLOCK, room)) if tracked.loads < tracked.plan.loads else 0
-        self._ledger.answered(request.request_id, self._index, tokens)
-        return tokens, bool(tokens and tracked.plan.is_async)
+    def on_request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        promises, params = super().on_request_finished_all_groups(request, block_ids)
+        self.ledger.finished(request.request_id, self.index, promises=promises)
+        asked = self.ledger.asked.get(request.request_id)
+        if promises and asked is not None and asked.savers == [self.index] and asked.load is None:
+            self._silence(request.request_id)
+        return promises, params
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        request_id, tracked = request.request_id, self._live[request.request_id]
-        plan = tracked.plan
-        self._ledger.allocated(request_id, self._index, num_external_tokens, plan.is_async, self._step)
-        if num_external_tokens:
-            tracked.loads += 1
-            first, end = (n // BLOCK for n in (tracked.local, tracked.local + num_external_tokens))
-            self._load(request_id, plan, blocks.get_block_ids()[0][first:end])
-        if plan.stray:
-            tracked.plan = plan._replace(stray="")  # once
-            name = f"stranger-{request_id}" if plan.stranger else request_id
-            for rank in range(self._ledger.ranks):
-                self._plan(Due(plan.stray, name), rank, 0)
+    def _silence(self, request: str) -> None:
+        """Choose ranks that report nothing of a request, now and then."""
+        ledger, last = self.ledger, self.life.running.ranks - 1
+        if not ledger.is_over and len(ledger.silent) < SILENT_AT_MOST and self.happens(0.02, "silent", request):
+            all_ranks = self.one_reports or self.happens(0.5, "all are silent", request)
+            ledger.silent[request] = tuple(range(last + 1)) if all_ranks else (last,)
+            ledger.seen["never reported"] += 1
 
-    def _load(self, request: str, plan: Plan, blocks: Sequence[int]) -> None:
-        """Let each rank report the load, unless it ends within its step, and how it has failed there."""
-        bad = frozenset(blocks[min(plan.good_blocks, len(blocks) - 1) :]) if plan.fails == "blocks" else frozenset()
-        for rank, after in enumerate(plan.received):
-            fails = plan.fails if rank in plan.fails_on else ""
-            kind = "holes" if not plan.is_async else "failure" if fails == "whole" else "load"
-            self._plan(Due(kind, request, bad if fails else frozenset()), rank, after if plan.is_async else 0)
-            if after is not None and plan.again and plan.is_async:
-                self._plan(Due(kind, request), rank, after + plan.again)
 
-    def build_connector_meta(self, scheduler_output: Any) -> SoakMetadata:
-        if self._index == 0:
-            self._ledger.scheduled(self._step)
-        self._step += 1
-        return SoakMetadata(self._step - 1)
+class SoakWorker(Counted, WorkerHalf):
+    """A child in one worker."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        plan = self._live.pop(request.request_id).plan
-        self._ledger.finished(request.request_id, self._index, promises=plan.promises)
-        for rank, after in enumerate(plan.saved):
-            self._plan(Due("save", request.request_id), rank, after)
-        return plan.promises, None
+    def __init__(self, *args: Any, rank: int) -> None:
+        super().__init__(*args, rank=rank)
+        self._again: list[tuple[int, Load]] = []
 
-    def _plan(self, due: Due, rank: int, after: int | None) -> None:
-        """Let a rank report this after so many steps, if at all."""
-        if after is not None:
-            self.script.agendas[rank].add(self._step + after, due)
+    def on_bind_connector_metadata(self, connector_metadata: Any) -> None:
+        if self.ledger.is_over and self.step < FOREVER:
+            self.step += 2 * FOREVER
+        super().on_bind_connector_metadata(connector_metadata)
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        if self._index == 0:
-            self._ledger.take_in()
+    def _takes(self, *what: object) -> int:
+        if self.rank in self.ledger.silent.get(str(what[1]), ()):
+            return FOREVER
+        if self.happens(0.04, "late", *what, self.rank):
+            self.ledger.seen["late by many steps"] += 1
+            return LATE[int(self.dice("how late", *what) * len(LATE))]
+        return super()._takes(*what)
 
-    # Worker
+    def _fails(self, load: Load) -> bool:
+        fails = load.request not in self.ledger.silent and super()._fails(load)
+        if fails:
+            self.ledger.bad.add((self.index, load.request, load.number))
+        return fails
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        meta: Any = self._get_connector_metadata()
-        self._step = meta.step
+    def _spoil(self, load: Load, at: int) -> None:
+        before = len(self._bad)
+        # One step ahead, vLLM forgets the token that is under way for a request whose synchronous load turns out bad.
+        is_safe = load.is_async or not self.life.running.is_async
+        if is_safe and load.request not in self.ledger.silent and not (self.one_reports and self.rank):
+            super()._spoil(load, at)
+        if len(self._bad) > before:
+            self.ledger.bad.add((self.index, load.request, load.number))
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = KVConnectorTransferResults()
-        for due in self.script.agendas[self.rank].take(math.inf if self._ledger.is_over else self._step):
-            if due.kind == "save":
-                results.finished_sending.add(due.request)
-                continue
-            if due.bad_blocks:
-                self._holes[due.request] = due.bad_blocks
-            if due.kind != "holes":
-                results.finished_recving.add(due.request)
-            if due.kind == "failure":
-                results.failed_recving.add(due.request)
-        self._tell("failure", results.failed_recving)
-        self._tell("load", results.finished_recving - results.failed_recving)
-        self._tell("save", results.finished_sending)
-        return results
+    def _results(self, can_fail: bool = True) -> tuple[set[str], set[str], set[str]]:
+        loads = dict(self._loads)
+        saved, received, failed = super()._results(can_fail)
+        promised, often = self.books.promised, self.character.promises
+        early = {name for name in saved if self.index not in promised.get(name, ()) and name in self.ledger.asked}
+        # It would count as the promised one; a silent one's promise is drawn later.
+        saved -= {name for name in early if name in self.ledger.silent or self.happens(often, "promises", name)}
+        own = [loads[name][1] for name in received & loads.keys()]
+        self._again += [(self.step + 3, load) for load in own if self.happens(0.1, "again", load.request)]
+        for due, load in [*self._again]:
+            if due <= self.step:
+                self._again.remove((due, load))
+                if self.books.loads.get(load.request, (self.index, load)) == (self.index, load):  # not the next one's
+                    received.add(load.request)
+                    self.ledger.seen["reported twice"] += 1
+        return saved, received, failed
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        holes, self._holes = self._holes, {}
-        self._tell("holes", holes)
-        return set().union(*holes.values())
-
-    def _tell(self, kind: str, requests: Iterable[str]) -> None:
-        self._ledger.reports += [Report(self.rank, self._index, kind, request) for request in requests]
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.role is KVConnectorRole.SCHEDULER or self._index == 2 or self._step % STATS_EVERY:
-            return None
-        self._ledger.told_stats(self._index, odd=self._index == 1)
-        return OddStats(data={"n": 1}) if self._index == 1 else Stats(data={"n": 1})
+    def on_get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.index == 1 and self._at_times("odd stats"):
+            self.ledger.seen["stats that can't be merged"] += 1
+            return OddStats(data={"n": 1})
+        return super().on_get_kv_connector_stats()
 
 
 class ForgetfulChild(SteeredChild):

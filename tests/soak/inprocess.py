@@ -1,25 +1,27 @@
 """The soak in one process: lives of engines of several shapes, one after the other, checked while they run."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from vllm.v1.request import RequestStatus
 
 from tests.soak import memory
-from tests.soak.children import Part
-from tests.soak.ledger import STUCK_AFTER, Ledger, Series
-from tests.soak.plans import Orders, draw, never, silent
+from tests.soak.children import SILENT_AT_MOST, SoakScheduler, SoakWorker
+from tests.soak.ledger import Ledger
 from tests.soak.report import Result
 from tests.support.observed import BYTES_PER_TOKEN
-from tests.support.rig import assert_nothing_is_left, child_config
-from tests.support.runners import Overlapping, Running
+from tests.support.rig import assert_nothing_is_left
+from tests.support.runners import Running
 from tests.support.traced import NOT_SAMPLED, SAMPLED, Traced
+from tests.transparency import engine
+from tests.transparency.children import STAGES, Stage
+from tests.transparency.life import Character, Life, Plan, draw_plan
 
 EVERY = 2_000
 """Requests after which the engine goes idle, the metrics are compared, and memory is looked at."""
@@ -32,24 +34,20 @@ DROPPED = ("rate", "queue", "export", "malformed")
 
 RANKS = 4
 NAMES = ("one", "two", "three")
-REPORTERS = (RANKS, RANKS, 1)  # ranks on which each child reports
 STEP_S = 0.02
-AT_ONCE = 32  # requests
-BLOCKS = 112  # so few that requests are preempted
+STUCK_AFTER = 50  # steps
 STALLED_AFTER = 1_000  # steps that bring nothing to an end
-IDLE_STEPS = 12  # in which the last numbers reach the metrics
+IDLE_STEPS = STUCK_AFTER + 12  # in which the last numbers reach the metrics
 
-BY_LEDGER = {
-    *("kvobs_lookups_total", "kvobs_lookup_delay_seconds_count", "kvobs_offered_tokens_total"),
-    *("kvobs_admitted_tokens_total", "kvobs_unused_hit_tokens_total", "kvobs_unused_offers_total"),
-    *("kvobs_loads_total", "kvobs_load_duration_seconds_count", "kvobs_load_tokens_total", "kvobs_load_bytes_total"),
-    *("kvobs_recomputed_tokens_total", "kvobs_failed_sync_loads_total", "kvobs_saves_total"),
-    *("kvobs_save_hold_seconds_count", "kvobs_rank_skew_seconds_count", "kvobs_stuck_transfers_total"),
-    *("kvobs_stray_reports_total", "kvobs_in_flight", "scripted_things_total", "kvobs_call_duration_seconds_count"),
-}
-PER_REQUEST = {
-    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups")
-}
+LOADING = Character(
+    hits=0.5, asynchronous=0.75, pending=0.1, fails=0.1, offers_again=0.3, promises=0.3, promises_aborted=True,
+    slow=0.6, chats=0.1, strays=0.02,
+)  # fmt: skip
+CHILDREN = (
+    LOADING,
+    replace(LOADING, fails=0.0, bad_blocks=0.15, asynchronous=0.6),
+    replace(LOADING, one_reports=True, fails=0.15),
+)
 
 
 class Shape(NamedTuple):
@@ -96,85 +94,90 @@ class MoodyExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-class Engine(Traced):
-    """An engine with its ledger."""
+class SoakEngine(engine.Engine):
+    """An engine whose requests come in turns, with ids that are used again in each, and children that are silent."""
 
-    make_exporter, make_rig = MoodyExporter, Overlapping
+    def __init__(self, stage: Stage, tag: str, is_traced: bool, options: dict[str, Any]) -> None:
+        self.ledger: Ledger = stage.run  # type: ignore[assignment]
+        self._is_traced = is_traced
+        super().__init__(stage, tag, "kvobs", options, at_once=lambda: False)
+
+    def _request(self, plan: Plan, *, resumable: bool) -> Any:
+        request = super()._request(plan, resumable=resumable)
+        request.trace_headers = SAMPLED if self._is_traced and self._life.happens(0.02, plan.name) else NOT_SAMPLED
+        self.ledger.arrived(plan.name)
+        return request
+
+    def _abort(self, name: str) -> None:
+        request = self.scheduler.requests.get(name)
+        if name not in self.ledger.silent:
+            is_live = request is not None and not request.is_finished()
+            super()._abort(name)
+            if is_live:
+                self.ledger.ended(name, "abort by the client")
+
+    def step(self) -> Any:
+        self.keep_no_room()
+        output = super().step()
+        for each in self.request_outputs:
+            if each.finish_reason is not None:
+                self.ledger.ended(each.request_id, str(each.finish_reason))
+        if self.output is not None:  # not if a step is only scheduled
+            self.ledger.told_vllm(self.output.finished_recving or (), self.output.finished_sending or ())
+        loads = self._stage.books.loads  # only of those that are open are the blocks still theirs
+        for name in [name for name in loads if name not in self.ledger.awaited]:
+            del loads[name]
+        return output
+
+
+class Soak(Traced):
+    """An engine with its clock, its API server and its ledger."""
+
+    make_exporter = MoodyExporter
 
     def __init__(self, name: str, shape: Shape, seed: int, patch: pytest.MonkeyPatch) -> None:
-        self.random = Random(seed)
-        self.ledger = Ledger(RANKS, REPORTERS, BYTES_PER_TOKEN * RANKS)
-        parts = [
-            Part(f"{name} {i}", finished_count=reporters, ledger=self.ledger, index=i)
-            for i, reporters in enumerate(REPORTERS)
-        ]
-        place = {"kv_connector_module_path": "tests.soak.children"}
-        super().__init__(
-            patch,
-            *parts,
-            connectors=[child_config(part, "SoakChild", **place) for part in parts],
-            rig={"blocks": BLOCKS, "running": shape.running},
-            ranks=RANKS,
-            policy=shape.failure_policy,
-            names=list(NAMES),
-            load_policy=shape.load_policy,
-            stuck_after_s=STUCK_AFTER * STEP_S,
-            level="requests" if shape.traced else "off",
+        self.seed, self.shape, self.random = seed, shape, Random(seed)
+        self.ledger = ledger = Ledger(
+            tuple(1 if child.one_reports else RANKS for child in CHILDREN), BYTES_PER_TOKEN * RANKS
         )
-        scheduler = self.rig.scheduler
-        scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = AT_ONCE
-        self.seed, self.shape, self._name = seed, shape, name
+        self.life = life = Life(
+            CHILDREN, (), running=shape.running, seed=seed, policy=shape.failure_policy, blocks=112, most_running=32
+        )
+        STAGES[name] = stage = Stage(life, ledger, (SoakScheduler, SoakWorker))
+        self.make_rig = lambda _router, *, kvobs, **_: SoakEngine(stage, name, shape.traced, kvobs)
+        super().__init__(
+            patch, connectors=engine.entries_of(life, name), names=list(NAMES), load_policy=shape.load_policy,
+            stuck_after_s=STUCK_AFTER * STEP_S, level="requests" if shape.traced else "off",
+        )  # fmt: skip
         self.added = self.shipped_spans = 0
-        self.silent: set[str] = set()  # requests that a child never reports
-        self._aborts: defaultdict[int, list[str]] = defaultdict(list)  # by step
-        self._steps = 0
-
-    # Requests
-
-    def pin(self) -> None:
-        """Send the requests that a child never reports."""
-        for child in range(len(NAMES) - 1):
-            for plan in silent(RANKS):
-                self.ledger.faults["never reported"] += 1
-                self.silent.add(self._add(never(child, len(NAMES), plan)))
 
     def serve(self, requests: int) -> None:
         """Serve this many random requests, and let the engine go idle."""
-        last, last_step = self.added + requests, self._steps + STALLED_AFTER + 10 * requests
-        while self.added < last:
-            self._assert_before(last_step)
-            for _ in range(min(self.random.randint(0, 24), AT_ONCE - len(self.ledger.running), last - self.added)):
-                self._add(draw(self.random, RANKS, REPORTERS))
-            self.step()
-        self.drain()
+        now, names = self.ledger.step, (f"r{i}" for i in range(requests + SILENT_AT_MOST))
+        free = [name for name in names if name not in self.ledger.silent][:requests]
+        plans = []
+        for i, name in enumerate(free):
+            plan, arrives = draw_plan(self.random, i), now + i // 12
+            aborted = arrives + self.random.randint(0, 120) if self.random.random() < 0.15 else None
+            plans.append(replace(plan, name=name, arrives=arrives, aborted=aborted, inputs=(), reads=True))
+        life = replace(self.life, seed=self.random.getrandbits(32))  # or an id would mean the same each time
+        for router in (self.rig.connector, *self.rig.workers):
+            for child in router._connectors:
+                child.half.life = life
+        self.rig.plan(plans)
+        self.added += requests
+        self.drain(now + STALLED_AFTER + 10 * requests)
 
-    def drain(self) -> None:
+    def drain(self, last_step: int) -> None:
         """Step until only what is silent is left, and all numbers are sent."""
-        last_step = self._steps + STALLED_AFTER
-        while self.ledger.lives.keys() - self.silent:
-            self._assert_before(last_step)
-            self.step()
-        self.step(IDLE_STEPS)
-
-    def _assert_before(self, last_step: int) -> None:
-        left = self.ledger.lives.keys() - self.silent
-        assert self._steps < last_step, f"seed {self.seed}: {len(left)} requests never end, such as {sorted(left)[:3]}"
-
-    def _add(self, orders: Orders) -> str:
-        request_id = f"{self._name}-{self.added}"
-        self.added += 1
-        first = self.added if orders.is_alone else self.added % 7
-        prompt = [first % 251, first // 251 % 251, *range(3, orders.prompt + 1)]
-        headers = SAMPLED if self.shape.traced and self.random.random() < 0.02 else NOT_SAMPLED
-        self.ledger.added(request_id, orders)
-        self.rig.add(request_id, prompt, orders.max_tokens, headers, soak=orders.plans)
-        if orders.abort_after is not None:
-            self._aborts[self._steps + orders.abort_after].append(request_id)
-        return request_id
+        while left := (self.rig.to_come + sorted(self.ledger.asked.keys() - self.ledger.silent.keys())):
+            assert self.ledger.step < last_step, f"seed {self.seed}: {len(left)} requests never end, such as {left[:3]}"
+            self.step(seconds=STEP_S)
+        self.step(IDLE_STEPS, STEP_S)
 
     def turn_collector(self, mood: str) -> None:
         if mood != "up":
-            self.ledger.faults[f"collector {mood}"] += 1
+            self.ledger.seen[f"collector {mood}"] += 1
         self.exporter.turn(mood)
 
     def export_spans(self) -> None:
@@ -185,65 +188,33 @@ class Engine(Traced):
             lost = (self.front.value("kvobs_spans_dropped_total", None, where=place) for place in DROPPED)
             assert self.shipped_spans == self.exporter.taken + sum(map(int, filter(None, lost)))
 
-    def _abort(self, request_id: str) -> None:
-        states = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "gone": ""}
-        status = self.rig.status(request_id)
-        state = "saving" if status.startswith("FINISHED") else states.get(status, "waiting")
-        if state:
-            self.ledger.faults[f"abort while {state}"] += 1
-        for request in self.rig.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
-            self.ledger.ended(request.request_id, "abort by the client")
-
     def step(self, steps: int = 1, seconds: float = STEP_S) -> None:
         for _ in range(steps):
-            for request_id in self._aborts.pop(self._steps, ()):
-                self._abort(request_id)
-            self._steps += 1
             super().step(1, seconds)
-            if self.rig.scheduled is not None:
-                self.ledger.faults["preemption"] += len(self.rig.scheduled.preempted_req_ids or ())
-            for each in self.rig.request_outputs:
-                if each.finish_reason is not None:
-                    self.ledger.ended(each.request_id, str(each.finish_reason))
-            if self.rig.output is not None:  # not if a step is only scheduled
-                self.ledger.told_vllm(self.rig.output.finished_recving or (), self.rig.output.finished_sending or ())
             self._deliver()
 
     def _deliver(self) -> None:
         self.shipped_spans += sum(len(spans) for payload in self.rig.stats for spans in payload["kvobs"]["spans"])
         super()._deliver()
 
-    # What is counted
-
-    def counted(self) -> Counter[Series]:
-        """Return what kvobs's metrics say of all that the ledger knows."""
-        found: Counter[Series] = Counter()
-        for family in self.front.registry.collect():
-            for sample in family.samples:
-                labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "connector")}
-                if sample.name in BY_LEDGER and labels.get("hook", "on_new_request") in PER_REQUEST and sample.value:
-                    child = NAMES.index(sample.labels["connector"])
-                    found[sample.name, child, tuple(labels.values())] = int(sample.value)
-        return found
-
     def differences(self) -> list[str]:
-        """Compare the metrics with the ledger, and the books with each other; the engine must be idle."""
-        counted, expected = self.counted(), self.ledger.expected + self.ledger.in_flight()
-        wrong = [
-            f"{series[0]} of {NAMES[series[1]]} {series[2]}: {counted[series]} instead of {expected[series]}"
-            for series in sorted(counted.keys() | expected.keys())
-            if counted[series] != expected[series]
-        ]
-        samples = [sample for family in self.front.registry.collect() for sample in family.samples]
-        faults = [s for s in samples if s.name == "kvobs_internal_errors_total"]
-        return wrong + [f"{s.value:.0f} faults of kvobs's own: {s.labels['where']}" for s in faults if s.value]
+        """Compare the metrics with the ledger; the engine must be idle."""
+        found: defaultdict[Any, float] = defaultdict(float)
+        faults = []
+        for sample in (sample for family in self.front.registry.collect() for sample in family.samples):
+            labels = {k: v for k, v in sorted(sample.labels.items()) if k not in ("model_name", "engine", "connector")}
+            if "connector" in sample.labels:
+                found[sample.name, NAMES.index(sample.labels["connector"]), tuple(labels.values())] = sample.value
+            elif sample.name == "kvobs_internal_errors_total" and sample.value:
+                faults.append(f"{sample.value:.0f} faults of kvobs's own: {labels['where']}")
+        return faults + self.ledger.differences(lambda metric, child, *values: found[metric, child, values])
 
     def close(self) -> None:
-        """Let all that was silent talk; every block must be free then, and every span accounted for."""
+        """Let all that was silent report; every block must be free then, and every span accounted for."""
         self.ledger.is_over = True
-        self.silent.clear()
-        self.drain()
-        self.ledger.faults += self.rig.seen
+        self.ledger.silent.clear()
+        self.drain(self.ledger.step + STALLED_AFTER)
+        self.ledger.seen += self.rig.seen
         assert_nothing_is_left(self.rig)
         self._deliver()
         self.export_spans()
@@ -265,31 +236,26 @@ def run(
     with result.measured():
         for i, shape in enumerate(shapes):
             with pytest.MonkeyPatch.context() as patch:
-                engine = Engine(f"life{i}", shape, seed + i, patch)
-                _live(engine, requests // len(shapes), every, result, show)
-            del engine
+                soak = Soak(f"soak{i}", shape, seed + i, patch)
+                _live(soak, requests // len(shapes), every, result, show)
+            del STAGES[f"soak{i}"], soak
     return result
 
 
-def _live(engine: Engine, requests: int, every: int, result: Result, show: Callable[[str], None]) -> None:
-    shape = str(engine.shape)
+def _live(soak: Soak, requests: int, every: int, result: Result, show: Callable[[str], None]) -> None:
+    shape = str(soak.shape)
     before, samples = result.requests, result.memory.setdefault(shape, [])
-    types: Counter[str] | None = None
-    engine.pin()
     for n, served in enumerate(range(0, requests, every)):
-        if engine.shape.traced:
-            engine.turn_collector(MOODS[n % len(MOODS)])
-        engine.serve(min(every, requests - served))
-        differ = engine.differences()
-        assert not differ, f"{shape}, seed {engine.seed}, after {engine.added} requests:\n" + "\n".join(differ)
-        engine.export_spans()  # or what is held depends on the collector's mood
-        samples.append(memory.sample(before + engine.added))
-        if types is None and samples[-1].requests >= before + memory.WARM * requests:
-            types = memory.types()
+        if soak.shape.traced:
+            soak.turn_collector(MOODS[n % len(MOODS)])
+        soak.serve(min(every, requests - served))
+        differ = soak.differences()
+        assert not differ, f"{shape}, seed {soak.seed}, after {soak.added} requests:\n" + "\n".join(differ)
+        soak.export_spans()  # or what is held depends on the collector's mood
+        samples.append(memory.sample(before + soak.added))
         held = samples[-1].resident / memory.MIB
         show(f"{shape}: {min(served + every, requests):,} of {requests:,} requests, {held:,.0f} MiB")
-    result.grown_types[shape] = memory.grown(types or Counter(), memory.types())
-    engine.close()
-    differ = engine.differences()
-    assert not differ, f"{shape}, seed {engine.seed}, at the end:\n" + "\n".join(differ)
-    result.take(engine.ledger)
+    soak.close()
+    differ = soak.differences()
+    assert not differ, f"{shape}, seed {soak.seed}, at the end:\n" + "\n".join(differ)
+    result.take(soak.ledger)

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
@@ -48,14 +47,3 @@ def growth(samples: Sequence[Sample]) -> tuple[int, int]:
         for held in ([s.resident for s in flat], [s.objects for s in flat])
     )
     return size, objects
-
-
-def types() -> Counter[str]:
-    """Count this process's objects by type."""
-    gc.collect()
-    return Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
-
-
-def grown(before: Counter[str], after: Counter[str], most: int = 8) -> list[tuple[str, int]]:
-    """Return the types that have grown most."""
-    return [(name, n) for name, n in (after - before).most_common(most) if n > 0]

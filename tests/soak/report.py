@@ -30,7 +30,6 @@ class Result:
     series: int = 0  # of the metrics that were compared
     wrong: list[str] = field(default_factory=list)  # what differs
     memory: dict[str, list[Sample]] = field(default_factory=dict)
-    grown_types: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -48,9 +47,9 @@ class Result:
         """Add the books of one life that is over."""
         self.requests += sum(ledger.ends.values())
         self.ends += ledger.ends
-        self.faults += ledger.faults
+        self.faults += ledger.seen
         self.completed += ledger.completed
-        self.lost += ledger.lost + len(ledger.running)
+        self.lost += len(ledger.awaited) + len(ledger.running)
         self.doubled += ledger.doubled
         self.series += len(ledger.expected)
 
@@ -62,8 +61,7 @@ class Result:
         for who, samples in self.memory.items():
             size, objects = growth(samples)
             if size / MIB > self.budgets.get(who, self.budget_mib) or objects > self.budget_objects:
-                types = ", ".join(f"{n} {name}" for name, n in self.grown_types.get(who, ()))
-                found.append(f"{who}: grown by {size / MIB:.1f} MiB and {objects} objects: {types}")
+                found.append(f"{who}: grown by {size / MIB:.1f} MiB and {objects} objects")
         return found
 
 

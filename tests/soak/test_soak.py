@@ -4,7 +4,6 @@ import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from random import Random
 
 import hypothesis.strategies as st
 import pytest
@@ -14,19 +13,18 @@ from kvobs.state.ledger import Ledger as KvobsLedger
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from tests.soak import inprocess, isolated
 from tests.soak.__main__ import is_whole
-from tests.soak.inprocess import RANKS, REPORTERS, SHAPES
+from tests.soak.inprocess import SHAPES
 from tests.soak.ledger import Ledger
 from tests.soak.memory import MIB, Sample, growth
 from tests.soak.orders import ORDERS, TOKENS, expected
-from tests.soak.plans import NEVER, draw
 from tests.soak.report import Result, markdown
 
 FAULTS = {
-    *("failed on one rank", "failed on all ranks", "bad blocks", "sync load failed on one rank"),
-    *("sync load failed on all ranks", "late by many steps", "reported twice", "never reported", "stuck at a rank"),
-    *("reported by a connector that owns nothing", "abort while waiting", "abort while loading", "abort while running"),
-    *("abort while saving", "preemption", "lookup not yet", "stats that can't be merged", "collector down"),
-    *("collector hanging", "promised at an abort in a load of its own"),
+    *("failed load", "counted failure", "bad blocks of an async load", "bad blocks of a sync load", "offered again"),
+    *("stray receipt", "stray failure", "stray save", "early save", "stray blocks", "two completions"),
+    *("late by many steps", "reported twice", "never reported", "preempted", "not yet", "stats that can't be merged"),
+    *("aborted, WAITING", "aborted, WAITING_FOR_REMOTE_KVS", "aborted, RUNNING", "aborted, FINISHED_LENGTH_CAPPED"),
+    *("collector down", "collector hanging", "load after a load", "load of a preempted request"),
     *(fact for shape in SHAPES for fact in shape.running.seen - {"a rank works ahead"}),  # all work as late as they may
 }
 
@@ -45,7 +43,7 @@ def test_thousands_of_requests_with_every_fault_there_is() -> None:
     assert (result.lost, result.doubled) == (0, 0)
     assert sum(result.ends.values()) == result.requests >= 3_200
     assert result.completed > 1_000
-    assert {fault for fault, n in result.faults.items() if n} == FAULTS
+    assert {fault for fault in FAULTS if not result.faults[fault]} == set()
 
 
 @pytest.mark.usefixtures("quiet")
@@ -64,7 +62,7 @@ def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
 def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     saved, calls = Outcomes.saved, iter(range(1_000_000))
     monkeypatch.setattr(Outcomes, "saved", lambda *args: saved(*args) if next(calls) % 20 else None)
-    with pytest.raises(AssertionError, match="kvobs_saves_total of"):
+    with pytest.raises(AssertionError, match="kvobs_saves_total .* of child"):
         inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])
 
 
@@ -78,14 +76,17 @@ def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.Monke
 
 
 def test_completions_are_reported_once() -> None:
-    ledger = Ledger(RANKS, REPORTERS, 1)
-    ledger.due["received", "r"] += 1
-    assert ledger.lost == 1
-    ledger.told_vllm(["r"], [])
-    assert (ledger.lost, ledger.doubled) == (0, 0)
+    ledger = Ledger((1,), 1)
+    ledger.arrived("r")
+    ledger.finished("r", 0, promises=True)
+    assert (ledger.awaited, ledger.doubled) == ({"r": "sent"}, 0)
+    ledger.told_vllm([], ["r"])
+    assert (ledger.awaited, ledger.completed, ledger.doubled) == ({}, 1, 0)
     ledger.told_vllm(["r"], ["r"])
     ledger.ended("r", "length")
-    assert (ledger.lost, ledger.doubled) == (0, 3)
+    assert ledger.doubled == 2
+    ledger.ended("r", "length")
+    assert ledger.doubled == 3
 
 
 levels = st.integers(200, 4_000)
@@ -104,23 +105,13 @@ def test_growth_is_what_is_added_and_not_noise(level: int, noise: list[int], eac
 def test_what_must_not_be_is_reported() -> None:
     leaky = [Sample(i, (100 + i) * MIB, 1_000 * i) for i in range(40)]
     assert Result("x", 5, memory={"flat": [Sample(i, 100 * MIB, 1_000) for i in range(40)]}).mistakes == []
-    wrong = Result("x", 5, lost=2, doubled=1, memory={"leaky": leaky}, grown_types={"leaky": [("builtins.dict", 9)]})
+    wrong = Result("x", 5, lost=2, doubled=1, memory={"leaky": leaky})
     lost, doubled, grown = wrong.mistakes
     assert (lost, doubled) == ("2 completions lost", "1 completions doubled")
     assert grown.startswith("leaky: grown by ")
-    assert grown.endswith("9 builtins.dict")
 
 
 # --- its parts
-
-
-@given(st.integers())
-def test_only_children_that_report_at_all_have_ranks_that_do(seed: int) -> None:
-    for plan, reporters in zip(draw(Random(seed), RANKS, REPORTERS).plans, REPORTERS, strict=True):
-        assert all(plan.received[rank] is not None for rank in plan.fails_on)
-        for steps in filter(None, (plan.received, plan.saved)):
-            assert len({rank for rank, after in enumerate(steps) if after is not None}) == reporters
-            assert max(after for after in steps if after is not None) < NEVER
 
 
 def test_what_orders_add_up_to() -> None:

@@ -1,17 +1,46 @@
-"""A rig whose workers are vLLM's V1 or V2 model runners, with as many steps in flight as its scheduling allows."""
+"""A rig whose workers are vLLM's own V1 or V2 model runner code, with as many steps in flight as its scheduling allows.
 
+The V1 runner's part is a mixin that asks for the process's connector; the V2 runner's part is a class. Between them
+and the forward stands here what they would do around a model of two layers.
+"""
+
+import inspect
 import os
 import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvobs.testing import Rig
 from kvobs.testing.rig import base_config
+
+TOKEN = 7
+"""The model samples no other."""
+
+_TAKES_BATCH = "input_batch" in inspect.signature(ActiveKVConnector.pre_forward).parameters
+_HAS_FINISH = hasattr(ActiveKVConnector, "finish_forward")
+_DEFERS = "defer_finalize" in inspect.signature(ActiveKVConnector.post_forward).parameters
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Stands for one: the connectors must get this very object."""
+
+    name: str
+
+
+LAYERS = {name: Tensor(f"{name}'s cache") for name in ("layer.0", "layer.1")}
+ATTENTION = Tensor("the attention's metadata")
 
 
 class Running(NamedTuple):
@@ -19,8 +48,11 @@ class Running(NamedTuple):
 
     is_v2: bool = False
     is_async: bool = False
-    is_pipeline: bool = False
+    is_pipeline: bool = False  # the ranks are stages, and as many batches are under way
     ranks: int = 1
+    is_uni: bool = False  # one worker in the scheduler's process: no aggregator, and nothing is pickled
+    drafts: bool = False  # the step is closed after a draft model's forward
+    is_graph: bool = False  # a full graph is replayed: no layer hooks
 
     def __str__(self) -> str:
         how = " ".join(name for name, has in (("async", self.is_async), ("pipeline", self.is_pipeline)) if has)
@@ -40,7 +72,7 @@ class Running(NamedTuple):
     def seen(self) -> set[str]:
         """What some lives of such an engine must have, or they say nothing about it."""
         return {
-            *("preempted during a load", "loads begun after the forward"),
+            "preempted during a load",
             "resumed as new" if self.is_v2 else "resumed as cached",
             *(("scheduled before the last step was read", "a rank works ahead") if self.overlaps else ()),
         }
@@ -56,33 +88,79 @@ RUNNINGS = [
 ]
 
 
-@dataclass
-class Table:
-    """A request's blocks, by group, and how many of its tokens are computed."""
+class ModelRunner:
+    """The connector's part of one rank's model runner."""
 
-    blocks: list[list[int]]
-    computed: int
+    def __init__(self, running: Running, connector: Any, config: Any, forward: Callable[[Any], None]) -> None:
+        self._running, self.connector, self._config, self._forward = running, connector, config, forward
+        with self._in_this_process():
+            if running.is_v2:
+                self._active = ActiveKVConnector(config, dict(LAYERS))
+            else:
+                connector.register_kv_caches(dict(LAYERS))
+                connector.set_host_xfer_buffer_ops(_copy)
 
+    def run(self, scheduled: Any) -> KVConnectorOutput | None:
+        """Run a step; return the connector's output."""
+        with self._in_this_process():
+            output = self._run_v2(scheduled) if self._running.is_v2 else self._run_v1(scheduled)
+        return output.kv_connector_output if isinstance(output, ModelRunnerOutput) else output
 
-class Tables(dict[str, Table]):
-    """The tables of the requests that a scheduler's outputs have shown, kept as one of vLLM's model runners does."""
+    @contextmanager
+    def _in_this_process(self) -> Iterator[None]:
+        """Make this rank's connector the one of the process, as it is in a worker's."""
+        before = kv_transfer_state._KV_CONNECTOR_AGENT
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        try:
+            yield
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = before
 
-    def take(self, output: Any, *, is_v2: bool) -> None:
-        for request in output.finished_req_ids | (output.preempted_req_ids or set() if is_v2 else set()):
-            self.pop(request, None)
-        for new in output.scheduled_new_reqs:
-            self[new.req_id] = Table([[*group] for group in new.block_ids], new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for request, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    def _run_v1(self, scheduled: Any) -> Any:
+        runner, drafts = KVConnectorModelRunnerMixin, self._running.drafts
+        self.connector.handle_preemptions(scheduled.kv_connector_metadata)
+        if not scheduled.total_num_scheduled_tokens:
+            return runner.kv_connector_no_forward(scheduled, self._config)
+        with (
+            set_forward_context(None, self._config),
+            runner.maybe_get_kv_connector_output(scheduled, defer_finalize=drafts) as output,
         ):
-            if request in cached.resumed_req_ids:
-                self[request] = Table([[*group] for group in blocks], computed)
-                continue
-            table = self[request]
-            for group, more in zip(table.blocks, blocks or (), strict=False):
-                group.extend(more)
-            table.computed = table.computed if is_v2 else computed  # the V2 runner counts on the GPU
+            self._call_layers(scheduled)
+        if drafts:
+            self._call_layers(scheduled)
+            runner.finalize_kv_connector()
+        return output
+
+    def _run_v2(self, scheduled: Any) -> Any:
+        active = self._active
+        if not scheduled.total_num_scheduled_tokens:
+            return active.no_forward(scheduled)
+        ids = list(scheduled.num_scheduled_tokens)
+        batch = SimpleNamespace(idx_mapping=list(range(len(ids))), req_ids=ids, num_tokens=len(ids))
+        more: tuple[Any, ...] = (batch,) if _TAKES_BATCH else ()
+        if self._running.is_graph:
+            active.pre_forward(scheduled, *more, *(({},) if _TAKES_BATCH else ()))
+        else:
+            with set_forward_context(None, self._config):
+                active.pre_forward(scheduled, *more)
+                self._call_layers(scheduled)
+        if _HAS_FINISH:
+            active.finish_forward()
+        if self._running.drafts and _DEFERS:
+            output = active.post_forward(scheduled.finished_req_ids, defer_finalize=True)
+            self._call_layers(scheduled)
+            active.finalize_step()
+            return output
+        return active.post_forward(scheduled.finished_req_ids)
+
+    def _call_layers(self, scheduled: Any) -> None:
+        """Do what vLLM's attention layers do; a replayed graph has none of it."""
+        if not self._running.is_graph and self.connector.has_connector_metadata():
+            self._forward(scheduled)
+
+
+def _copy(*arguments: Any) -> None:
+    """Stand for the operation that copies blocks between host and device."""
 
 
 @dataclass
@@ -95,31 +173,47 @@ class InFlight:
     outputs: dict[int, ModelRunnerOutput] = field(default_factory=dict)
 
 
+class _NoAggregator:
+    """What an executor of one worker has in place of an aggregator."""
+
+    def aggregate(self, outputs: list[Any], _output_rank: int) -> Any:
+        return outputs[0]
+
+
 class Overlapping(Rig):
-    """Steps as EngineCore does with its batch queue; with ``dice`` some ranks work as soon as a step is scheduled.
+    """Steps as EngineCore does with its batch queue; a rank works as soon as a step is scheduled, or before it is read.
 
     ``seen`` counts what a life must have to say anything about the model runners.
     """
 
-    def __init__(self, router: str, *scripts: Any, running: Running, dice: Random | None = None, **more: Any) -> None:
-        self.running, self._dice, self.seen = running, dice, Counter[str]()
+    steps_idle = False  # steps without a request, too: what is to be passed on is
+
+    def __init__(
+        self, router: str, *scripts: Any, running: Running, at_once: Callable[[], bool] = lambda: False, **more: Any
+    ) -> None:
+        self.running, self._at_once, self.seen = running, at_once, Counter[str]()
         self._steps: list[InFlight] = []
+        self._runners: dict[Any, ModelRunner] = {}
         base_config()  # made before vLLM is made to believe in a model runner that a CPU has not
         with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(running.is_v2))):
-            super().__init__(router, *scripts, lag=int(running.is_async), **more)
-            self._depth: int = self.scheduler.vllm_config.max_concurrent_batches
+            super().__init__(router, *scripts, lag=int(running.is_async), ranks=running.ranks, **more)
+        self._depth = running.ranks if running.is_pipeline else 1 + running.is_async
+        if running.is_uni:
+            self.aggregator = _NoAggregator()
+        if running.is_pipeline:
+            self._output_rank = running.ranks - 1
 
     def _configure(self, config: Any) -> None:
-        parallel = config.parallel_config
-        sizes = (1, parallel.world_size) if self.running.is_pipeline else (parallel.world_size, 1)
+        parallel, ranks = config.parallel_config, self.running.ranks
+        sizes = (1, ranks) if self.running.is_pipeline else (ranks, 1)
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size = sizes
         config.scheduler_config.async_scheduling = self.running.is_async
 
-    def zero_blocks(self, *, is_on: bool) -> None:
-        """Let the workers zero new blocks, as vLLM has it for some models."""
-        self.scheduler.needs_kv_cache_zeroing = is_on
-        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            manager._record_new_block_ids = is_on
+    def _build_worker(self, cls: Any, config: Any, caches: Any) -> Any:
+        worker = super()._build_worker(cls, config, caches)
+        forward = lambda scheduled: self._forward(worker, scheduled)  # noqa: E731 - a rank's own
+        self._runners[worker] = ModelRunner(self.running, worker, config, forward)
+        return worker
 
     @property
     def is_busy(self) -> bool:
@@ -128,31 +222,29 @@ class Overlapping(Rig):
     def step(self) -> KVConnectorOutput:
         """Schedule a step, unless there is nothing to do, and read the oldest one if no more may be in flight."""
         self.scheduled, self.output, self.request_outputs = None, None, []
-        if has_requests := self.scheduler.has_requests():
-            self._schedule()
-        if not self._steps or (has_requests and len(self._steps) < self._depth and self.scheduler.has_requests()):
+        if self.scheduler.has_requests() or self.steps_idle:
+            self.scheduled = scheduled = self._schedule()
+            sent = b"" if self.running.is_uni else pickle.dumps(scheduled)
+            self._steps.append(InFlight(scheduled, sent, self._samples(scheduled)))
+            for rank in range(len(self.workers)):
+                if self._at_once():
+                    for step in self._steps:
+                        self._work_on(step, rank)
+            if scheduled.total_num_scheduled_tokens and len(self._steps) < self._depth:
+                return KVConnectorOutput()
+        if not self._steps:
             return KVConnectorOutput()
         oldest = self._steps[0]
         for rank in range(len(self.workers)):
-            if rank not in oldest.outputs:
-                self._work_on(oldest, rank)
-        self._steps.pop(0)
+            self._work_on(oldest, rank)
+        del self._steps[0]
         self._before_read()
+        if oldest.scheduled.total_num_scheduled_tokens:
+            self.aggregator.aggregate([None] * len(self.workers), self._output_rank)  # of the forward, before sampling
         return self._read(oldest.scheduled, [oldest.outputs[rank] for rank in range(len(self.workers))])
 
-    def _schedule(self) -> None:
-        # vLLM keeps room for a request whose load has failed, and may admit no further load, its own included.
-        self.scheduler._inflight_prefills = {r for r in self.scheduler._inflight_prefills if r.num_computed_tokens}
-        scheduled = self.scheduled = self.scheduler.schedule()
-        self._count(scheduled)
-        self._steps.append(InFlight(scheduled, pickle.dumps(scheduled), self._samples(scheduled)))
-        for rank in range(len(self.workers)):
-            if self._dice is not None and self._dice.random() < 0.5:
-                for step in self._steps:
-                    if rank not in step.outputs:
-                        self._work_on(step, rank)
-
-    def _count(self, scheduled: Any) -> None:
+    def _schedule(self) -> Any:
+        scheduled = self.scheduler.schedule()
         requests = self.scheduler.requests
         loads = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in requests.values())
         self.seen += Counter(
@@ -163,10 +255,25 @@ class Overlapping(Rig):
                 "preempted during a load": len(scheduled.preempted_req_ids or ()) if loads else 0,
             }
         )
+        return scheduled
+
+    def keep_no_room(self) -> None:
+        """Drop the room that vLLM keeps for a request whose load has failed: it may admit no load any more."""
+        prefills = self.scheduler._inflight_prefills
+        self.scheduler._inflight_prefills = {request for request in prefills if request.num_computed_tokens}
 
     def _work_on(self, step: InFlight, rank: int) -> None:
+        if rank in step.outputs:
+            return
         self.seen["a rank works ahead"] += step is not self._steps[0]
-        step.outputs[rank] = self._work(self.workers[rank], pickle.loads(step.sent), step.samples)
+        scheduled = step.scheduled if self.running.is_uni else pickle.loads(step.sent)
+        output = self._work(self.workers[rank], scheduled, step.samples if rank == self._output_rank else {})
+        step.outputs[rank] = output if self.running.is_uni else pickle.loads(pickle.dumps(output))
+
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> ModelRunnerOutput:
+        output = self._runners[worker].run(scheduled)
+        ids = {request: i for i, request in enumerate(samples)}
+        return ModelRunnerOutput([*ids], ids, list(samples.values()), kv_connector_output=output)
 
     def _before_read(self) -> None:
         """Do what a client may cause while the workers work."""
@@ -174,22 +281,10 @@ class Overlapping(Rig):
     def _samples(self, scheduled: Any) -> dict[str, list[int]]:
         """Return the tokens that the model samples for each request of a step."""
         requests = self.scheduler.requests
-        return {name: [] if requests[name].is_prefill_chunk else [7] for name in scheduled.num_scheduled_tokens}
+        return {name: [] if requests[name].is_prefill_chunk else [TOKEN] for name in scheduled.num_scheduled_tokens}
 
     def _forward(self, worker: Any, scheduled: Any) -> None:
-        """Load before the forward only what it needs, as vLLM's model runners do."""
-        if scheduled.has_sync_kv_loads:
-            worker.start_load_kv(None)
-        if scheduled.total_num_scheduled_tokens:
-            worker.wait_for_layer_load("layer.0")
-            self._compute(worker, scheduled)
-            worker.save_kv_layer("layer.0", None, None)
-        if self.running.is_v2:
-            worker.finish_forward()
-        if not scheduled.has_sync_kv_loads:
-            self.seen["loads begun after the forward"] += bool(scheduled.total_num_scheduled_tokens)
-            worker.start_load_kv(None)
-        worker.wait_for_save()
-
-    def _compute(self, worker: Any, scheduled: Any) -> None:
-        """Compute what is scheduled, where there are contents."""
+        """Do what the attention layers of two layers do."""
+        for name, cache in LAYERS.items():
+            worker.wait_for_layer_load(name)
+            worker.save_kv_layer(name, cache, ATTENTION)

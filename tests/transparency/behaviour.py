@@ -70,6 +70,7 @@ class Half:
     def __init__(self, connector: Any, life: Life, index: int, books: Books) -> None:
         self.connector, self.life, self.index, self.books = connector, life, index, books
         self.character: Character = life.children[index]
+        self.one_reports = life.one_reports or self.character.one_reports
 
     def dice(self, *what: object) -> float:
         return self.life.dice(self.index, *what)
@@ -207,7 +208,7 @@ class SchedulerHalf(Half):
         return takes
 
     def on_get_finished_count(self) -> int | None:
-        return 1 if self.life.one_reports else None
+        return 1 if self.one_reports else None
 
     def on_take_events(self) -> Any:
         events = [f"an event of child {self.index}"] if self._at_times(self.character.chats, "events") else []
@@ -242,6 +243,12 @@ class WorkerHalf(Half):
         self._loads: dict[str, tuple[int, Load]] = {}  # request -> the step it is in, the load
         self._saves: dict[str, int] = {}
         self._bad: list[tuple[int, set[int]]] = []
+
+    def forget(self) -> None:
+        """Let open loads and saves go: nobody waits for them any more."""
+        self._loads.clear()
+        self._saves.clear()
+        self._bad.clear()
 
     def on_bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin a step with what the scheduler's half says."""
@@ -294,9 +301,9 @@ class WorkerHalf(Half):
         saved = {name for name, due in self._saves.items() if due <= self.step}
         for name in saved:
             del self._saves[name]
-        if self.life.one_reports and self.rank:
+        if self.one_reports and self.rank:
             return set(), set(), set()
-        if failed and self.life.one_reports and self.life.ranks > 1:
+        if failed and self.one_reports and self.life.running.ranks > 1:
             self.books.run.mark(Cause.COUNTED_FAILURE, self.index, *sorted(failed))
         self.books.saved |= {(self.index, self.rank, name) for name in saved}
         self.books.failed |= {(self.index, name) for name in failed}

@@ -26,6 +26,7 @@ class Stage:
 
     life: Life
     run: Run
+    halves: tuple[type[SchedulerHalf], type[WorkerHalf]] = (SchedulerHalf, WorkerHalf)
     books: Books = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,11 +49,11 @@ class Answers(KVConnectorBase_V1):
         about = self, stage.life, index, stage.books
         if role is KVConnectorRole.SCHEDULER:
             self.who = f"child {index} scheduler"
-            self.half: Half = SchedulerHalf(*about)
+            self.half: Half = stage.halves[0](*about)
         else:
             rank = vllm_config.parallel_config.rank
             self.who = f"child {index} rank {rank}"
-            self.half = WorkerHalf(*about, rank=rank)
+            self.half = stage.halves[1](*about, rank=rank)
 
     def note(self, hook: str, *arguments: Any) -> None:
         """Note a call of a hook; raise if it is the one at which this child does."""

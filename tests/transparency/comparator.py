@@ -63,7 +63,7 @@ def _without_field(entry: Entry, field: str) -> Entry:
 
 def _empty_outputs(entry: Entry, life: Life) -> Entry | None:
     """Leave out that a child was shown an output in which nothing is."""
-    if entry.hook != "update_connector_output" or life.executor != "uni":
+    if entry.hook != "update_connector_output" or not life.running.is_uni:
         return entry
     _, *fields = entry.arguments[0]
     return entry if any(value not in EMPTY for _, value in fields) else None
@@ -141,7 +141,7 @@ def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     """Look at how the lives ended: kvobs must come through all of them, and what ends stock must have a name."""
     if stock.raised != kvobs.raised and not stock.causes:
         return f"a child's exception reaches vLLM with one router: {stock.raised} - {kvobs.raised}"
-    is_vllms_own = _is_vllms_own(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
+    is_vllms_own = hangs_in_vllm(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
     if kvobs.raised or is_vllms_own:
         return None
     if kvobs.error:
@@ -153,12 +153,12 @@ def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     return None
 
 
-def _is_vllms_own(life: Life, stock: Run) -> bool:
+def hangs_in_vllm(life: Life, stock: Run) -> bool:
     """Return whether a life ends badly whatever the router: it was the same to its end, and vLLM's scheduler hangs.
 
     One step ahead, it forgets the token that is under way for a request whose synchronous load turns out bad.
     """
-    return life.is_async and stock.seen["bad blocks of a sync load"] > 0 and not stock.causes
+    return life.running.is_async and stock.seen["bad blocks of a sync load"] > 0 and not stock.causes
 
 
 def _tell(entries: list[Entry], at: int, expected: Entry | None, found: Entry | None) -> str:

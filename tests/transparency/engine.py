@@ -1,29 +1,23 @@
-"""Live one life in vLLM's real scheduler, with vLLM's MultiConnector or with kvobs's.
-
-The loop is EngineCore's: schedule, run the workers, read their output; one step ahead with the async scheduler.
-"""
+"""Live one life in vLLM's real scheduler, with vLLM's MultiConnector or with kvobs's."""
 
 import functools
 import itertools
-import os
-import pickle
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
-from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
+from vllm.v1.request import Request
 
-from kvobs.testing import Rig
-from kvobs.testing.rig import base_config
+from tests.support.rig import assert_nothing_is_left
+from tests.support.runners import ATTENTION, LAYERS, TOKEN, Overlapping
 from tests.transparency.children import CLASSES, STAGES, ChildError, Stage
 from tests.transparency.life import PLAIN, Life, Plan
 from tests.transparency.record import VLLM, Run, counted
-from tests.transparency.workers import TOKEN, Worker
 
 STEPS = 220
 """A life is over by then, or hangs."""
@@ -40,13 +34,10 @@ _numbers = itertools.count()
 def live(life: Life, router: str, **options: Any) -> Run:
     """Live ``life`` to its end and return what was recorded; what ends the engine is recorded, too."""
     run = Run(router)
-    base_config()  # made before vLLM is made to believe in a model runner that a CPU has not
     tag = f"stage {next(_numbers)}"
     STAGES[tag] = stage = Stage(life, run)
     try:
-        # vLLM's scheduler is to believe in the life's model runner.
-        with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(life.runner == "v2"))):
-            Engine(stage, tag, router, options).live()
+        Engine(stage, tag, router, options).live()
     except Exception as error:
         run.error = "".join(traceback.format_exception(error)[-3:])
         run.raised = str(error) if type(error) is ChildError else None
@@ -63,36 +54,47 @@ class InOrder(set[str]):
         return iter(sorted(super().__iter__()))
 
 
-class Engine(Rig):
-    def __init__(self, stage: Stage, tag: str, router: str, options: dict[str, Any]) -> None:
+def entries_of(life: Life, tag: str) -> list[dict[str, Any]]:
+    """Return the entries of ``connectors`` for a life's children on the stage of this tag."""
+    return [
+        {
+            "kv_connector": CLASSES[character.shape],
+            "kv_connector_module_path": "tests.transparency.children",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"stage": tag, "child": index},
+        }
+        for index, character in enumerate(life.children)
+    ]
+
+
+class Engine(Overlapping):
+    """An engine to which happens, step by step, what a life and its plans say."""
+
+    def __init__(
+        self, stage: Stage, tag: str, router: str, options: dict[str, Any], at_once: Callable[[], bool] = lambda: True
+    ) -> None:
         self._stage, self._life, self._run = stage, stage.life, stage.run
         life = self._life
-        connectors = [
-            {
-                "kv_connector": CLASSES[character.shape],
-                "kv_connector_module_path": "tests.transparency.children",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"stage": tag, "child": index},
-            }
-            for index, character in enumerate(life.children)
-        ]
+        self._forwards: Counter[Any] = Counter()  # by worker
         super().__init__(
             router,
-            connectors=connectors,
+            connectors=entries_of(life, tag),
             kvobs=options or None,
-            ranks=life.ranks,
+            running=life.running,
+            at_once=at_once,
             blocks=life.blocks,
             groups=life.groups,
             policy=life.policy,
-            lag=int(life.is_async),
             context_parallel=life.dcp,
             hybrid=all(child.shape != PLAIN for child in life.children),
         )
-        if life.executor == "uni":
-            self.aggregator = None
         self._names: set[str] = set()
-        self._to_come = sorted(life.plans, key=lambda plan: plan.arrives)
         self._inputs: list[tuple[int, Plan, Request]] = []  # when they come, to which request
+        self.plan(life.plans)
+
+    def plan(self, plans: Sequence[Plan]) -> None:
+        """Let these requests come, and no others any more."""
+        self._plans, self.to_come = plans, sorted(plans, key=lambda plan: plan.arrives)
 
     def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
         caches = super()._caches(blocks, groups)
@@ -101,16 +103,11 @@ class Engine(Rig):
         return caches
 
     def _configure(self, config: Any) -> None:
-        life, parallel, scheduler = self._life, config.parallel_config, config.scheduler_config
-        sizes = (1, life.ranks) if life.pipeline else (life.ranks, 1)
-        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = sizes
+        super()._configure(config)
+        life, scheduler = self._life, config.scheduler_config
         scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens = life.budget, None
-        scheduler.max_num_seqs, scheduler.enable_chunked_prefill = 4, True
+        scheduler.max_num_seqs, scheduler.enable_chunked_prefill = life.most_running, True
         scheduler.policy = "priority" if life.by_priority else "fcfs"
-        scheduler.async_scheduling = life.is_async
-
-    def _build_worker(self, cls: Any, config: Any, caches: KVCacheConfig) -> Worker:
-        return Worker(self._life, super()._build_worker(cls, config, caches), config)
 
     def _offer_tails(self) -> None:
         """Let this vLLM offer a partial tail at the end of a request; the tiny model's cache has none by itself."""
@@ -149,9 +146,9 @@ class Engine(Rig):
         self._read_in_order()
         self._note_answers()
         content = {
-            (rank, 0) if self._life.pipeline else (0, rank): shake
+            (rank, 0) if self._life.running.is_pipeline else (0, rank): shake
             for rank, worker in enumerate(self.workers)
-            if (shake := worker.connector.get_handshake_metadata()) is not None
+            if (shake := worker.get_handshake_metadata()) is not None
         }
         if content and hasattr(self.connector, "set_xfer_handshake_metadata_pp_aware"):
             self.connector.set_xfer_handshake_metadata_pp_aware(content)
@@ -162,18 +159,23 @@ class Engine(Rig):
         life, run = self._life, self._run
         steps = [plan.aborted or plan.arrives for plan in life.plans]
         last = max(steps + [reset.step for reset in life.resets] + [pause.until for pause in life.pauses])
-        for step in range(STEPS):
-            run.step = step
-            self._happen(step, late=False)
-            has_requests = self.scheduler.has_requests()
-            if has_requests or self._in_flight:
-                self._advance(step, has_requests)
-            elif step > last and not self._to_come and not self._inputs:
-                break
+        while run.step < STEPS and (self.is_busy or run.step <= last or self.to_come or self._inputs):
+            self.step()
         self._say_what_is_left()
+        if run.router == "kvobs" and run.left is None:
+            noted, step, self.steps_idle = len(run.entries), run.step, True
+            assert_nothing_is_left(self)
+            del run.entries[noted:]
+            run.step = step
         self.scheduler.shutdown()
         for worker in self.workers:
-            worker.connector.shutdown()
+            worker.shutdown()
+
+    def step(self) -> KVConnectorOutput:
+        self._happen(self._run.step, late=False)
+        output = super().step()
+        self._run.step += 1
+        return output
 
     def _happen(self, step: int, *, late: bool) -> None:
         """Let requests come, and be aborted, the scheduler pause, and caches be reset."""
@@ -184,11 +186,9 @@ class Engine(Rig):
                 self.scheduler.set_pause_state(PauseState.UNPAUSED)
         if not late:
             self._arrive(step)
-        for plan in self._life.plans:
+        for plan in self._plans:
             if plan.aborted == step and plan.aborted_late is late:
-                status = getattr(self.scheduler.requests.get(plan.name), "status", None)
-                self._run.seen[f"aborted, {status.name if status else 'gone'}"] += 1
-                self.scheduler.finish_requests(plan.name, RequestStatus.FINISHED_ABORTED)
+                self._abort(plan.name)
         for reset in self._life.resets:
             if reset.step == step and not late:
                 try:
@@ -198,22 +198,26 @@ class Engine(Rig):
                 self._run.note(VLLM, "reset_prefix_cache", done)
                 self._run.seen[f"reset, {done}"] += 1
 
-    def _arrive(self, step: int) -> None:
+    def _abort(self, name: str) -> None:
+        self._run.seen[f"aborted, {self.status(name)}"] += 1
+        self.abort(name)
+
+    def _arrive(self, now: int) -> None:
         """Let requests come whose id is free, and the inputs of those that are alive."""
         alive = self.scheduler.requests
-        under_way = {name for scheduled, _ in self._in_flight for name in scheduled.num_scheduled_tokens}
-        for plan in [*self._to_come]:
-            if plan.arrives <= step and plan.name not in alive and plan.name not in under_way:
-                self._to_come.remove(plan)
+        under_way = {name for step in self._steps for name in step.scheduled.num_scheduled_tokens}
+        for plan in [*self.to_come]:
+            if plan.arrives <= now and plan.name not in alive and plan.name not in under_way:
+                self.to_come.remove(plan)
                 request = self._request(plan, resumable=bool(plan.inputs))
                 self._run.note(VLLM, "a request comes", request)
                 self._run.seen["id used again"] += plan.name in self._names
                 self._names.add(plan.name)
                 self._stage.books.arrive(plan.name)
-                self._inputs += [(step + later, plan, request) for later in plan.inputs]
+                self._inputs += [(now + later, plan, request) for later in plan.inputs]
                 self.scheduler.add_request(request)
         for due, plan, request in [*self._inputs]:
-            if due == step:
+            if due == now:
                 self._inputs.remove((due, plan, request))
                 if alive.get(plan.name) is request and not request.is_finished():
                     self._run.seen["input streamed in"] += 1
@@ -237,58 +241,51 @@ class Engine(Rig):
             resumable=resumable,
         )
 
-    def _advance(self, step: int, has_requests: bool) -> None:
-        executed = False
-        if has_requests:
-            scheduled = self.scheduler.schedule()
-            self._run.note(VLLM, "scheduled", scheduled)
-            self._stage.books.alive = sorted(self.scheduler.requests)
-            executed = scheduled.total_num_scheduled_tokens > 0
-            output = self._execute(scheduled)
-            self._in_flight.append((scheduled, output))
-            ahead = self._life.is_async or self._life.pipeline
-            if ahead and executed and len(self._in_flight) < 2:
-                return
-        scheduled, output = self._in_flight.popleft()
-        self._happen(step, late=True)
-        news = output.kv_connector_output
+    def _schedule(self) -> Any:
+        scheduled = super()._schedule()
+        self._run.note(VLLM, "scheduled", scheduled)
+        self._stage.books.alive = sorted(self.scheduler.requests)
+        return scheduled
+
+    def _before_read(self) -> None:
+        self._happen(self._run.step, late=True)
+
+    def _update(self, scheduled: Any, combined: Any) -> dict[int, Any]:
+        news, drafts = combined.kv_connector_output, self._life.drafts
         if getattr(news, "failed_recving", None):
             news.failed_recving = InOrder(news.failed_recving)
-        outputs = self.scheduler.update_from_output(scheduled, output)
+        outputs = super()._update(scheduled, combined)
         for request in news.finished_recving or () if news is not None else ():
             self._stage.books.load_is_received(request)
-        if self._life.drafts and not self._life.is_async and scheduled.total_num_scheduled_tokens:
+        if drafts and not self.running.is_async and scheduled.total_num_scheduled_tokens:
             ids = [*scheduled.num_scheduled_tokens]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[TOKEN] * self._life.drafts for _ in ids]))
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[TOKEN] * drafts for _ in ids]))
         self._note_state(outputs)
         self._run.seen["step with drafts"] += bool(scheduled.scheduled_spec_decode_tokens)
-        self._run.seen["step of a pipeline"] += self._life.pipeline
+        self._run.seen["step of a pipeline"] += self.running.is_pipeline
         self._run.seen["step by priority"] += self._life.by_priority
         self._run.seen["step of a sliding window"] += self._life.slides
+        step = self._run.step
         self._run.seen["step of a pause"] += any(each.step <= step < each.until for each in self._life.pauses)
         self._run.seen["preempted"] += len(scheduled.preempted_req_ids or ())
+        return outputs
 
-    def _execute(self, scheduled: Any) -> Any:
-        """Run every worker; return what the scheduler is to read."""
-        samples = {name: self._sampled(name, scheduled) for name in scheduled.num_scheduled_tokens}
-        if self.aggregator is None:
-            return self.workers[0].execute(scheduled, samples)
-        sent = pickle.dumps(scheduled)
-        at = len(self.workers) - 1 if self._life.pipeline else 0  # the rank whose tokens are read
-        outputs = [
-            pickle.loads(pickle.dumps(worker.execute(pickle.loads(sent), samples if rank == at else {})))
-            for rank, worker in enumerate(self.workers)
-        ]
-        if scheduled.total_num_scheduled_tokens:
-            self.aggregator.aggregate([None] * len(outputs), at)  # of the forward; the sampling's come after it
-        return self.aggregator.aggregate(outputs, at)
+    def _samples(self, scheduled: Any) -> dict[str, list[int]]:
+        """Return what is sampled for each request: one token, and some of those that were drafted."""
+        return {name: [TOKEN] * self._sampled(name, scheduled) for name in scheduled.num_scheduled_tokens}
 
     def _sampled(self, name: str, scheduled: Any) -> int:
-        """Return how many tokens are sampled for a request: one, and some of those that were drafted."""
         if self.scheduler.requests[name].is_prefill_chunk:
             return 0
         drafted = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
         return 1 + int(self._life.dice("accepted", name, self._run.step) * (drafted + 1))
+
+    def _forward(self, worker: Any, scheduled: Any) -> None:
+        self._forwards[worker] += 1
+        more = {"more": ATTENTION} if self._life.happens(0.3, "keywords", self._forwards[worker]) else {}
+        for name, cache in LAYERS.items():
+            worker.wait_for_layer_load(name)
+            worker.save_kv_layer(name, cache, ATTENTION, **more)
 
     def _note_state(self, outputs: dict[int, Any]) -> None:
         said = [

@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm import __version__
 
-BLOCK = 16
+from kvobs.testing import BLOCK
+from tests.support.runners import Running
 
 VERSION = tuple(map(int, __version__.split(".")[:2]))
 TAKES_EQUAL_GROUPS = VERSION >= (0, 30)
@@ -22,6 +23,7 @@ STOCK_ASKS = VERSION >= (0, 30)
 STREAMS = VERSION >= (0, 32)
 """Whether vLLM's scheduler keeps a stream whose turn ends while a step is under way."""
 
+V2 = Running(is_v2=True)
 FULL, PLAIN, LEAN = "full", "plain", "lean"
 """Shapes of a child: every hook and HMA; every hook, without HMA; the hooks that vLLM cannot do without."""
 
@@ -59,6 +61,7 @@ class Character:
     writes: str | None = None
     strays: float = 0.0  # a report about another's request, at each step
     raises: tuple[str, int] = ("", 0)  # at which call of which hook
+    one_reports: bool = False  # one rank's report is enough, and the first alone reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +110,16 @@ class Life:
     resets: tuple[Reset, ...] = ()
     pauses: tuple[Pause, ...] = ()
     seed: int = 1
-    is_async: bool = False  # AsyncScheduler, one step ahead
-    runner: str = "v2"  # or "v1"
-    executor: str = "mp"  # an aggregator, and all is pickled; "uni": one worker in the scheduler's process
-    ranks: int = 1
-    pipeline: bool = False  # the ranks are stages, and as many batches are under way
+    running: Running = V2
     groups: int = 1
     slides: bool = False  # the last group keeps a sliding window only
     dcp: int = 1
     policy: str = "recompute"
     blocks: int = 40
     budget: int = 512
+    most_running: int = 4
     by_priority: bool = False  # else first come, first served
     drafts: int = 0  # tokens that are drafted for each request and step
-    drafting: bool = False  # the step is closed after a draft model's forward
-    graph: bool = False  # a full graph is replayed: no layer hooks
     one_reports: bool = False  # every child says that one rank's report is enough, and the first alone reports
 
     @property
@@ -160,7 +158,7 @@ def draw(random: Random, seed: int | None = None) -> Life:
     if random.random() < 0.12:
         raising = random.randrange(len(children))
         children[raising] = replace(children[raising], raises=(random.choice(RAISING), random.randint(1, 8)))
-    plans = tuple(_plan(random, i) for i in range(random.randint(1, 7)))
+    plans = tuple(draw_plan(random, i) for i in range(random.randint(1, 7)))
     # Or else one waits for ever, and a stream keeps what it has while it waits.
     longest = max(plan.length for plan in plans), sum(plan.length for plan in plans if plan.inputs)
     largest = sum(longest) // BLOCK + 4
@@ -173,13 +171,10 @@ def draw(random: Random, seed: int | None = None) -> Life:
         for step in (random.randint(1, 20),)
         if random.random() < 0.15
     )
+    is_async, is_v2 = random.random() < 0.5, random.choice((False, True))
+    is_pipeline = ranks > 1 and dcp == 1 and random.random() < 0.4
     return Life(
         seed=random.getrandbits(32) if seed is None else seed,
-        is_async=random.random() < 0.5,
-        runner=random.choice(("v1", "v2")),
-        executor=executor,
-        ranks=ranks,
-        pipeline=ranks > 1 and dcp == 1 and random.random() < 0.4,
         groups=groups,
         slides=groups > 1 and dcp == 1 and (random.random() < 0.5 or not TAKES_EQUAL_GROUPS),
         dcp=dcp,
@@ -188,8 +183,15 @@ def draw(random: Random, seed: int | None = None) -> Life:
         budget=random.choice((24, 48, 64, 512)),
         by_priority=random.random() < 0.3,
         drafts=2 if random.random() < 0.25 else 0,
-        drafting=random.random() < 0.15,
-        graph=random.random() < 0.3,
+        running=Running(
+            is_v2=is_v2,
+            is_async=is_async,
+            is_pipeline=is_pipeline,
+            ranks=ranks,
+            is_uni=executor == "uni",
+            drafts=random.random() < 0.15,
+            is_graph=random.random() < 0.3,
+        ),
         one_reports=random.random() < 0.2 and STOCK_ASKS and all(child.shape != LEAN for child in children),
         children=tuple(children),
         plans=plans,
@@ -229,7 +231,7 @@ def _character(
     )
 
 
-def _plan(random: Random, number: int) -> Plan:
+def draw_plan(random: Random, number: int) -> Plan:
     family = random.randint(0, 1)
     shared = random.choice((0, 16, 32, 64))
     arrives = random.choice((0, 0, 1, 3, 6, 12))

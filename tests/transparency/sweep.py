@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvobs import log
@@ -54,11 +55,18 @@ def first_faulty(seeds: Iterable[int]) -> Verdict | None:
 
 
 def _judged(seeds: Iterable[int]) -> Iterator[Verdict]:
+    with quiet():
+        for seed in seeds:
+            yield judge(from_seed(seed))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what is logged: vLLM logs every failed load."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        for seed in seeds:
-            log.forget()
-            yield judge(from_seed(seed))
+        yield
     finally:
         logging.disable(before)
+        log.forget()

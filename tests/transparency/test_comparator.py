@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.routing_faults import ROUTING_FAULTS
+from tests.support.runners import Running
 from tests.transparency.comparator import judge
 from tests.transparency.life import Character, Life, Plan
 from tests.transparency.mutation import SCHEDULER, WORKER, Mutation, mutated
@@ -17,8 +18,7 @@ LIFE = Life(
     children=(LOADER, SAVER),
     plans=tuple(Plan(f"r{i}", arrives=2 * i, family=i, shared=16, prompt=70, answer=4) for i in range(3)),
     seed=5,
-    runner="v1",
-    ranks=2,
+    running=Running(ranks=2),
     budget=48,
 )
 

@@ -5,14 +5,16 @@ Set KVOBS_LIVES to a number to try so many other lives, drawn anew each time.
 
 import os
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.transparency.comparator import judge
-from tests.transparency.life import draw
-from tests.transparency.sweep import SEEDS, Findings, sweep
+from tests.transparency.comparator import hangs_in_vllm, judge
+from tests.transparency.engine import live
+from tests.transparency.life import draw, from_seed
+from tests.transparency.sweep import SEEDS, Findings, quiet, sweep
 
 MORE = int(os.environ.get("KVOBS_LIVES", "0"))
 SHRINKABLE = 40
@@ -45,6 +47,25 @@ def test_all_that_matters_happens_in_these_lives(findings: Findings) -> None:
 
 def test_most_lives_are_compared_to_their_end(findings: Findings) -> None:
     assert sum(findings.stock.values()) < 0.35 * findings.lives
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_policy": "longest", "tracing": {"level": "calls"}},
+        {"load_policy": "fastest", "report": True},
+        {"wait_for": "earlier", "tracing": {"level": "requests"}},
+    ],
+    ids=str,
+)
+def test_nothing_is_left_with_other_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests, blocks, or entries in what kvobs keeps of requests: ``live`` looks at all of them."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    with quiet():
+        for life in map(from_seed, range(MORE or 24)):
+            run = live(life, "kvobs", **options)
+            assert run.raised or run.error is None, f"seed {life.seed}: {run.error}"
+            assert run.left is None or hangs_in_vllm(life, run), f"seed {life.seed}: {run.left}"
 
 
 @settings(

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.children.child import Child
@@ -25,32 +25,9 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, StatsParts, class_path
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
-from tests.support.scheduler_life import Life, actions
 from tests.support.scripted import Events, Stats, Tally
 
 Said: TypeAlias = tuple[int, int, int]  # child, rank, request
-KINDS = ("ScriptedConnector", "UnwatchingConnector")
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(actions, max_size=40), st.sampled_from([0, 1]))
-def test_vllm_gets_the_same_whether_the_connectors_look_or_not(plan: list[Any], lag: int) -> None:
-    """Without a connector that looks, most outputs are passed over at once."""
-    lives = [Life("first", 64, lag, "off", cls) for cls in KINDS]
-    for action in plan:
-        for life in lives:
-            life.act(action)
-        assert seen(lives[0].rig) == seen(lives[1].rig), action
-    for life in lives:
-        life.end()
-        assert_nothing_is_left(life.rig)
-
-
-def seen(rig: Rig) -> Any:
-    """Return what vLLM has read of the last step, and made of it."""
-    output = rig.output
-    ends = output and (output.finished_recving, output.finished_sending, output.failed_recving)
-    return ends, rig.free_blocks, {request: rig.status(request) for request in rig.scheduler.requests}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvobs import clock as machine_clock
 from kvobs.testing import BLOCK
 from tests.support.rig import forget_unused
-from tests.support.runners import RUNNINGS, Overlapping, Running, Tables
+from tests.support.runners import RUNNINGS, TOKEN, Overlapping, Running
 
 LIVES, STEPS, TO_THE_END = 24, 70, 300
 EMPTY = -1
@@ -45,6 +45,35 @@ class Meta(KVConnectorMetadata):
     loads_in_step: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
     late_saves: list[Move] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """A request's blocks, by group, and how many of its tokens are computed."""
+
+    blocks: list[list[int]]
+    computed: int
+
+
+class Tables(dict[str, Table]):
+    """The tables of the requests that a scheduler's outputs have shown, kept as one of vLLM's model runners does."""
+
+    def take(self, output: Any, *, is_v2: bool) -> None:
+        for request in output.finished_req_ids | (output.preempted_req_ids or set() if is_v2 else set()):
+            self.pop(request, None)
+        for new in output.scheduled_new_reqs:
+            self[new.req_id] = Table([[*group] for group in new.block_ids], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request in cached.resumed_req_ids:
+                self[request] = Table([[*group] for group in blocks], computed)
+                continue
+            table = self[request]
+            for group, more in zip(table.blocks, blocks or (), strict=False):
+                group.extend(more)
+            table.computed = table.computed if is_v2 else computed  # the V2 runner counts on the GPU
 
 
 class Life:
@@ -77,11 +106,14 @@ class Life:
         entry = {"kv_connector": "Storing", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
         self.rig = Filling(
             "kvobs", connectors=[entry | {"kv_connector_extra_config": {"tag": i}} for i in range(children)],
-            running=running, ranks=running.ranks, dice=draw,
+            running=running, at_once=lambda: draw.random() < 0.5,
             groups=self.groups, blocks=draw.choice([16, 24]) * self.groups,
             kvobs=options | more,
         )  # fmt: skip
-        self.rig.zero_blocks(is_on=draw.random() < 0.5)
+        # The workers zero new blocks, as vLLM has it for some models.
+        self.rig.scheduler.needs_kv_cache_zeroing = zeroes = draw.random() < 0.5
+        for manager in self.rig.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            manager._record_new_block_ids = zeroes
 
     def happens(self, child: int, what: str) -> bool:
         return self.random.random() < self.shares[child].get(what, 0)
@@ -110,8 +142,8 @@ class Life:
 
 
 def chain_of(request: Any) -> list[int]:
-    """Return by number of tokens what a block holds that ends there; the model only ever says 7."""
-    tokens = [*request.prompt_token_ids, *[7] * (request.max_tokens + 2)]
+    """Return by number of tokens what a block holds that ends there; the model only ever samples one token."""
+    tokens = [*request.prompt_token_ids, *[TOKEN] * (request.max_tokens + 2)]
     return list(accumulate(tokens, lambda last, token: (last * 1_000_003 + token + 1) % 2**61, initial=7))
 
 
@@ -134,15 +166,16 @@ class Filling(Overlapping):
         Life.current.chains[request_id] = chain_of(request)
         return request
 
-    def _forward(self, worker: Any, scheduled: Any) -> None:
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> Any:
         worker.tables.take(scheduled, is_v2=self.running.is_v2)
         rank = worker._vllm_config.parallel_config.rank
         self.seen["blocks zeroed"] += len(scheduled.new_block_ids_to_zero or ())
         for block in scheduled.new_block_ids_to_zero or ():
             Life.current.memory[rank].update({(group, block): EMPTY for group in range(Life.current.groups)})
-        super()._forward(worker, scheduled)
+        return super()._work(worker, scheduled, samples)
 
-    def _compute(self, worker: Any, scheduled: Any) -> None:
+    def _forward(self, worker: Any, scheduled: Any) -> None:
+        super()._forward(worker, scheduled)
         life, rank = Life.current, worker._vllm_config.parallel_config.rank
         for request_id, n in scheduled.num_scheduled_tokens.items():
             table = worker.tables[request_id]
@@ -167,6 +200,7 @@ class Filling(Overlapping):
 
     def step(self) -> Any:
         self.doubtful: list[tuple[Any, int, str]] = []
+        self.keep_no_room()
         output = super().step()
         for request, computed, where in self.doubtful:  # vLLM lowers the number of computed tokens when a load fails
             if request.num_computed_tokens >= computed and "ABORTED" not in request.status.name:

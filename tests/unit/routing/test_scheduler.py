@@ -1,4 +1,4 @@
-"""What the router announces of each request; and random lives and reports: nothing raises, and nothing is left."""
+"""What the router announces of each request; and random reports: nothing raises, and nothing is left."""
 
 from functools import partial
 from typing import Any
@@ -13,28 +13,6 @@ from kvobs.state.events import EVENTS, Observer
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_nothing_is_left, started
-from tests.support.scheduler_life import Life, actions
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.lists(actions, max_size=40),
-    st.sampled_from(["first", "longest", "fastest"]),
-    st.sampled_from([14, 64]),
-    st.sampled_from([0, 1]),
-    st.sampled_from(["off", "requests", "calls"]),
-)
-def test_whatever_is_reported_and_aborted(plan: list[Any], policy: str, blocks: int, lag: int, level: str) -> None:
-    """Stray, early, late and double reports, failures, aborts in any state, a pool so small that it preempts.
-
-    With lag 1 it is vLLM's async scheduler, one step ahead of the workers.
-    """
-    life = Life(policy, blocks, lag, level)
-    for action in plan:
-        life.act(action)
-    life.end()
-    assert_nothing_is_left(life.rig)
-
 
 LIVE = ("async", "sync", "saved", "plain")
 times = st.sampled_from([0, 1, -1, -(2**63), 2**63 - 1]) | st.integers(-(2**63), 2**63 - 1)
